@@ -1,0 +1,111 @@
+"""Makes a tiny model folder in Hugging Face format, without weights, to run the GSM8K road on any machine.
+
+    python examples/gsm8k/make_tiny_model.py --data FOLDER --out tiny --family qwen2
+
+The tokenizer is a byte-level BPE of 2,048 tokens, trained on the questions of FOLDER/train.jsonl, with a ChatML
+template. Use the folder as `model.path=tiny model.init=random`. It does NOT make anything that can solve a problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from tunix_like.tokenizer import Tokenizer
+
+VOCAB_SIZE = 2048
+PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# How Qwen cuts text before the BPE. transformers rebuilds exactly this for a folder of type qwen2, whatever its
+# tokenizer.json says, so another rule would give other ids there.
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def questions(data: Path) -> Iterator[str]:
+    """The `question` of every row of train.jsonl."""
+    with (data / "train.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)["question"]
+
+
+def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
+    """A byte-level BPE over `texts`, cut as Qwen's is."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, IM_START, IM_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, eos_token=IM_END, pad_token=PAD, chat_template=CHATML)
+
+
+def model_config(family: str, eos: int, pad: int) -> dict[str, Any]:
+    """config.json of a two-layer model of the family."""
+    config: dict[str, Any] = {
+        "architectures": [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        "model_type": family,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "torch_dtype": "float32",
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    return config | ({"head_dim": 16, "attention_bias": False} if family == "qwen3" else {})
+
+
+def make(data: Path, out: Path, family: str) -> None:
+    """Writes the folder `out`."""
+    tokenizer = train_tokenizer(questions(data))
+    tokenizer.save(out)
+    eos, pad = tokenizer.eos_ids[0], tokenizer.pad_id
+    generation = {"eos_token_id": [eos, pad], "pad_token_id": pad, "do_sample": True}
+    for name, value in (("config.json", model_config(family, eos, pad)), ("generation_config.json", generation)):
+        (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--family", choices=("qwen2", "qwen3"), default="qwen2")
+    arguments = parser.parse_args()
+    if not (arguments.data / "train.jsonl").is_file():
+        parser.error(f"{arguments.data} has no train.jsonl: name the folder with GSM8K's {{train,test}}.jsonl")
+    make(arguments.data, arguments.out, arguments.family)
+    print(f"wrote {arguments.out}: a tiny {arguments.family}, to be used with model.init=random")
+
+
+if __name__ == "__main__":
+    main()

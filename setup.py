@@ -1,0 +1,57 @@
+"""What `pip install tunix-like` brings: each dependency with its reason. Lower bounds are versions that were run."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "jax>=0.10.2",  # arrays, jit, gradients, sharding
+    "flax>=0.12.8",  # NNX modules: the decoder
+    "optax>=0.2.8",  # AdamW, clipping, schedules
+    "orbax-checkpoint>=0.12.8",  # asynchronous, atomic, sharded checkpoints
+    "grain>=0.2.18",  # a data stream whose place can be saved and restored
+    "ml-collections>=1.1.0",  # the locked tree that a YAML file and key=value overrides are merged in
+    "numpy>=2.0",  # host arrays
+    "jaxtyping>=0.3.11",  # shapes in signatures, checked by the tests
+    "safetensors>=0.8.0",  # weights in and out, in Hugging Face's format
+    "tokenizers>=0.23.1",  # tokenizer.json, without transformers
+    "jinja2>=3.1.6",  # chat templates, sandboxed, without transformers
+    "math-verify>=0.9.0",  # equality of mathematical answers where comparing numbers does not settle it
+    "pyyaml>=6.0.3",  # configuration files
+    "rich>=15.0.0",  # tables and progress bars on a terminal
+]
+
+EXTRAS = {
+    "cuda12": ["jax[cuda12]>=0.10.2"],  # NVIDIA GPUs, CUDA 12
+    "cuda13": ["jax[cuda13]>=0.10.2"],  # NVIDIA GPUs, CUDA 13
+    "tpu": ["jax[tpu]>=0.10.2"],  # Cloud TPUs
+    "hub": [
+        "huggingface_hub>=2.4.0",  # models by hub id
+        "datasets>=4.0",  # data sets by hub id
+    ],
+    "test": [
+        "pytest>=9.2.0",
+        "pytest-xdist>=3.8.0",  # two workers on two cores
+        "beartype>=0.23.1",  # checks the jaxtyping signatures while the tests run
+        "hypothesis>=6.170",  # properties over generated inputs
+        "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
+        "torch==2.13.0",  # what that reference runs on; never imported outside the tests
+    ],
+    "dev": [
+        "ruff>=0.17.5",  # linter and formatter
+        "mypy>=2.4.1",  # type checker
+        "types-PyYAML>=6.0.12",
+    ],
+}
+
+setup(
+    name="tunix-like",
+    version="0.1.0",
+    description="Reinforcement-learning post-training of language models in JAX and Flax NNX",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["tunix_like*"]),
+    package_data={"tunix_like": ["base_config.yaml", "py.typed"]},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["tunix-like = tunix_like.cli:main"]},
+)

@@ -1,0 +1,17 @@
+"""What every test runs under: four fake devices, no silent rank promotion, one torch thread."""
+
+from __future__ import annotations
+
+import os
+
+# Set before jax is imported, and inherited by the programs that tests start.
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Torch is only the reference of some tests; its threads would fight over the cores with jax and the other worker.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_rank_promotion", "raise")

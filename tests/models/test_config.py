@@ -1,0 +1,297 @@
+"""`DecoderConfig`: real configs read right, whatever is not understood refused, and the way back to HF."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tunix_like.errors import UserError
+from tunix_like.models.config import DecoderConfig, RopeScaling
+
+# As published on the hub, old spelling (transformers 4).
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA32 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.041666666666666664,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16", "q4f16": "float16"}},
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+LLAMA3_ROPE = LLAMA32["rope_scaling"]
+
+
+def without(fields, *names):
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def test_qwen25_numbers():
+    assert DecoderConfig.from_hf(QWEN25) == DecoderConfig(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        qkv_bias=True,
+    )
+
+
+def test_qwen3_numbers():
+    config = DecoderConfig.from_hf(QWEN3)
+    assert (config.head_dim, config.qk_norm, config.qkv_bias, config.max_positions) == (128, True, False, 40960)
+
+
+def test_llama32_numbers():
+    config = DecoderConfig.from_hf(LLAMA32)
+    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert (config.rope_theta, config.norm_eps, config.qk_norm, config.qkv_bias) == (5e5, 1e-5, False, False)
+
+
+def test_smollm2_numbers():
+    config = DecoderConfig.from_hf(SMOLLM2)
+    assert (config.head_dim, config.num_kv_heads, config.rope_theta, config.rope_scaling) == (64, 3, 1e5, None)
+
+
+def test_new_and_old_rope_spelling_agree():
+    new = without(LLAMA32, "rope_theta", "rope_scaling") | {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5}}
+    assert DecoderConfig.from_hf(new) == DecoderConfig.from_hf(LLAMA32)
+    plain = without(QWEN25, "rope_theta") | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert DecoderConfig.from_hf(plain) == DecoderConfig.from_hf(QWEN25)
+    oldest = LLAMA32 | {"rope_scaling": without(LLAMA3_ROPE, "rope_type") | {"type": "llama3"}}
+    assert DecoderConfig.from_hf(oldest) == DecoderConfig.from_hf(LLAMA32)
+
+
+def test_derived_when_absent():
+    config = DecoderConfig.from_hf(without(LLAMA32, "head_dim", "num_key_value_heads"))
+    assert (config.head_dim, config.num_kv_heads) == (64, 32)
+    # transformers 5 writes null where it derives
+    assert DecoderConfig.from_hf(LLAMA32 | {"head_dim": None}).head_dim == 64
+
+
+def test_source_is_no_part_of_identity():
+    one, two = DecoderConfig.from_hf(QWEN25), DecoderConfig.from_hf(QWEN25 | {"initializer_range": 0.5})
+    assert one == two and hash(one) == hash(two)
+    assert one != dataclasses.replace(one, num_layers=3)
+
+
+@pytest.mark.parametrize("fields", [QWEN25, QWEN3, LLAMA32, SMOLLM2], ids=lambda f: f["model_type"])
+def test_to_hf_round_trip(fields):
+    config = DecoderConfig.from_hf(fields)
+    back = config.to_hf()
+    assert DecoderConfig.from_hf(back) == config
+    for name in without(fields, "torch_dtype", "rope_scaling", "head_dim"):
+        assert back[name] == fields[name], name
+
+
+def test_to_hf_numbers_beat_the_source():
+    config = dataclasses.replace(DecoderConfig.from_hf(LLAMA32), num_layers=2, rope_scaling=None, vocab_size=7)
+    back = config.to_hf(eos_ids=[3, 4], bos_id=1, pad_id=0)
+    assert DecoderConfig.from_hf(back) == config
+    assert (back["num_hidden_layers"], back["vocab_size"], "rope_scaling" in back) == (2, 7, False)
+    assert (back["eos_token_id"], back["bos_token_id"], back["pad_token_id"]) == ([3, 4], 1, 0)
+
+
+def test_to_hf_without_a_source():
+    config = dataclasses.replace(DecoderConfig.from_hf(QWEN25), source=None)
+    back = config.to_hf(eos_ids=[5])
+    assert (back["model_type"], back["architectures"], back["eos_token_id"]) == ("qwen2", ["Qwen2ForCausalLM"], 5)
+    assert back["bos_token_id"] is None, "an absent id would be filled with a default of the family's"
+    assert DecoderConfig.from_hf(back) == config
+    with pytest.raises(UserError, match="qkv_bias and qk_norm"):
+        dataclasses.replace(config, qk_norm=True).to_hf()
+
+
+def bad(fields, *said, id):
+    return pytest.param(fields, said, id=id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        bad(QWEN25 | {"model_type": "gemma3"}, "gemma3", "llama, qwen2, qwen3", id="family"),
+        bad(QWEN25 | {"model_type": "qwen_2"}, "Did you mean 'qwen2'", id="family-misspelt"),
+        bad(without(QWEN25, "model_type"), "model_type", "llama, qwen2, qwen3", id="family-absent"),
+        bad(QWEN25 | {"logit_softcap": 30.0}, "logit_softcap", "not understood", id="unknown-field"),
+        bad(without(QWEN25, "hidden_size"), "missing: hidden_size", id="missing"),
+        bad(QWEN25 | {"vocab_size": None}, "missing: vocab_size", id="null-is-missing"),
+        bad(without(QWEN25, "num_key_value_heads"), "missing: num_key_value_heads", id="missing-kv-heads"),
+        bad(without(QWEN3, "head_dim"), "missing: head_dim", id="missing-head-dim"),
+        bad(QWEN25 | {"hidden_act": "gelu"}, "hidden_act", "silu", id="activation"),
+        bad(QWEN25 | {"use_sliding_window": True}, "use_sliding_window", id="sliding"),
+        bad(QWEN25 | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", id="layer-types"),
+        bad(LLAMA32 | {"attention_bias": True}, "attention_bias", id="attention-bias"),
+        bad(LLAMA32 | {"mlp_bias": True}, "mlp_bias", id="mlp-bias"),
+        bad(QWEN3 | {"attention_dropout": 0.1}, "attention_dropout", id="dropout"),
+        bad(QWEN3 | {"quantization_config": {"bits": 4}}, "quantization_config", id="quantised"),
+        bad(QWEN3 | {"auto_map": {"AutoModel": "m.M"}}, "auto_map", "trust_remote_code", id="remote-code"),
+        bad(QWEN25 | {"num_key_value_heads": 4}, "num_attention_heads", "14", "4", id="kv-does-not-divide"),
+        bad(QWEN25 | {"num_hidden_layers": 0}, "num_hidden_layers (num_layers)", "positive integer", id="no-layers"),
+        bad(QWEN25 | {"hidden_size": "896"}, "hidden_size", "'896'", id="text-for-number"),
+        bad(QWEN25 | {"vocab_size": True}, "vocab_size", "True", id="bool-for-number"),
+        bad(QWEN25 | {"hidden_size": 900}, "900", "multiple", "14", id="indivisible-width"),
+        bad(QWEN3 | {"head_dim": 7}, "head_dim", "even", id="odd-head"),
+        bad(QWEN3 | {"rms_norm_eps": 0.0}, "rms_norm_eps (norm_eps)", id="zero-epsilon"),
+        bad(QWEN3 | {"tie_word_embeddings": "yes"}, "tie_word_embeddings", "'yes'", id="text-for-bool"),
+        bad(QWEN3 | {"rope_theta": -1.0}, "rope_theta", "-1", id="negative-theta"),
+        bad(QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn", "llama3", id="yarn"),
+        bad(QWEN3 | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear", id="linear"),
+        bad(QWEN3 | {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor", id="rope-unknown-field"),
+        bad(QWEN3 | {"rope_scaling": "llama3"}, "rope_scaling", id="rope-no-mapping"),
+        bad(
+            LLAMA32 | {"rope_scaling": without(LLAMA3_ROPE, "low_freq_factor")},
+            "missing",
+            "low_freq_factor",
+            id="rope-missing",
+        ),
+        bad(
+            LLAMA32 | {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+            "high_freq_factor",
+            "larger",
+            id="rope-order",
+        ),
+        bad(
+            QWEN3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 2.0}},
+            "rope_theta",
+            "twice",
+            id="two-thetas",
+        ),
+        bad(
+            LLAMA32 | {"rope_parameters": {"rope_type": "default"}},
+            "rope_scaling and rope_parameters",
+            id="two-spellings",
+        ),
+    ],
+)
+def test_bad_config(fields, said):
+    with pytest.raises(UserError) as error:
+        DecoderConfig.from_hf(fields)
+    for piece in said:
+        assert piece in str(error.value)
+
+
+def test_folder_and_its_errors(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(UserError, match="config.json: no such file"):
+        DecoderConfig.from_hf(tmp_path)
+    file.write_text('{"model_type": ')
+    with pytest.raises(UserError, match="config.json: not valid JSON"):
+        DecoderConfig.from_hf(tmp_path)
+    file.write_text("[1]")
+    with pytest.raises(UserError, match="JSON object"):
+        DecoderConfig.from_hf(tmp_path)
+    file.write_text(json.dumps(without(QWEN25, "hidden_size")))
+    with pytest.raises(UserError, match=r"config.json: required field\(s\) missing: hidden_size"):
+        DecoderConfig.from_hf(str(tmp_path))
+    file.write_text(json.dumps(QWEN25))
+    assert DecoderConfig.from_hf(tmp_path) == DecoderConfig.from_hf(file) == DecoderConfig.from_hf(QWEN25)

@@ -1,0 +1,260 @@
+"""`load_model` and `export_model`: what a folder, a hub id or a mapping gives, and what is said when it does not."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from tunix_like.errors import UserError
+from tunix_like.models.loading import export_model, load_model
+from tunix_like.tokenizer import Tokenizer
+
+HF = {
+    "model_type": "qwen2",
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "eos_token_id": 3,
+}
+
+
+def make_tokenizer(size=10, **kwargs):
+    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3} | {f"w{i}": i for i in range(4, size)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", **kwargs)
+
+
+def params_of(model):
+    return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+def assert_same(one, two):
+    jax.tree.map(np.testing.assert_array_equal, params_of(one), params_of(two))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole model folder: weights, config, tokenizer with end-of-sequence ids 2 and 5."""
+    model, _ = load_model(HF, init="random", seed=1)
+    export_model(params_of(model), model.config, make_tokenizer(eos_ids=[2, 5]), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rewrite(file, **changes):
+    fields = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
+
+
+def test_random_from_a_mapping():
+    model, tokenizer = load_model(HF, init="random", seed=1)
+    again, other = load_model(HF, init="random", seed=1)[0], load_model(HF, init="random", seed=2)[0]
+    assert tokenizer is None and model.config.qkv_bias
+    assert_same(model, again)
+    kernel = lambda m: np.asarray(m.layers[0].mlp.up_proj.kernel[...])  # noqa: E731
+    assert np.abs(kernel(model) - kernel(other)).max() > 0.01
+    assert np.abs(kernel(model) - np.asarray(model.layers[1].mlp.up_proj.kernel[...])).max() > 0.01
+    assert model(jnp.zeros((1, 3), int)).shape == (1, 3, 12)
+
+
+def test_random_from_a_folder_needs_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    model, tokenizer = load_model(tmp_path, init="random", seed=1)
+    assert tokenizer is None
+    assert_same(model, load_model(HF, init="random", seed=1)[0])
+    with pytest.raises(UserError, match="no model.safetensors.*init to 'random'"):
+        load_model(tmp_path)
+
+
+def test_export_and_load(folder):
+    model, tokenizer = load_model(folder)
+    assert_same(model, load_model(HF, init="random", seed=1)[0])
+    assert tokenizer.eos_ids == (2, 5) and tokenizer.encode("w4 w9") == [4, 9]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"], config["pad_token_id"]) == ([2, 5], 1, 0)
+    assert (config["initializer_range"], config["torch_dtype"]) == (0.25, "float32")
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [2, 5], "bos_token_id": 1, "pad_token_id": 0}
+    assert not list(folder.glob(".*")), "temporary files are left over"
+
+
+def test_export_without_a_tokenizer_keeps_the_ids_of_the_source(tmp_path):
+    model, _ = load_model(HF, init="random", param_dtype=jnp.bfloat16)
+    export_model(params_of(model), model.config, None, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert (fields["eos_token_id"], fields["torch_dtype"]) == (3, "bfloat16")
+    assert load_model(tmp_path)[1] is None
+
+
+def test_export_loads_in_transformers(folder):
+    import torch
+    import transformers
+
+    model, tokenizer = load_model(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)("w4 w9 w5")["input_ids"]
+    assert tokens == tokenizer.encode("w4 w9 w5")
+    assert theirs.generation_config.eos_token_id == [2, 5]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits.numpy()
+    np.testing.assert_allclose(model(jnp.array([tokens])), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [([4, 2], 3, (4, 2)), (4, 3, (4,)), (..., 3, (3,)), (None, [6, 7], (6, 7)), (..., ..., (2,)), ([], None, (2,))],
+)
+def test_order_of_the_eos_sources(folder, generation, config, expected):
+    """generation_config.json, else config.json, else the tokenizer's own token."""
+    rewrite(folder / "generation_config.json", eos_token_id=generation)
+    rewrite(folder / "config.json", eos_token_id=config)
+    assert load_model(folder)[1].eos_ids == expected
+
+
+def test_no_generation_config(folder):
+    (folder / "generation_config.json").unlink()
+    rewrite(folder / "config.json", eos_token_id=7)
+    assert load_model(folder, init="random")[1].eos_ids == (7,)
+
+
+def test_dtypes(folder):
+    model, _ = load_model(folder)
+    assert (model.dtype, model.norm.scale[...].dtype) == (jnp.float32, jnp.float32)
+    narrow, _ = load_model(folder, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16 and narrow.norm.scale[...].dtype == jnp.bfloat16
+    tokens = jnp.array([[4, 5, 6]])
+    assert narrow(tokens).dtype == jnp.float32
+    np.testing.assert_allclose(narrow(tokens), model(tokens), atol=0.02)
+
+
+def test_accelerators_compute_in_bfloat16(folder, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model, _ = load_model(folder)
+    assert (model.dtype, model.norm.scale[...].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_pretrained_draws_no_random_weights(folder, monkeypatch):
+    """The model is made from shapes alone, so random weights never stand in memory beside the loaded ones."""
+    drawn = []
+    normal = jax.random.normal
+
+    def spy(key, *args, **kwargs):
+        drawn.append(isinstance(key, jax.core.Tracer))
+        return normal(key, *args, **kwargs)
+
+    monkeypatch.setattr(jax.random, "normal", spy)
+    load_model(folder)
+    assert drawn and all(drawn)
+
+
+def test_tokenizer_larger_than_the_model(folder):
+    make_tokenizer(size=13).save(folder)
+    for init in ("pretrained", "random"):
+        with pytest.raises(UserError, match="13 tokens.*vocab_size = 12"):
+            load_model(folder, init=init)
+    make_tokenizer(size=12).save(folder)
+    assert load_model(folder)[1].vocab_size == 12
+
+
+def test_bad_arguments(folder):
+    with pytest.raises(UserError, match="init 'pretraind' is unknown. Did you mean 'pretrained'"):
+        load_model(folder, init="pretraind")
+    with pytest.raises(UserError, match="mapping has no weights"):
+        load_model(HF)
+    with pytest.raises(UserError, match="no such folder"):
+        load_model(folder / "nothing")
+    with pytest.raises(UserError, match="is a file; give the folder"):
+        load_model(folder / "config.json")
+    with pytest.raises(UserError, match="missing: vocab_size"):
+        load_model({name: value for name, value in HF.items() if name != "vocab_size"}, init="random")
+
+
+@pytest.mark.parametrize("value", [12, -1, "<eos>", [2, 99], True])
+def test_bad_eos_ids(folder, value):
+    rewrite(folder / "generation_config.json", eos_token_id=value)
+    with pytest.raises(UserError, match="generation_config.json: eos_token_id"):
+        load_model(folder)
+
+
+def test_broken_generation_config(folder):
+    for text in ("{", "[]"):
+        (folder / "generation_config.json").write_text(text)
+        with pytest.raises(UserError, match="generation_config.json"):
+            load_model(folder)
+
+
+def test_hub_id_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError) as error:
+        load_model("Qwen/Qwen2.5-0.5B")
+    for piece in ("tunix-like[hub]", "https://huggingface.co/Qwen/Qwen2.5-0.5B", "*.safetensors", "give its path"):
+        assert piece in str(error.value)
+
+
+def fake_hub(monkeypatch, download):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+
+
+def test_hub_id_is_downloaded(folder, monkeypatch):
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, sorted(allow_patterns)))
+        return str(folder)
+
+    fake_hub(monkeypatch, download)
+    assert_same(load_model("owner/name")[0], load_model(folder)[0])
+    load_model("owner/name", init="random")
+    assert asked == [
+        ("owner/name", ["*.jinja", "*.json", "*.safetensors", "*.txt"]),
+        ("owner/name", ["*.jinja", "*.json", "*.txt"]),
+    ]
+
+
+def test_hub_without_network(monkeypatch):
+    def download(name, allow_patterns):
+        raise ConnectionError("offline")
+
+    fake_hub(monkeypatch, download)
+    with pytest.raises(UserError, match="owner/name could not be downloaded.*offline.*give its path"):
+        load_model("owner/name")
+
+
+def test_a_local_folder_wins_over_the_hub(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent.parent)
+    fake_hub(monkeypatch, lambda *args, **kwargs: pytest.fail("the hub was asked"))
+    name = f"{folder.parent.name}/{folder.name}"
+    assert load_model(name)[0].config.vocab_size == 12
+
+
+def test_export_of_another_config(folder, tmp_path):
+    model, _ = load_model(folder)
+    with pytest.raises(UserError, match="lm_head"):
+        export_model(params_of(model), dataclasses.replace(model.config, tie_embeddings=True), None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the weights"):
+        export_model(params_of(model), model.config, None, tmp_path / "file")
+
+
+def test_loading_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from tunix_like.models.loading import load_model; "
+        f"load_model({HF!r}, init='random'); "
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

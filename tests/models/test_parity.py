@@ -1,0 +1,177 @@
+"""Logits agree with transformers on tiny random models of every family, there and back; and the decoder is causal and
+blind to padding."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import export_model, load_model
+
+SMALL = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "eager",
+}
+# With head_dim 8 and theta 1e4 the wavelengths are 6.3, 63, 628, 6283: one below 64 / 4, one between, two above 64 / 1.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),  # 4 heads x 24 is not 32
+    "qwen3-untied": ("Qwen3", {"head_dim": 16}),
+    "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama-rope": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+}
+LENGTHS = (40, 11, 1)
+TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (len(LENGTHS), max(LENGTHS)))
+RIGHT = np.arange(max(LENGTHS))[None] < np.array(LENGTHS)[:, None]
+MASKS = {"right": RIGHT, "left": RIGHT[:, ::-1].copy()}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def reference(request, tmp_path_factory):
+    """(transformers model, folder it was saved to) for one family."""
+    import torch
+    import transformers
+
+    name, extra = FAMILIES[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL | extra)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    with torch.no_grad():  # transformers starts with zero biases and unit norms, which would hide a swap of names
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def hf_logits(model, mask):
+    import torch
+
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor(TOKENS), attention_mask=torch.tensor(mask).long())
+    return out.logits.numpy()
+
+
+def our_logits(model, mask):
+    return np.asarray(model(jnp.asarray(TOKENS), jnp.asarray(mask)))
+
+
+def params_of(model):
+    return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+@pytest.mark.parametrize("side", MASKS)
+def test_logits_agree_with_transformers(reference, side):
+    hf, folder = reference
+    ours, tokenizer = load_model(folder)
+    theirs, mask = hf_logits(hf, MASKS[side]), MASKS[side]
+    assert tokenizer is None
+    assert theirs[mask].std() > 0.3, "logits near zero would agree with anything"
+    np.testing.assert_allclose(our_logits(ours, mask)[mask], theirs[mask], rtol=0, atol=1e-4)
+
+
+def test_exported_model_loads_in_transformers(reference, tmp_path):
+    import torch
+    import transformers
+
+    hf, folder = reference
+    ours, _ = load_model(folder)
+    export_model(params_of(ours), ours.config, None, tmp_path)
+    # an eager check of every name: transformers only warns about tensors that are missing or left over
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert type(again) is type(hf) and again.dtype == torch.float32
+    for name, value in hf.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    mask = MASKS["right"]
+    np.testing.assert_array_equal(hf_logits(again.eval(), mask)[mask], hf_logits(hf, mask)[mask])
+
+
+def test_export_without_a_source_config(reference, tmp_path):
+    """A decoder made from numbers alone is loaded by transformers too."""
+    import dataclasses
+
+    import transformers
+
+    hf, folder = reference
+    ours, _ = load_model(folder)
+    export_model(params_of(ours), dataclasses.replace(ours.config, source=None), None, tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    mask = MASKS["right"]
+    np.testing.assert_array_equal(hf_logits(again, mask)[mask], hf_logits(hf, mask)[mask])
+
+
+def test_shards_of_transformers_load(reference, tmp_path):
+    hf, folder = reference
+    hf.save_pretrained(tmp_path, max_shard_size="20KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    jax.tree.map(np.testing.assert_array_equal, params_of(load_model(tmp_path)[0]), params_of(load_model(folder)[0]))
+
+
+def make_decoder():
+    config = DecoderConfig(
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        qkv_bias=True,
+        qk_norm=True,
+    )
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def test_causal_by_gradient():
+    """With every token different, the embedding row of a token gets a gradient from the logits at position t exactly
+    when the token stands at or before t."""
+    graphdef, state = nnx.split(make_decoder())
+    params, tokens = nnx.to_pure_dict(state), np.random.default_rng(1).permutation(23)[:9]
+
+    def scores(table):
+        model = nnx.merge(graphdef, params | {"embed_tokens": {"embedding": table}})
+        # unequal coefficients: a plain sum over the vocabulary could cancel
+        return model(jnp.asarray(tokens)[None])[0] @ jnp.arange(1.0, 24.0)
+
+    jacobian = jax.jit(jax.jacrev(scores))(params["embed_tokens"]["embedding"])  # [position, vocabulary, width]
+    reached = np.abs(jacobian).max(axis=-1)[:, tokens] > 0
+    np.testing.assert_array_equal(reached, np.tril(np.ones((9, 9), bool)))
+
+
+@pytest.mark.parametrize("side", MASKS)
+def test_padding_changes_nothing(side):
+    decoder, mask = make_decoder(), MASKS[side]
+    model = nnx.jit(lambda *inputs: decoder(*inputs))
+    tokens = jnp.asarray(TOKENS % 23)
+    padded = np.asarray(model(tokens, jnp.asarray(mask)))
+    other = np.asarray(model(jnp.where(mask, tokens, (tokens + 7) % 23), jnp.asarray(mask)))
+    np.testing.assert_array_equal(padded[mask], other[mask], "the token under the padding matters")
+    for row, real in enumerate(mask):
+        alone = np.asarray(model(tokens[row, real][None]))[0]
+        np.testing.assert_allclose(padded[row, real], alone, rtol=0, atol=1e-5)

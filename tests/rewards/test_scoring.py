@@ -1,0 +1,187 @@
+"""Scoring a batch: sums by hand, what counts as unscored, and errors that name the function; the registry of names."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_like.errors import UserError
+from tunix_like.rewards import REWARDS, register_reward_fn, resolve, score, verl_compatible
+
+THREE = ["a", "bb", "ccc"]
+
+
+def run(*functions, columns=None):
+    return score([(f"f{i}", f, weight) for i, (f, weight) in enumerate(functions)], ["p"] * 3, THREE, columns or {})
+
+
+def constant(values):
+    return lambda prompts, completions, **_: values
+
+
+def test_weighted_sum_by_hand():
+    got = run((constant([1, 0, 2.5]), 2.0), (constant([-1, 4, 0]), 0.5))
+    assert got.total.tolist() == [1.5, 2.0, 5.0] and got.total.dtype == np.float64
+    assert got.scored.tolist() == [True] * 3
+    assert got.by_function["f0"].tolist() == [1, 0, 2.5] and got.by_function["f1"].tolist() == [-1, 4, 0]
+
+
+def test_unscored_if_any_is_none_or_nan():
+    got = run((constant([1, None, 1]), 1.0), (constant([1, 1, float("nan")]), 0.0))
+    assert got.scored.tolist() == [True, False, False]
+    assert np.isnan(got.total).tolist() == [False, True, True] and got.total[0] == 1
+    assert np.isnan(got.by_function["f0"]).tolist() == [False, True, False]
+    assert np.isnan(got.by_function["f1"]).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 0, 1),
+        [True, False, True],
+        np.array([1, 0, 1], np.float32),
+        np.array([True, False, True]),
+        jnp.array([1.0, 0.0, 1.0], jnp.bfloat16),
+        [np.float32(1), np.bool_(False), np.int64(1)],
+        [jnp.float32(1), jnp.zeros(()), jnp.array(True)],
+        [np.array(1.0), 0, 1],
+    ],
+)
+def test_accepted_values(values):
+    assert run((constant(values), 1.0)).total.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ([1, 2], "'f0' returned 2 values for 3 completions"),
+        (None, "'f0' must return one number per completion; it returned None"),
+        (1.0, "'f0' must return one number per completion"),
+        ("101", "'f0' must return one number per completion"),
+        ({0: 1}, "'f0' must return one number per completion"),
+        ([1, "1", "x"], r"'f0': value 1, '1', is not a number. Completion 1 is 'bb'"),
+        ([1, 1, [1]], r"'f0': value 2, \[1\], is not a number"),
+        (np.ones((3, 1)), r"value 0, \[1.0\], is not a number"),
+        ([0, 1 + 1j, 0], "value 1, .* is not a number"),
+        ([0, float("inf"), 0], r"value 1, inf, is not within \+-1e\+15"),
+        ([0, 0, -1.1e15], "value 2, .* is not within"),
+        ([0, 10**400, 0], "value 1, .* is not within"),
+    ],
+)
+def test_bad_values(values, message):
+    with pytest.raises(UserError, match=message):
+        run((constant(values), 1.0))
+
+
+def test_an_exception_is_named_and_kept():
+    def broken(completions, **_):
+        raise KeyError("gold")
+
+    with pytest.raises(UserError, match="'f1' raised KeyError: 'gold'") as caught:
+        run((constant([1, 1, 1]), 1.0), (broken, 1.0))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_functions_get_the_columns_they_name():
+    seen = {}
+
+    def picky(completions, gold):
+        seen["picky"] = (completions, gold)
+        return [0, 0, 0]
+
+    def greedy(prompts, completions, **columns):
+        completions.sort(reverse=True)  # its own list
+        seen["greedy"] = columns
+        return [0, 0, 0]
+
+    def defaulted(prompts, completions, missing=7):
+        seen["defaulted"] = missing
+        return [0, 0, 0]
+
+    columns = {"gold": [1, 2, 3], "other": ("x", "y", "z")}
+    run((greedy, 1.0), (picky, 1.0), (defaulted, 1.0), columns=columns)
+    assert seen == {
+        "picky": (THREE, [1, 2, 3]),
+        "greedy": {"gold": [1, 2, 3], "other": ["x", "y", "z"]},
+        "defaulted": 7,
+    }
+    with pytest.raises(UserError, match="'f0' needs an argument 'gold'.*there are: completions, other, prompts"):
+        run((picky, 1.0), columns={"other": [1, 2, 3]})
+    with pytest.raises(UserError, match="must not be called 'prompts'"):
+        run((greedy, 1.0), columns={"prompts": [1, 2, 3]})
+    with pytest.raises(UserError, match="names one function twice"):
+        score([("a", greedy, 1.0), ("a", greedy, 1.0)], ["p"], ["c"], {})
+
+
+def test_exact_match():
+    got = REWARDS["exact_match"](["p"] * 4, [" dcba\n", "abcd", "", "7"], answer=["dcba", "dcba", "x", 7], text=[])
+    assert got == [1, 0, 0, 1]
+
+
+def test_registry(monkeypatch):
+    monkeypatch.setattr("tunix_like.rewards.registry.REWARDS", dict(REWARDS))
+
+    @register_reward_fn("mine")
+    def mine(prompts, completions, **_):
+        return [0.0]
+
+    assert resolve("mine") is mine and resolve("maze") is REWARDS["maze"]
+    with pytest.raises(UserError, match="'mine' is taken"):
+        register_reward_fn("mine")(mine)
+    with pytest.raises(UserError, match="colon"):
+        register_reward_fn("a:b")
+    with pytest.raises(UserError, match="'mase' is unknown. Did you mean 'maze'"):
+        resolve("mase")
+
+
+def test_a_function_of_a_users_file(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses, os\n"
+        "@dataclasses.dataclass\nclass C:\n    x: int = 3\n"
+        "def helper(): ...\ndef _hidden(): ...\n"
+        "def length(prompts, completions, **_):\n    return [C().x * len(c) for c in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = set(REWARDS)
+    assert run((resolve("mine.py:length"), 1.0)).total.tolist() == [3, 6, 9]
+    assert resolve("mine.py:length") is resolve(f"{tmp_path}/mine.py:length") and set(REWARDS) == before
+    with pytest.raises(UserError, match="mine.py has no function 'lenght'; it has: helper, length"):
+        resolve("mine.py:lenght")
+    with pytest.raises(UserError, match="gone.py does not exist"):
+        resolve("gone.py:length")
+    (tmp_path / "bad.py").write_text("1/0")
+    with pytest.raises(UserError, match="bad.py failed to load: ZeroDivisionError") as caught:
+        resolve("bad.py:f")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_function_of_a_module():
+    from tunix_like.rewards.text import exact_match
+
+    assert resolve("tunix_like.rewards.text:exact_match") is exact_match
+    with pytest.raises(UserError, match="it has: exact_match"):
+        resolve("tunix_like.rewards.text:nothing")
+    with pytest.raises(UserError, match="no_such_module_x failed to import"):
+        resolve("no_such_module_x:f")
+
+
+def test_verl_compatible():
+    def positional(completion, truth):
+        return len(completion) + truth
+
+    def keyword(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": f"{data_source}{extra_info}" == "gsmNone" and ground_truth == solution_str, "acc": 1}
+
+    def everything(**given):
+        return float(sorted(given) == ["data_source", "extra_info", "ground_truth", "solution_str"])
+
+    assert run((verl_compatible(positional), 1.0), columns={"ground_truth": [10, 20, 30]}).total.tolist() == [
+        11,
+        22,
+        33,
+    ]
+    truths = {"reward_model": [{"ground_truth": text} for text in ("a", "x", "ccc")], "data_source": ["gsm"] * 3}
+    assert run((verl_compatible(keyword), 1.0), columns=truths).total.tolist() == [1, 0, 1]
+    assert run((verl_compatible(everything), 1.0), columns={"gold": [1, 2, 3]}).total.tolist() == [1, 1, 1]
+    assert run((verl_compatible(positional), 1.0), columns={"answer": [1, 1, 1]}).total.tolist() == [2, 3, 4]
+    with pytest.raises(UserError, match="positional .*'ground_truth'.*the rows have: x"):
+        run((verl_compatible(positional), 1.0), columns={"x": [1, 2, 3]})

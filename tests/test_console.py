@@ -1,0 +1,74 @@
+"""What a run says, on a terminal and in a log file."""
+
+from __future__ import annotations
+
+import io
+
+import rich.console
+
+from tunix_like import console
+
+ROW = {
+    "step": 7,
+    "train/rewards/mean": 0.3125,
+    "train/pass@1": 0.25,
+    "train/completions/mean_length": 17.33,
+    "train/completions/clipped_ratio": 0.02,
+    "train/loss": -0.00123,
+    "train/perf/generation_tokens_per_sec": 12345.6,
+    "train/step_time_sec": 2.0,
+    "train/time/update": 0.5,
+    "train/time/rollout": 1.5,
+    "train/time/data": 0.001,
+    "eval/pass@4": 0.7,
+}
+
+
+def test_a_step_in_one_line():
+    assert console.step_line("train", 7, 100, ROW) == (
+        "train   7/100  reward 0.312  pass@1 25.0%  length 17.3  clipped 2%  loss -0.00123  tok/s 12,346  "
+        "2.00 s (rollout 75%, update 25%)  eval/pass@4 70.0%"
+    )
+
+
+def test_what_is_absent_or_no_number_is_left_out():
+    assert console.step_line("sft", 3, None, {"sft/loss": 1.5, "rewards/mean": None, "eval/pass@1": float("nan")}) == (
+        "sft 3  loss 1.5"
+    )
+
+
+def test_say_prints_the_text_as_it_is(capsys):
+    text = "[bold]x[/bold] [1, 2] " + "long " * 60
+    console.say(text)
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_table_holds_every_cell_and_takes_no_markup(capsys):
+    console.table("Result", ("what", "n"), [("a [b]", 1.5), ("c" * 90, "-20%")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "Result"
+    assert any("a [b]" in line and line.rstrip(" │").endswith(" 1.5") for line in lines)
+    assert any("c" * 90 in line and "│ -20% │" in line for line in lines)
+
+
+def test_progress_in_a_log_file_is_a_line_now_and_then(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with console.progress("evaluating", 800, every=30) as advance:
+        for _ in range(400):
+            now += 0.25
+            advance(2)
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluating 240/800, 30 s",
+        "evaluating 480/800, 60 s",
+        "evaluating 720/800, 90 s",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "_CONSOLE", rich.console.Console(file=screen, force_terminal=True, width=100))
+    with console.progress("evaluating [x]", 4) as advance:
+        advance(4)
+    assert "evaluating [x]" in screen.getvalue()
+    assert "4/4" in screen.getvalue()

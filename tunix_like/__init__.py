@@ -1,0 +1,70 @@
+"""RL post-training of language models in JAX/Flax: exact estimators, the group as the unit of compute.
+
+The names below are loaded when first used: importing the package imports neither jax nor a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tunix_like.config import AlgorithmConfig as AlgorithmConfig
+    from tunix_like.config import EvalConfig as EvalConfig
+    from tunix_like.config import OptimizerConfig as OptimizerConfig
+    from tunix_like.config import RLTrainingConfig as RLTrainingConfig
+    from tunix_like.config import RolloutConfig as RolloutConfig
+    from tunix_like.config import SFTConfig as SFTConfig
+    from tunix_like.errors import UserError as UserError
+    from tunix_like.models.loading import export_model as export_model
+    from tunix_like.models.loading import load_model as load_model
+    from tunix_like.rewards import register_reward_fn as register_reward_fn
+    from tunix_like.rl.advantages import compute_advantages as compute_advantages
+    from tunix_like.rl.advantages import register_advantage_estimator as register_advantage_estimator
+    from tunix_like.rl.learner import Learner as Learner
+    from tunix_like.rl.learners import LEARNERS as LEARNERS
+    from tunix_like.rl.learners import CustomConfig as CustomConfig
+    from tunix_like.rl.learners import CustomLearner as CustomLearner
+    from tunix_like.rl.learners import DrGRPOConfig as DrGRPOConfig
+    from tunix_like.rl.learners import DrGRPOLearner as DrGRPOLearner
+    from tunix_like.rl.learners import GRPOConfig as GRPOConfig
+    from tunix_like.rl.learners import GRPOLearner as GRPOLearner
+    from tunix_like.rl.learners import MaxPOConfig as MaxPOConfig
+    from tunix_like.rl.learners import MaxPOLearner as MaxPOLearner
+    from tunix_like.rl.learners import MaxRLConfig as MaxRLConfig
+    from tunix_like.rl.learners import MaxRLLearner as MaxRLLearner
+    from tunix_like.rl.learners import RLOOConfig as RLOOConfig
+    from tunix_like.rl.learners import RLOOLearner as RLOOLearner
+    from tunix_like.rl.losses import register_policy_loss_fn as register_policy_loss_fn
+    from tunix_like.sft import SFTTrainer as SFTTrainer
+    from tunix_like.tokenizer import Tokenizer as Tokenizer
+
+_HOMES = {
+    "tunix_like.config": "AlgorithmConfig EvalConfig OptimizerConfig RLTrainingConfig RolloutConfig SFTConfig",
+    "tunix_like.errors": "UserError",
+    "tunix_like.models.loading": "export_model load_model",
+    "tunix_like.rewards": "register_reward_fn",
+    "tunix_like.rl.advantages": "compute_advantages register_advantage_estimator",
+    "tunix_like.rl.learner": "Learner",
+    "tunix_like.rl.learners": (
+        "LEARNERS CustomConfig CustomLearner DrGRPOConfig DrGRPOLearner GRPOConfig GRPOLearner MaxPOConfig "
+        "MaxPOLearner MaxRLConfig MaxRLLearner RLOOConfig RLOOLearner"
+    ),
+    "tunix_like.rl.losses": "register_policy_loss_fn",
+    "tunix_like.sft": "SFTTrainer",
+    "tunix_like.tokenizer": "Tokenizer",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = [*_HOME_OF, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'tunix_like' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

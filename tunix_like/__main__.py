@@ -1,0 +1,7 @@
+"""`python -m tunix_like` is the command `tunix-like`."""
+
+import sys
+
+from tunix_like.cli import main
+
+sys.exit(main())

@@ -1,0 +1,273 @@
+"""The command line: load the config, build the parts, hand them to the learner its `advantage_estimator` names.
+
+Exit status: 0 done, 1 `doctor` found something broken, 2 bad input (one line says what), 75 stopped by a signal after
+saving. This module knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunix_like import console
+from tunix_like.config_file import load
+from tunix_like.errors import UserError
+
+if TYPE_CHECKING:
+    from tunix_like.rl.learner import Learner
+    from tunix_like.runs import Parts
+    from tunix_like.sampling.sampler import Sampler
+    from tunix_like.tokenizer import Tokenizer
+
+OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/base_config.yaml for all of them"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tunix-like", description="RL post-training of language models in JAX/Flax.",
+        epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1",
+    )  # fmt: skip
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary, epilog=f"example: tunix-like {example}")
+        sub.set_defaults(run=run)
+        return sub
+
+    train = command("train", _train, "train from a YAML; the same command resumes", "train examples/maze.yaml")
+    train.add_argument("--dry-run", action="store_true", help="load and check everything, show what would run, stop")
+    sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
+    for sub in (train, sft):
+        sub.add_argument("config", help="a YAML file")
+    evaluate = command(
+        "eval", _eval, "unbiased pass@k of a run or a model", "eval runs/maze-maxrl-s0 eval.samples=64"
+    )
+    generate = command(
+        "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
+    )
+    generate.add_argument("--prompt", required=True, help="text; wrapped as a chat when the run's data is")
+    export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
+    for sub in (evaluate, generate, export):
+        sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id")
+    export.add_argument("out", help="folder to write")
+    for sub in (train, sft, evaluate, generate):
+        sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+    command("doctor", _doctor, "versions, devices, memory, extras, and what to do about them", "doctor")
+    return parser
+
+
+def _setup_jax() -> None:
+    """Compiled programs are kept between runs; JAX_COMPILATION_CACHE_DIR chooses where."""
+    import jax
+
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "tunix_like" / "xla"))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = load(arguments.config, arguments.overrides)
+    _setup_jax()
+    from tunix_like import runs
+
+    parts = runs.assemble(config)
+    folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
+    _announce(parts, folder)
+    if arguments.dry_run:
+        print("dry run: everything above was loaded and checked; nothing was trained.")
+        return
+    runs.claim(folder, parts)
+    if parts.config.sft.max_steps:
+        _fine_tune(parts, folder)
+    learner = _learner(parts, folder)
+    learner.train(parts.source.train, parts.source.eval, batch_size=parts.config.data.batch_size)
+    _closing_table(folder, parts)
+    _picture(parts, learner)
+
+
+def _learner(parts: Parts, folder: Path) -> Learner:
+    config = parts.config
+    training = dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer)
+    learner = parts.learner(
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+        reward_fns=[function for _, function, _ in parts.rewards],
+        reward_weights=[weight for _, _, weight in parts.rewards],
+        algo_config=config.algorithm,
+        rollout_config=config.rollout,
+        training_config=training,
+        eval_config=config.eval,
+        success_threshold=config.rewards.success_threshold,
+    )
+    learner.on_row = lambda row, total: console.say(console.step_line("train", row["step"], total, row))
+    return learner
+
+
+def _fine_tune(parts: Parts, folder: Path) -> None:
+    """Supervised fine-tuning into the run's folder, on the run's model, in place."""
+    from tunix_like.sft import SFTTrainer
+
+    config = parts.config
+    evaluator = None
+    if len(parts.source.eval):
+        quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
+        evaluator = parts.evaluator(quick)
+    trainer = SFTTrainer(
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+        sft_config=config.sft,
+        rollout_config=config.rollout,
+        training_config=dataclasses.replace(config.training, output_dir=str(folder)),
+        evaluate=evaluator and (lambda params: evaluator(params).metrics),
+    )
+    total = config.sft.max_steps
+    with console.progress("sft", total) as advance:
+
+        def on_row(row: dict[str, Any]) -> None:
+            advance(1)
+            step = row["sft/step"]
+            if step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
+                console.say(console.step_line("sft", step, total, row))
+
+        trainer.train(parts.source.train, on_row=on_row)
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    config = load(arguments.config, arguments.overrides)
+    if not config.sft.max_steps:
+        raise UserError("sft.max_steps: 0 trains nothing; set it, e.g. sft.max_steps=300.")
+    _setup_jax()
+    from tunix_like import runs
+
+    parts = runs.assemble(config)
+    folder = runs.run_folder(config, arguments.config, "sft")
+    _announce(parts, folder)
+    runs.claim(folder, parts)
+    _fine_tune(parts, folder)
+    console.say(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")
+
+
+def _announce(parts: Parts, folder: Path) -> None:
+    """What is about to run, and one prompt as the model will see it."""
+    from tunix_like.data.stream import check_prompts, render
+    from tunix_like.runs import describe
+
+    for name, value in [*describe(parts), ("folder", str(folder))]:
+        console.say(f"{name:>9}: {value}")
+    config = parts.config
+    for rows, what in ((parts.source.train, "training"), (parts.source.eval, "evaluation")):
+        if len(rows):
+            limit, policy = config.rollout.max_prompt_length, config.data.overlong_prompts
+            long = check_prompts(rows, parts.tokenizer, limit, policy, what)
+            skipped = f", {long} of them longer than {limit} tokens and skipped" if long else ""
+            console.say(f"{what:>10}: {len(rows)} prompts{skipped}")
+    first = render(parts.source.train[0], parts.tokenizer)
+    console.say(f"{'prompt':>9}: {first.text!r:.600}")
+    console.say(f"{'ids':>9}: {first.tokens[:40]}{' ...' if len(first.tokens) > 40 else ''}")
+
+
+def _closing_table(folder: Path, parts: Parts) -> None:
+    """The evaluations before and after RL, from the run's own metrics."""
+    from tunix_like import metrics
+
+    found = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]
+    if len(found) < 2:
+        return
+    before, after = found[0], found[-1]
+    names = [name for name in after if name.startswith("eval/")]
+    size = len(parts.source.eval) if parts.config.eval.max_problems is None else parts.config.eval.max_problems
+    rows = [(name.removeprefix("eval/"), *(_number(name, row.get(name)) for row in (before, after))) for name in names]
+    title = f"{parts.learner.__name__}, {size} held-out problems, {parts.config.eval.samples} samples each"
+    console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
+    console.say(
+        f"run folder: {folder} (tunix-like eval | generate | export {folder}). To go on, raise training.max_steps; "
+        "to start anew, give another training.output_dir or delete the folder."
+    )
+
+
+def _number(name: str, value: Any) -> str:
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value:.1%}" if "pass@" in name or name.endswith(("_frac", "_ratio")) else f"{value:.3g}"
+
+
+def _picture(parts: Parts, learner: Learner) -> None:
+    """One held-out problem drawn with the model's most likely answer, where the data can be drawn."""
+    if parts.source.draw is None or not len(parts.source.eval):
+        return
+    row = parts.source.eval[0]
+    console.say(parts.source.draw(row, _complete(learner.sampler, learner.params, parts.tokenizer, row["prompt"], 0.0)))
+
+
+def _complete(sampler: Sampler, params: Any, tokenizer: Tokenizer, prompt: Any, temperature: float) -> str:
+    import jax
+
+    from tunix_like.data.stream import render
+    from tunix_like.rl.rollouts import completion_texts
+    from tunix_like.sampling.logits import SamplingParams
+
+    tokens = render({"prompt": prompt}, tokenizer).tokens
+    if len(tokens) > sampler.max_prompt_length:
+        raise UserError(f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({sampler.max_prompt_length}).")
+    out = sampler.generate(params, [tokens], [0], 1, jax.random.key(0), SamplingParams(temperature))
+    return completion_texts(out, tokenizer)[0]
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    _setup_jax()
+    from tunix_like import runs
+
+    trained = runs.open_trained(arguments.source, arguments.overrides, need_data=True)
+    evaluator = runs.evaluator_of(trained)
+    with console.progress("eval", len(evaluator.problems)) as advance:
+        result = evaluator(trained.params, advance)
+    rows = [(name.removeprefix("eval/"), _number(name, value)) for name, value in result.metrics.items()]
+    title = f"{trained.origin}: {len(evaluator.problems)} problems, {evaluator.config.samples} samples each"
+    console.table(title, ["", "value"], rows)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    _setup_jax()
+    from tunix_like import runs
+    from tunix_like.sampling.sampler import make_sampler
+
+    trained = runs.open_trained(arguments.source, arguments.overrides)
+    data, rollout = trained.config.data, trained.config.rollout
+    prompt: Any = arguments.prompt
+    if data.apply_chat_template or data.system_prompt is not None:
+        system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+        prompt = [*system, {"role": "user", "content": prompt}]
+    sampler = make_sampler(trained.graphdef, trained.tokenizer, rollout)
+    print(_complete(sampler, trained.params, trained.tokenizer, prompt, rollout.temperature))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from tunix_like import runs
+    from tunix_like.models.loading import export_model
+
+    trained = runs.open_trained(arguments.source)
+    export_model(trained.params, trained.model_config, trained.tokenizer, arguments.out)
+    console.say(f"wrote {trained.origin} to {arguments.out}: transformers, vLLM and tunix-like load it")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from tunix_like.doctor import print_report
+
+    return print_report()

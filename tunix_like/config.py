@@ -1,0 +1,240 @@
+"""Every key a user can set: its name, type, default, allowed values and one line of documentation.
+
+The dataclasses below are the only home of a default. `base_config.yaml` is generated from them and a YAML file is read
+into them (`config_file.py`). `None` means "unset": the value then comes from the place the comment names. This module
+knows no jax and no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tunix_like.errors import UserError, nearest
+
+LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum", "sequence-mean-token-scale")
+KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
+
+
+def key(
+    default: Any = None,
+    *,
+    doc: str,
+    choices: Sequence[str] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    python_only: bool = False,
+) -> Any:
+    """A dataclass field that carries its documentation and its allowed range (`at_least <= value`, `above < value`)."""
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+        "python_only": python_only,
+    }
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_ranges(section: Any, path: str) -> None:
+    """Raises `UserError` naming `path.key` for the first value of a config dataclass outside its declared range."""
+    for field in dataclasses.fields(section):
+        value, rule, name = getattr(section, field.name), field.metadata, f"{path}.{field.name}"
+        if value is None or not rule:
+            continue
+        if rule["choices"] is not None and value not in rule["choices"]:
+            raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if value != value:
+            raise UserError(f"{name}: got NaN; give a number.")
+        if rule["at_least"] is not None and value < rule["at_least"]:
+            raise UserError(f"{name}: got {value}; it must be at least {rule['at_least']}.")
+        if rule["above"] is not None and value <= rule["above"]:
+            raise UserError(f"{name}: got {value}; it must be above {rule['above']}.")
+        if rule["at_most"] is not None and value > rule["at_most"]:
+            raise UserError(f"{name}: got {value}; it must be at most {rule['at_most']}.")
+
+
+class _Checked:
+    """Checks ranges when constructed, so that Python users and YAML users meet the same errors."""
+
+    section = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, self.section)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(_Checked):
+    section = "model"
+    path: str | None = key(doc="folder or hub id of a Hugging Face model (config.json, tokenizer, safetensors)")
+    init: str = key(
+        "pretrained", doc="pretrained: load the weights; random: make them", choices=("pretrained", "random")
+    )
+    config: dict[str, Any] | None = key(
+        doc="an HF config.json written inline, instead of `path`, for init: random; vocab_size may be left out"
+    )
+    dtype: str | None = key(
+        doc="compute dtype; unset: bfloat16 on TPU and GPU, float32 on CPU", choices=("float32", "bfloat16")
+    )
+    param_dtype: str = key("float32", doc="dtype of weights and optimizer state", choices=("float32", "bfloat16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(_Checked):
+    section = "data"
+    name: str = key("maze", doc="data source: maze, gsm8k, reverse_text, jsonl, hub")
+    path: str | None = key(doc="local file or folder, or hub dataset id, for the sources that read one")
+    split: str = key("train", doc="split to train on")
+    eval_split: str = key("test", doc="split to evaluate on")
+    prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")
+    system_prompt: str | None = key(doc="system message; implies the chat template")
+    apply_chat_template: bool | None = key(
+        doc="wrap the prompt as a user message; unset: only with a system prompt or rows that hold messages"
+    )
+    batch_size: int = key(8, doc="prompts per training step", at_least=1)
+    shuffle: bool = key(True, doc="shuffle every epoch anew, by data.seed")
+    seed: int = key(0, doc="seed of the generated data and of the order of rows", at_least=0)
+    overlong_prompts: str = key(
+        "skip", doc="prompts longer than rollout.max_prompt_length: skip (counted) or error", choices=("skip", "error")
+    )
+    train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
+    eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)
+    maze_size: int | None = key(doc="maze: side of the square, walls included, odd (unset: 9)", at_least=5)
+    text_length: int | None = key(doc="reverse_text: longest string (unset: 4)", at_least=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(_Checked):
+    """What every learner can be told; unset keys take the named learner's default (see `rl/learners.py`)."""
+
+    section = "algorithm"
+    advantage_estimator: str | None = key(doc="picks the learner: grpo, drgrpo, rloo, maxrl, maxpo")
+    num_generations: int = key(8, doc="completions per prompt (the group, G)", at_least=2)
+    num_iterations: int = key(1, doc="passes over one rollout batch", at_least=1)
+    k: int | None = key(doc="maxpo: K of max@K, 1..G-1", at_least=1)
+    truncation_order: int | None = key(
+        doc="maxrl: order of the truncated likelihood, 1..G-1; unset: Algorithm 1 of the paper, order G-1", at_least=1
+    )
+    ddof: int | None = key(doc="grpo: 1 divides the group's variance by G-1, 0 by G (unset: 1)", at_least=0, at_most=1)
+    policy_loss_fn: str | None = key(doc="ppo_clip or reinforce")
+    loss_agg_mode: str | None = key(doc="how tokens are weighted", choices=LOSS_AGG_MODES)
+    epsilon: float | None = key(doc="ppo_clip: lower clip range (unset: 0.2)", above=0, at_most=1)
+    epsilon_high: float | None = key(doc="ppo_clip: upper clip range (unset: epsilon)", above=0)
+    epsilon_c: float | None = key(doc="ppo_clip: dual-clip bound for negative advantages (unset: off)", above=1)
+    beta: float = key(0.0, doc="weight of the KL to the reference; 0 holds no reference model", at_least=0)
+    kl_loss_mode: str | None = key(doc="KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3)", choices=KL_LOSS_MODES)
+    kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig(_Checked):
+    section = "rollout"
+    max_prompt_length: int = key(512, doc="longest prompt, in tokens", at_least=1)
+    max_tokens_to_generate: int = key(256, doc="longest completion, in tokens, end-of-sequence included", at_least=1)
+    temperature: float = key(1.0, doc="sampling temperature; 0 is greedy (evaluation only)", at_least=0)
+    top_p: float = key(1.0, doc="keep the most probable tokens whose probabilities sum to this", above=0, at_most=1)
+    top_k: int | None = key(doc="keep only this many most probable tokens; unset: all", at_least=1)
+    eos_tokens: list[int] | None = key(doc="ids that end a completion; unset: those of generation_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardsConfig(_Checked):
+    section = "rewards"
+    functions: list[dict[str, Any]] | None = key(
+        doc="list of {name, weight}; a name is maze, gsm8k, exact_match or FILE.py:function; unset: the data source's"
+    )
+    success_threshold: float = key(1.0, doc="a completion succeeds (pass@k) when its total reward reaches this")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(_Checked):
+    """AdamW with a warm-up and a schedule."""
+
+    section = "optimizer"
+    learning_rate: float = key(1e-6, doc="peak learning rate", above=0)
+    schedule: str = key("constant", doc="after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, doc="optimizer steps of linear warm-up", at_least=0)
+    end_fraction: float = key(0.1, doc="share of the peak at the end of linear and cosine", at_least=0, at_most=1)
+    weight_decay: float = key(0.0, doc="decoupled weight decay, on matrices only", at_least=0)
+    b1: float = key(0.9, doc="decay of the first moment", at_least=0, at_most=1)
+    b2: float = key(0.99, doc="decay of the second moment", at_least=0, at_most=1)
+    eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
+    max_grad_norm: float | None = key(1.0, doc="clip the global gradient norm; null: off", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig(_Checked):
+    section = "sft"
+    max_steps: int = key(0, doc="supervised warm-up steps on the `answer` column; 0: none", at_least=0)
+    batch_size: int = key(32, doc="examples per supervised step", at_least=1)
+    stop_at_success: float | None = key(
+        doc="end the warm-up once held-out pass@1 reaches this (checked every eval_every_n_steps)", above=0, at_most=1
+    )
+    eval_every_n_steps: int = key(25, doc="steps between the checks of stop_at_success", at_least=1)
+    optimizer: OptimizerConfig = dataclasses.field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5), metadata={}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig(_Checked):
+    section = "eval"
+    samples: int = key(16, doc="completions per held-out problem", at_least=1)
+    k: list[int] | None = key(doc="the k of pass@k; unset: powers of 4 up to eval.samples")
+    max_problems: int | None = key(doc="evaluate only this many held-out problems; unset: all", at_least=1)
+    batch_size: int = key(32, doc="problems sampled at once", at_least=1)
+    temperature: float = key(1.0, doc="sampling temperature of evaluation; 0 is greedy", at_least=0)
+    top_p: float = key(1.0, doc="nucleus of evaluation", above=0, at_most=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RLTrainingConfig(_Checked):
+    section = "training"
+    output_dir: str | None = key(doc="run folder; unset: runs/<config>-<estimator>-s<seed> (CLI), none (Python)")
+    max_steps: int | None = key(doc="training steps (rollout batches); unset: one pass over the data", at_least=1)
+    seed: int = key(0, doc="seed of weights, sampling and evaluation", at_least=0)
+    mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
+    train_micro_batch_size: int | None = key(
+        doc="completions per forward and backward; unset: one whole group", at_least=1
+    )
+    logprob_chunk_size: int = key(1024, doc="tokens whose logits exist at once in the update", at_least=1)
+    eval_every_n_steps: int | None = key(doc="evaluate every n steps; unset: only before and after", at_least=1)
+    checkpoint_every_n_steps: int = key(
+        50, doc="steps between checkpoints; one is always written at the end", at_least=1
+    )
+    max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
+    log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
+    remat: bool = key(False, doc="recompute each layer in the backward pass: less memory, about a third more compute")
+    actor_optimizer: Any = key(
+        doc="an OptimizerConfig or an optax.GradientTransformation; unset: the `optimizer` section", python_only=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(_Checked):
+    section = "mesh"
+    shape: list[int] | str = key("auto", doc="devices along each axis; auto: all of them along the first axis")
+    axis_names: list[str] = key(["fsdp", "tp"], doc="fsdp shards weights and prompts, tp shards heads and features")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run. Each section is a mapping in the YAML."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
+    eval: EvalConfig = EvalConfig()
+    training: RLTrainingConfig = RLTrainingConfig()
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

@@ -1,0 +1,114 @@
+"""What a run says: one readable line a step, small tables, a progress bar that never floods a log file.
+
+Knows rich, the terminal and how to abbreviate. Does NOT know where numbers come from: an absent metric is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+_CONSOLE = rich.console.Console(highlight=False)
+_LOG_WIDTH = 140  # columns where there is no terminal to ask
+
+
+def say(text: str) -> None:
+    """Prints one line as it is: no markup, no wrapping, above a progress bar if one is shown."""
+    _CONSOLE.print(text, markup=False, soft_wrap=True)
+
+
+def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any]) -> str:
+    """A step in one line: rewards, success, length, loss, speed, where the time went, evaluation.
+
+    Args:
+      name: the phase (`train`, `sft`); metrics may carry it as a prefix.
+      step: its number, from 1.
+      total: how many steps there will be; None: not known.
+      metrics: a row of `metrics.jsonl`. Times are in seconds, ratios between 0 and 1.
+    """
+    known = {key.removeprefix(f"{name}/"): value for key, value in metrics.items() if _is_number(value)}
+    parts = [f"{name} {step}" if total is None else f"{name} {step:{len(str(total))}d}/{total}"]
+    parts += [
+        f"{label} {form.format(known[key])}"
+        for key, label, form in (
+            ("rewards/mean", "reward", "{:.3f}"),
+            ("pass@1", "pass@1", "{:.1%}"),
+            ("completions/mean_length", "length", "{:.1f}"),
+            ("completions/clipped_ratio", "clipped", "{:.0%}"),
+            ("loss", "loss", "{:.4g}"),
+            ("perf/generation_tokens_per_sec", "tok/s", "{:,.0f}"),
+        )
+        if key in known
+    ]
+    if "step_time_sec" in known:
+        parts.append(f"{known['step_time_sec']:.2f} s{_split(known)}")
+    parts += [f"{key} {value:.1%}" for key, value in known.items() if key.startswith("eval/pass@")]
+    return "  ".join(parts)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a table; a column whose cells all start like numbers is aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    shown = rich.table.Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        numeric = all(row[index].lstrip("+-.")[:1].isdigit() for row in cells)
+        shown.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        shown.add_row(*map(rich.text.Text, row))
+    console = _CONSOLE if _CONSOLE.is_terminal else rich.console.Console(width=_LOG_WIDTH)
+    console.print(shown)
+
+
+@contextlib.contextmanager
+def progress(name: str, total: int, *, every: float = 30.0) -> Iterator[Callable[[int], None]]:
+    """Shows how far a loop is: a bar on a terminal, elsewhere a line at most every `every` seconds.
+
+    Yields a function to call with the number of items just done. Nothing stays of the bar, and a loop shorter than
+    `every` leaves nothing in a log file.
+    """
+    if not _CONSOLE.is_terminal:
+        yield _plain_progress(name, total, every)
+        return
+    columns = (
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=_CONSOLE, transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def _plain_progress(name: str, total: int, every: float) -> Callable[[int], None]:
+    began = said = time.monotonic()
+    count = 0
+
+    def advance(done: int) -> None:
+        nonlocal count, said
+        count, now = count + done, time.monotonic()
+        if now - said >= every:
+            said = now
+            say(f"{name} {count}/{total}, {now - began:.0f} s")
+
+    return advance
+
+
+def _split(known: Mapping[str, float]) -> str:
+    """Shares of the step's time, largest first; what rounds to nothing is left out."""
+    whole = known["step_time_sec"]
+    shares = {key.removeprefix("time/"): value / whole for key, value in known.items() if key.startswith("time/")}
+    shown = [f"{key} {share:.0%}" for key, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.01]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,49 @@
+"""Where problems come from: each source turns the `data` section of a configuration into rows.
+
+Public names: `DataSource`, `Record`, `SOURCES`, `load_source`. It does NOT shuffle, batch, tokenize or score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tunix_like.data import gsm8k, jsonl, maze, reverse_text
+from tunix_like.data.source import DataSource, Record, refuse_unread_keys
+from tunix_like.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from tunix_like.config import DataConfig
+
+__all__ = ["SOURCES", "DataSource", "Record", "load_source"]
+
+SOURCES: dict[str, Callable[[DataConfig], DataSource]] = {
+    "maze": maze.load,
+    "gsm8k": gsm8k.load,
+    "reverse_text": reverse_text.load,
+    "jsonl": jsonl.load,
+    "hub": jsonl.load_hub,
+}
+
+_ROW_KEYS = frozenset({"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template"})
+
+# Beside data.seed, data.train_size and data.eval_size, which every source reads.
+_READS: dict[str, frozenset[str]] = {
+    "maze": frozenset({"maze_size"}),
+    "gsm8k": _ROW_KEYS,
+    "reverse_text": frozenset({"text_length"}),
+    "jsonl": _ROW_KEYS,
+    "hub": _ROW_KEYS,
+}
+
+
+def load_source(config: DataConfig) -> DataSource:
+    """The rows that `config` names, checked.
+
+    Raises:
+      UserError: an unknown source, a key that the source does not read, or anything wrong with the rows themselves.
+    """
+    if config.name not in SOURCES:
+        raise UserError(f"data.name={config.name} is unknown. {nearest(config.name, SOURCES)}")
+    refuse_unread_keys(config, _READS[config.name])
+    return SOURCES[config.name](config)

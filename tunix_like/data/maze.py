@@ -1,0 +1,190 @@
+"""Perfect mazes: made by Prim's algorithm, solved by breadth-first search, drawn in a terminal.
+
+A maze of side n (odd, walls included) is a spanning tree of the (n-1)/2 x (n-1)/2 grid of cells, START at (1, 1) and
+GOAL at (n-2, n-2), so its solution is unique. A grid is a string of n rows of `#`, `.`, `S`, `G`, joined by newlines.
+The task is that of 2602.02710, section 6.2. How a completion is followed and judged stands in
+`rewards/maze.py`; this module does NOT know any model.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import random
+from typing import TYPE_CHECKING
+
+from tunix_like.data.source import DataSource, MappedRows, Record
+from tunix_like.errors import UserError
+from tunix_like.rewards.maze import MOVES, Walk, walk
+from tunix_like.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tunix_like.config import DataConfig
+
+__all__ = ["DEFAULT_SIZE", "VOCABULARY", "Walk", "draw", "load", "make", "record", "solve", "tokenizer", "walk"]
+
+_CELL_TOKENS = {"#": "WALL", ".": "PATH", "S": "START", "G": "GOAL"}
+_SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+_NAMED = ["GRID_START", "GRID_END", "PATH_START", "DONE", "PATH", "WALL", "GOAL", "START", "NEWLINE", *MOVES]
+VOCABULARY = [*_SPECIAL, *_NAMED, *(f"<reserved_{i}>" for i in range(15))]
+"""The 32 tokens, by id."""
+
+DEFAULT_SIZE, DEFAULT_TRAIN, DEFAULT_EVAL = 9, 8000, 256
+
+
+def load(config: DataConfig) -> DataSource:
+    """Mazes by `data.seed`: the held-out ones are drawn first, and no training maze equals any of them.
+
+    Raises:
+      UserError: a size that is even or below 5, or that has fewer distinct mazes than are asked for.
+    """
+    size = DEFAULT_SIZE if config.maze_size is None else config.maze_size
+    train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
+    eval_size = DEFAULT_EVAL if config.eval_size is None else config.eval_size
+    if size < 5 or size % 2 == 0:
+        raise UserError(f"data.maze_size={size} must be odd and at least 5 (walls count).")
+    log10 = _log10_distinct(size)
+    if math.log10(max(1, train_size + eval_size)) > log10 + 1e-9:
+        count = f"{round(10**log10)}" if log10 < 9 else f"about {10**log10:.1e}"
+        raise UserError(
+            f"data.maze_size={size}: only {count} distinct mazes exist, but {train_size} for training and {eval_size} "
+            "held out are asked for; raise data.maze_size or lower data.train_size and data.eval_size."
+        )
+    rng = random.Random(config.seed)
+    held_out = _distinct(size, eval_size, rng, set())
+    train = _distinct(size, train_size, rng, set(held_out))
+    assert not set(train) & set(held_out)
+    return DataSource(
+        MappedRows(train, record),
+        MappedRows(held_out, record),
+        tokenizer(),
+        reward="maze",
+        draw=lambda row, completion: draw(row["grid"], completion),
+    )
+
+
+def _log10_distinct(size: int) -> float:
+    """log10 of the number of distinct mazes: the spanning trees of an m x m grid, by Kirchhoff's theorem."""
+    m = (size - 1) // 2
+    cosines = [2 - 2 * math.cos(math.pi * i / m) for i in range(m)]
+    logs = [math.log10(a + b) for i, a in enumerate(cosines) for j, b in enumerate(cosines) if i or j]
+    return sum(logs) - 2 * math.log10(m)
+
+
+def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> list[str]:
+    """`count` grids, none of them equal to another or to one of `taken`; drawing near all there are is slow."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        grid = make(size, rng)
+        if grid not in taken:
+            found[grid] = None
+    return list(found)
+
+
+def make(size: int, rng: random.Random) -> str:
+    """One maze by randomised Prim: grow from a random cell through random walls of the frontier; any can come out."""
+    cells = bytearray(b"#" * (size * size))
+    neighbours = _neighbours(size)
+    # `random()` draws the same on every Python version, which `choice` does not promise.
+    first = list(neighbours)[int(rng.random() * len(neighbours))]
+    cells[first] = ord(".")
+    frontier = list(neighbours[first])
+    while frontier:
+        i = int(rng.random() * len(frontier))
+        wall, cell = frontier[i]
+        frontier[i] = frontier[-1]
+        frontier.pop()
+        if cells[cell] == ord("#"):
+            cells[wall] = cells[cell] = ord(".")
+            frontier.extend(step for step in neighbours[cell] if cells[step[1]] == ord("#"))
+    cells[size + 1], cells[-size - 2] = ord("S"), ord("G")
+    text = cells.decode()
+    return "\n".join(text[i : i + size] for i in range(0, size * size, size))
+
+
+_NEIGHBOURS: dict[int, dict[int, list[tuple[int, int]]]] = {}
+
+
+def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
+    """For each cell, the (wall between, next cell) pairs, as flat positions; kept per size, for speed."""
+    if size not in _NEIGHBOURS:
+        inside = range(1, size - 1, 2)
+        _NEIGHBOURS[size] = {
+            row * size + column: [
+                ((row + down) * size + column + right, (row + 2 * down) * size + column + 2 * right)
+                for down, right in MOVES.values()
+                if 0 < row + 2 * down < size - 1 and 0 < column + 2 * right < size - 1
+            ]
+            for row in inside
+            for column in inside
+        }
+    return _NEIGHBOURS[size]
+
+
+def solve(grid: str) -> list[str]:
+    """The shortest moves from START to GOAL, by breadth-first search.
+
+    Raises:
+      UserError: GOAL cannot be reached.
+    """
+    rows = grid.split("\n")
+    came: dict[tuple[int, int], tuple[tuple[int, int], str] | None] = {(1, 1): None}
+    queue = collections.deque([(1, 1)])
+    while queue:
+        row, column = place = queue.popleft()
+        if rows[row][column] == "G":
+            break
+        for move, (down, right) in MOVES.items():
+            beyond = (row + down, column + right)
+            if beyond not in came and rows[beyond[0]][beyond[1]] != "#":
+                came[beyond] = (place, move)
+                queue.append(beyond)
+    else:
+        raise UserError(f"The maze has no way from START to GOAL:\n{grid}")
+    moves: list[str] = []
+    step = came[place]
+    while step is not None:
+        moves.append(step[1])
+        step = came[step[0]]
+    return moves[::-1]
+
+
+def record(grid: str) -> Record:
+    """The row of one maze: `prompt`, `answer` (the moves and DONE, which SFT trains on) and `grid`."""
+    rows = (" ".join([*(_CELL_TOKENS[cell] for cell in row), "NEWLINE"]) for row in grid.split("\n"))
+    prompt = " ".join(["GRID_START", *rows, "GRID_END", "PATH_START"])
+    return {"prompt": prompt, "answer": " ".join([*solve(grid), "DONE"]), "grid": grid}
+
+
+def tokenizer() -> Tokenizer:
+    """One token a word, `<bos>` in front; tokens a model should never emit are decoded as text, not dropped.
+
+    (`<pad>` and `<bos>` are special tokens in the Hugging Face sense, so decoding does drop these two.)
+    """
+    import tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<pad>", "<bos>", "<eos>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    return Tokenizer(backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+
+
+def draw(grid: str, completion: str) -> str:
+    """The maze and a completion's path, for a terminal without colours, two characters a cell.
+
+    Walls are full blocks, S is START, G is GOAL, dots are the path; a path that does not solve the maze ends in x.
+    """
+    path, reached = walk(grid, completion)
+    marks = dict.fromkeys(path, "••")
+    if not reached:
+        marks[path[-1]] = "x "
+    looks = {"#": "██", ".": "  ", "S": "S ", "G": "G "}
+    lines = []
+    for r, row in enumerate(grid.split("\n")):
+        marked = [marks.get((r, c), looks[cell]) if cell == "." else looks[cell] for c, cell in enumerate(row)]
+        lines.append("".join(marked).rstrip())
+    return "\n".join(lines)

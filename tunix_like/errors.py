@@ -1,0 +1,19 @@
+"""The one exception for what a user can put right: a key, a file, a row, a function of theirs."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input. The message names the key, file, row or function and says what to do; the CLI prints it without a
+    traceback and exits with status 2."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A hint for a misspelt name: the closest valid spelling if one is close, and always the list."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{hint}Valid: {', '.join(names)}."

@@ -1,0 +1,141 @@
+"""Evaluation: sample held-out problems several times and report unbiased pass@k.
+
+It knows how to sample and score; it does not know what training is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from tunix_like.config import EvalConfig
+from tunix_like.data.stream import render
+from tunix_like.errors import UserError
+from tunix_like.rl.rollouts import WeightedReward, completion_texts, score_completions
+from tunix_like.sampling.logits import SamplingParams
+from tunix_like.sampling.sampler import Completions, Sampler
+from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import Problem
+
+
+EVAL_KEY = 2
+"""Branch of the run's random key that evaluation draws from."""
+
+
+class Evaluation(NamedTuple):
+    """Metrics (`eval/...`), and per problem the counts and the sampled texts with their rewards."""
+
+    metrics: dict[str, float]
+    successes: Int[np.ndarray, "N"]
+    scored: Int[np.ndarray, "N"]
+    texts: list[list[str]]
+    rewards: list[list[float]]
+
+
+def pass_at_k(samples: int, successes: int, k: int) -> float:
+    """The unbiased estimate of pass@k from `samples` draws: `1 - C(n-c, k) / C(n, k)` (Chen et al., arXiv 2107.03374)."""
+    if samples - successes < k:
+        return 1.0
+    return 1.0 - math.prod((samples - successes - i) / (samples - i) for i in range(k))
+
+
+def ks_of(config: EvalConfig) -> list[int]:
+    """The k of pass@k: those of the config, else 1, 4, 16, ... up to the number of samples."""
+    if config.k is None:
+        return [4**i for i in range(16) if 4**i <= config.samples]
+    if bad := [k for k in config.k if not 1 <= k <= config.samples]:
+        raise UserError(f"eval.k: got {bad[0]}; each k must lie between 1 and eval.samples ({config.samples}).")
+    return sorted(config.k)
+
+
+def eval_problems(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_length: int, max_problems: int | None
+) -> list[Problem]:
+    """The first `max_problems` rows whose prompt fits, as problems numbered from 0. Raises UserError if none does."""
+    prompts = (render(rows[i], tokenizer) for i in range(len(rows)))
+    fitting = (prompt for prompt in prompts if len(prompt.tokens) <= max_prompt_length)
+    problems = [Problem(i, *prompt) for i, prompt in enumerate(itertools.islice(fitting, max_problems))]
+    if not problems:
+        raise UserError(
+            f"none of {len(rows)} evaluation prompts fits in rollout.max_prompt_length={max_prompt_length} tokens."
+        )
+    return problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Everything an evaluation needs but the weights; call it with them.
+
+    A completion succeeds when its total reward reaches `success_threshold`. Completions that could not be scored are
+    left out of their problem's count (and reported as `eval/unscored_frac`); a problem with fewer than k scored ones is
+    left out of pass@k. The same `key` draws the same random numbers at every call.
+    """
+
+    sampler: Sampler
+    tokenizer: Tokenizer
+    problems: Sequence[Problem]
+    rewards: Sequence[WeightedReward]
+    config: EvalConfig
+    success_threshold: float
+    key: jax.Array
+
+    def __call__(self, params: Any, on_progress: Callable[[int], None] = lambda done: None) -> Evaluation:
+        """Samples `eval.samples` completions of each problem, scores them and sums up.
+
+        Raises:
+          UserError: a reward function failed, or nothing could be scored.
+        """
+        config, problems = self.config, self.problems
+        sampling = SamplingParams(config.temperature, config.top_p)
+        size = min(config.batch_size, len(problems))
+        parts: list[tuple[Completions, np.ndarray]] = []
+        texts: list[list[str]] = []
+        for start in range(0, len(problems), size):
+            part = list(problems[start : start + size])
+            padded = part + [part[-1]] * (size - len(part))  # one shape, one compile
+            out = self.sampler.generate(
+                params, [p.tokens for p in padded], [p.number for p in padded], config.samples, self.key, sampling
+            )
+            out = Completions(*(values[: len(part)] for values in out))
+            flat = completion_texts(out, self.tokenizer)
+            scores = score_completions(self.rewards, part, flat, config.samples)
+            texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
+            parts.append((out, scores.total.reshape(len(part), config.samples)))
+            on_progress(len(part))
+        total = np.concatenate([rewards for _, rewards in parts])
+        lengths = np.concatenate([out.lengths for out, _ in parts])
+        finished = np.concatenate([out.finished for out, _ in parts])
+        return _summary(total, lengths, finished, texts, config, self.success_threshold)
+
+
+def _summary(
+    total: np.ndarray,
+    lengths: Int[np.ndarray, "N n"],
+    finished: Bool[np.ndarray, "N n"],
+    texts: list[list[str]],
+    config: EvalConfig,
+    success_threshold: float,
+) -> Evaluation:
+    known = ~np.isnan(total)
+    if not known.any():
+        raise UserError("evaluation: no completion could be scored; check rewards.functions.")
+    scored = known.sum(axis=1)
+    successes = (known & (np.nan_to_num(total, nan=-np.inf) >= success_threshold)).sum(axis=1)
+    metrics: dict[str, float] = {}
+    for k in ks_of(config):
+        values = [pass_at_k(int(n), int(c), k) for n, c in zip(scored, successes, strict=True) if n >= k]
+        metrics[f"eval/pass@{k}"] = float(np.mean(values)) if values else float("nan")
+    metrics |= {
+        "eval/rewards/mean": float(total[known].mean()),
+        "eval/mean_length": float(lengths.mean()),
+        "eval/clipped_ratio": 1.0 - float(finished.mean()),
+        "eval/unscored_frac": 1.0 - float(known.mean()),
+    }
+    return Evaluation(metrics, successes, scored, texts, total.tolist())

@@ -1,0 +1,161 @@
+"""The one training loop, shared by supervised fine-tuning and reinforcement learning: steps, signals, checkpoints, metrics.
+
+It knows when things happen and what must be on disk before what; it does not know what a step is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from tunix_like.checkpoints import Checkpoints
+from tunix_like.errors import UserError
+from tunix_like.metrics import MetricsLog
+
+EXIT_STOPPED = 75
+"""Exit status of a run that was told to stop (SIGTERM, SIGINT) and saved itself first."""
+
+
+class Stopped(SystemExit):
+    """Raised after a signal, once the checkpoint is written; the same command resumes the run."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_STOPPED)
+
+
+class Phase(Protocol):
+    """What the loop drives.
+
+    Attributes:
+      name: prefix of the metrics (`train`, `sft`).
+      step_key: the metrics' step column (`step`, `sft/step`).
+      total: number of steps, or None to go on until `advance` returns None.
+      iterator: the data iterator to save with a checkpoint, or None.
+      identity: what must be the same when a checkpoint is taken up again.
+    """
+
+    name: str
+    step_key: str
+    total: int | None
+    iterator: Any
+    identity: dict[str, Any]
+
+    def state(self) -> Any:
+        """The pytree to save."""
+
+    def load_state(self, state: Any, step: int) -> None:
+        """Takes back the pytree saved after `step`."""
+
+    def advance(self, step: int) -> dict[str, float] | None:
+        """Does step `step` (from 1); returns its metrics without prefix, or None when the data is used up."""
+
+    def evaluate(self, step: int, last: bool) -> dict[str, float]:
+        """Metrics (with prefix) of an evaluation after `step` if one is due, else empty; `step` 0 is the start."""
+
+    def finished(self, row: dict[str, Any]) -> bool:
+        """True when the row just logged ends the phase early."""
+
+
+def run(
+    phase: Phase,
+    *,
+    checkpoints: Checkpoints | None,
+    log: MetricsLog,
+    checkpoint_every: int,
+    on_row: Callable[[dict[str, Any]], None],
+) -> int:
+    """Runs a phase to its end, from its newest checkpoint if there is one. Returns the number of the last step.
+
+    A row of metrics is on disk before the checkpoint of its step; on resume, rows beyond the checkpoint are cut.
+
+    Raises:
+      UserError: the checkpoint belongs to another run.
+      Stopped: a signal asked for the end; the state is saved.
+    """
+    done, over = resume(phase, checkpoints, log)
+    if over or done == phase.total:
+        return done
+    if done == 0 and (start := phase.evaluate(0, last=False)):
+        _write(log, on_row, {phase.step_key: 0} | start)
+    with _stop_signals() as stop_asked:
+        while done != phase.total:
+            began = time.perf_counter()
+            metrics = phase.advance(done + 1)
+            if metrics is None:
+                break
+            done += 1
+            metrics["step_time_sec"] = time.perf_counter() - began
+            row = {phase.step_key: done} | {f"{phase.name}/{name}": value for name, value in metrics.items()}
+            row |= phase.evaluate(done, last=done == phase.total)
+            _write(log, on_row, row)
+            over = phase.finished(row)
+            last = over or done == phase.total
+            if checkpoints is not None and (last or stop_asked() or done % checkpoint_every == 0):
+                save(phase, checkpoints, done, over)
+            if last:
+                return done
+            if stop_asked():
+                if checkpoints is not None:
+                    checkpoints.wait()
+                raise Stopped
+    if final := phase.evaluate(done, last=True):  # the data was used up: only now is the last step known
+        _write(log, on_row, {phase.step_key: done} | final)
+    if checkpoints is not None and done and checkpoints.latest_step() != done:
+        save(phase, checkpoints, done, False)
+    return done
+
+
+def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tuple[int, bool]:
+    """Loads the newest checkpoint into the phase; returns its step (0: none) and whether the phase ended early there."""
+    step = checkpoints.latest_step() if checkpoints is not None else None
+    log.cut(phase.step_key, step if step is not None else -1)
+    if checkpoints is None or step is None:
+        return 0, False
+    meta = checkpoints.meta(step)
+    changed = [key for key, value in phase.identity.items() if meta["identity"].get(key) != value]
+    if changed:
+        raise UserError(
+            f"{checkpoints.folder}: the checkpoint is of another run: {', '.join(changed)} "
+            f"({meta['identity'].get(changed[0])!r} there, {phase.identity[changed[0]]!r} now). "
+            "Use another output_dir, or the settings it was made with."
+        )
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), phase.state())
+    phase.load_state(checkpoints.restore(step, abstract, phase.iterator)[0], step)
+    return step, bool(meta["over"])
+
+
+def save(phase: Phase, checkpoints: Checkpoints, step: int, over: bool) -> None:
+    """Starts writing a checkpoint; the arrays are copied before this returns."""
+    checkpoints.save(step, phase.state(), phase.iterator, {"identity": phase.identity, "over": over})
+
+
+def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> None:
+    row = {name: float(value) if isinstance(value, np.generic | jax.Array) else value for name, value in row.items()}
+    log.write(row)
+    on_row(row)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Turns SIGTERM and SIGINT into a question the loop asks after each step; a second signal acts at once."""
+    asked = threading.Event()
+    previous: dict[int, Any] = {}
+
+    def ask(number: int, frame: Any) -> None:
+        asked.set()
+        signal.signal(number, previous[number])
+
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

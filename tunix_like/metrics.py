@@ -1,0 +1,94 @@
+"""`metrics.jsonl`: one JSON object a line, cut back to the checkpoint when a run resumes.
+
+Knows the file and how a killed process leaves it. Does NOT know what the numbers mean, steps, or plots.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tunix_like.errors import UserError
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends rows to `metrics.jsonl` in `folder`; with folder None it writes nothing."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self._path = None if folder is None else Path(folder) / FILE
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row and hands it to the operating system, so that a killed process loses none.
+
+        Scalars and arrays of numpy and jax become numbers and lists; NaN and infinities, which JSON lacks, become null.
+
+        Raises:
+          TypeError: a value is neither a number, text, None, nor a list or dict of them.
+        """
+        if self._path is not None:
+            line = json.dumps(_plain(row), allow_nan=False)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def cut(self, key: str, last: int) -> None:
+        """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn.
+
+        Rows without `key` stay. The file is replaced in one move: a kill leaves the old one or the new one.
+
+        Raises:
+          UserError: a line before the last is not a JSON object.
+        """
+        if self._path is None or not self._path.exists():
+            return
+        kept = [row for row in rows(self._path.parent) if row.get(key) is None or row[key] <= last]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(temporary, self._path)
+
+
+def rows(folder: str | Path) -> list[dict[str, Any]]:
+    """All rows of a run folder in the order they were written; a torn last line is left out, no file means no rows.
+
+    Raises:
+      UserError: a line before the last is not a JSON object (file and line are named).
+    """
+    path = Path(folder) / FILE
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines()
+    result = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            result.append(row)
+        elif number < len(lines):
+            raise UserError(f"{path}, line {number}: this is not a JSON object; remove the line to go on.")
+    return result
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    array = np.asarray(value)
+    if array.dtype == object:
+        raise TypeError(f"a metric must be a number or text, not {type(value).__name__}")
+    return _plain(array.tolist())

@@ -1,0 +1,1 @@
+"""What a model is: its numbers, its layers, its weights on disk."""

@@ -1,0 +1,282 @@
+"""One decoder for every family: tokens to logits, with the prompt of a group computed once.
+
+Modules carry Hugging Face's attribute names, so that the table of weight names is mechanical. Four ways through the same
+layers: a plain forward (`__call__`), `prefill` and `decode` for sampling, `group_hidden` for training. This module knows
+no tokenizer, no sampling and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix_like.models.attention import Part, attention, group_attention
+from tunix_like.models.config import DecoderConfig
+
+KeyValue = tuple[Array, Array]
+Attend = Callable[[Array, Array, Array], Array]
+"""`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: which keys a query sees is the caller's business."""
+
+
+def rope_tables(config: DecoderConfig, positions: Int[Array, "..."]) -> tuple[Array, Array]:
+    """Cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with Llama-3 frequency scaling if configured."""
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if (scaling := config.rope_scaling) is not None:
+        wavelengths = 2 * jnp.pi / frequencies
+        low = scaling.original_max_positions / scaling.low_freq_factor
+        high = scaling.original_max_positions / scaling.high_freq_factor
+        blend = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+        frequencies = jnp.where(
+            wavelengths > low, frequencies / scaling.factor, jnp.where(wavelengths < high, frequencies, between)
+        )
+    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "... N h"], tables: tuple[Array, Array]) -> Float[Array, "... N h"]:
+    """Rotary embedding, halves convention (Su et al., 2104.09864, in Hugging Face's layout)."""
+    cosine, sine = (table[..., None, :] for table in tables)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
+        self.kernel = nnx.Param(0.02 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        out = x @ self.kernel[...].astype(self.dtype)
+        return out if self.bias is None else out + jnp.broadcast_to(self.bias[...].astype(self.dtype), out.shape)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, width: int, epsilon: float, *, param_dtype: Any):
+        self.scale = nnx.Param(jnp.ones(width, param_dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), wide.shape)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    def __init__(self, vocabulary: int, width: int, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
+        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
+        self.dtype = dtype
+
+    def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+        return self.embedding[...][tokens].astype(self.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: DecoderConfig, **kinds: Any):
+        width, head = config.hidden_size, config.head_dim
+        self.q_proj = Linear(width, config.num_heads * head, bias=config.qkv_bias, **kinds)
+        self.k_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
+        self.v_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
+        self.o_proj = Linear(config.num_heads * head, width, bias=False, **kinds)
+        norm = lambda: RMSNorm(head, config.norm_eps, param_dtype=kinds["param_dtype"])  # noqa: E731
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+        self.head_dim = head
+
+    def __call__(self, x: Float[Array, "... D"], rope: tuple[Array, Array], attend: Attend) -> tuple[Array, KeyValue]:
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rope), rotate(k, rope)
+        return self.o_proj(attend(q, k, v).reshape(*x.shape[:-1], -1)), (k, v)
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: DecoderConfig, **kinds: Any):
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False, **kinds)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: DecoderConfig, **kinds: Any):
+        norm = {"width": config.hidden_size, "epsilon": config.norm_eps, "param_dtype": kinds["param_dtype"]}
+        self.input_layernorm = RMSNorm(**norm)
+        self.self_attn = Attention(config, **kinds)
+        self.post_attention_layernorm = RMSNorm(**norm)
+        self.mlp = MLP(config, **kinds)
+
+    def __call__(self, x: Float[Array, "... D"], rope: tuple[Array, Array], attend: Attend) -> tuple[Array, KeyValue]:
+        """Returns the new residual stream and this layer's rotated keys and values."""
+        mixed, key_value = self.self_attn(self.input_layernorm(x), rope, attend)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x)), key_value
+
+
+class Decoder(nnx.Module):
+    """A pre-norm, rotary, gated-MLP transformer (Qwen2/2.5, Qwen3, Llama-3, SmolLM2 shapes).
+
+    Args:
+      config: numbers and switches; no family name.
+      rngs: initial weights, normal with standard deviation 0.02.
+      dtype: compute dtype of matrix products; norms, softmax and logits are float32 whatever it is.
+      param_dtype: dtype of the stored weights.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32
+    ):
+        kinds = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **kinds)
+        self.layers = nnx.List([Layer(config, **kinds) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, param_dtype=param_dtype)
+        self.lm_head = (
+            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False, **kinds)
+        )
+        self.dtype = dtype
+
+    def __call__(self, tokens: Int[Array, "B L"], attention_mask: Array | None = None) -> Float[Array, "B L V"]:
+        """Logits (float32) at every position. `attention_mask` is 1 where a token is real; padding may stand left or
+        right, positions count real tokens only. Logits at padded positions mean nothing."""
+        if attention_mask is None:
+            attention_mask = jnp.ones(tokens.shape, jnp.int32)
+        real = attention_mask.astype(bool)
+        positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
+        hidden, _ = self._causal(tokens, positions, real)
+        return self.logits(self.norm(hidden))
+
+    def _causal(
+        self, tokens: Int[Array, "B L"], positions: Int[Array, "#B L"], real: Bool[Array, "B L"]
+    ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
+        rope, attend = rope_tables(self.config, positions), causal_attend(real)
+        x, cache = self.embed_tokens(tokens), []
+        for layer in self.layers:
+            x, key_value = layer(x, rope, attend)
+            cache.append(key_value)
+        return x, cache
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Vocabulary scores of already normed hidden states, float32."""
+        return hidden_to_logits(hidden, self.head())
+
+    def head(self) -> Float[Array, "D V"]:
+        """The output matrix in the compute dtype: the transposed embedding when tied."""
+        if self.lm_head is None:
+            return self.embed_tokens.embedding[...].T.astype(self.dtype)
+        return self.lm_head.kernel[...].astype(self.dtype)
+
+    def prefill(
+        self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"]
+    ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
+        """Normed hidden state of each prompt's last token, and every layer's keys and values `[P S K h]`."""
+        real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+        hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], real)
+        return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
+
+    def decode(
+        self,
+        tokens: Int[Array, "P G"],
+        step: Int[Array, ""],
+        prompt_lengths: Int[Array, "P"],
+        prompt_cache: list[KeyValue],
+        cache: list[KeyValue],
+    ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
+        """One token of every completion: `tokens` are those at completion position `step`.
+
+        Args:
+          prompt_cache: from `prefill`, `[P S K h]` per layer, shared by the group.
+          cache: the completions' own keys and values, `[P G U K h]` per layer, filled below `step`.
+
+        Returns:
+          normed hidden states that predict position `step + 1`, and the cache with position `step` filled in.
+        """
+        groups, size = tokens.shape
+        rope = rope_tables(self.config, jnp.broadcast_to(prompt_lengths[:, None, None] + step, (groups, size, 1)))
+        seen = (jnp.arange(cache[0][0].shape[2]) <= step)[None, None]
+        x, filled = self.embed_tokens(tokens[:, :, None]), []
+        for layer, (prompt_k, prompt_v), (own_k, own_v) in zip(self.layers, prompt_cache, cache, strict=True):
+
+            def attend(q: Array, k: Array, v: Array, own=(own_k, own_v), prompt=(prompt_k, prompt_v)) -> Array:
+                own = tuple(
+                    jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=2)
+                    for old, new in zip(own, (k, v), strict=True)
+                )
+                filled.append(own)  # noqa: B023  (called at once, inside this iteration)
+                rows = [x.reshape(groups * size, *x.shape[2:]) for x in own]
+                mask = prompt_mask(prompt_lengths, prompt[0].shape[1])
+                return group_attention(q, Part(*prompt, mask), Part(*rows, seen))
+
+            x, _ = layer(x, rope, attend)
+        return self.norm(x[:, :, 0]), filled
+
+    def group_hidden(
+        self,
+        prompt_tokens: Int[Array, "P S"],
+        prompt_lengths: Int[Array, "P"],
+        completion_tokens: Int[Array, "P G T"],
+        remat: bool = False,
+    ) -> Float[Array, "P G T D"]:
+        """Normed hidden states that predict each completion token, the prompt computed once per group.
+
+        Position 0 of a completion is predicted by its prompt's last token, hence the same vector for a whole group. The
+        gradient flows through the prompt's keys and values. `remat` recomputes each layer in the backward pass.
+        """
+        groups, size, steps = completion_tokens.shape
+        inputs = completion_tokens[:, :, :-1]
+        width = prompt_tokens.shape[1]
+        real = jnp.arange(width)[None] < prompt_lengths[:, None]
+        prompt_rope = rope_tables(self.config, jnp.arange(width)[None])
+        rope = rope_tables(
+            self.config,
+            jnp.broadcast_to(prompt_lengths[:, None, None] + jnp.arange(steps - 1)[None, None], inputs.shape),
+        )
+        causal = jnp.tril(jnp.ones((steps - 1, steps - 1), bool))[None]
+
+        def both(layer: Layer, prompt: Array, x: Array) -> tuple[Array, Array]:
+            prompt, (prompt_k, prompt_v) = layer(prompt, prompt_rope, causal_attend(real))
+            if steps == 1:
+                return prompt, x
+
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                own = Part(*(y.reshape(groups * size, *y.shape[2:]) for y in (k, v)), causal)
+                return group_attention(q, Part(prompt_k, prompt_v, real[:, None]), own)
+
+            return prompt, layer(x, rope, attend)[0]
+
+        run = nnx.remat(both) if remat else both
+        prompt, x = self.embed_tokens(prompt_tokens), self.embed_tokens(inputs)
+        for layer in self.layers:
+            prompt, x = run(layer, prompt, x)
+        last = prompt[jnp.arange(groups), prompt_lengths - 1]
+        first = jnp.broadcast_to(last[:, None, None], (groups, size, 1, last.shape[-1]))
+        return self.norm(jnp.concatenate([first, x], axis=2))
+
+
+def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:
+    return (jnp.arange(width)[None] < lengths[:, None])[:, None]
+
+
+def causal_attend(real: Bool[Array, "B L"]) -> Attend:
+    """Each query sees the real tokens at or before its own place."""
+    causal = jnp.tril(jnp.ones((real.shape[1], real.shape[1]), bool))
+    mask = causal[None] & real[:, None]
+    return lambda q, k, v: attention(q, Part(k, v, mask))
+
+
+def hidden_to_logits(hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)

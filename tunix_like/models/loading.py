@@ -1,0 +1,208 @@
+"""From a path, a hub id or a bare config to a decoder with its tokenizer, and back to a Hugging Face folder.
+
+It knows the layout of such a folder: `config.json`, `generation_config.json`, safetensors, tokenizer files. What stands
+in each file is the business of `config`, `weights` and `tokenizer`; training and sampling are unknown here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix_like.errors import UserError, nearest
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.weights import Params, load_weights, save_weights, write_json
+from tunix_like.tokenizer import Tokenizer
+
+_INITS = ("pretrained", "random")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load_model(
+    path_or_hub_id: str | Path | Mapping[str, Any],
+    *,
+    init: str = "pretrained",
+    seed: int = 0,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> tuple[Decoder, Tokenizer | None]:
+    """Makes a decoder, and the tokenizer that belongs to it if the folder has one.
+
+    Args:
+      path_or_hub_id: a model folder, a hub id `owner/name` (needs the extra `hub`), or with `init="random"` an HF
+        config as a mapping.
+      init: "pretrained" reads the folder's safetensors; "random" draws new weights and needs none.
+      seed: of the random weights.
+      dtype: of the matrix products; None is float32 on CPU and bfloat16 on accelerators.
+      param_dtype: of the stored weights.
+
+    Returns:
+      the model, and the tokenizer with the model's end-of-sequence ids, or None where the folder has none.
+
+    Raises:
+      UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer.
+    """
+    if init not in _INITS:
+        raise UserError(f"init {init!r} is unknown. {nearest(str(init), _INITS)}")
+    if dtype is None:
+        dtype = default_dtype()
+    if isinstance(path_or_hub_id, Mapping):
+        if init != "random":
+            raise UserError("a config mapping has no weights: pass init='random', or a model folder.")
+        return _random(DecoderConfig.from_hf(path_or_hub_id), seed, dtype, param_dtype), None
+    folder = _find(path_or_hub_id, with_weights=init == "pretrained")
+    config = DecoderConfig.from_hf(folder)
+    # The tokenizer first: what is wrong with it shows in milliseconds, and weights may take minutes.
+    tokenizer = _load_tokenizer(folder, config)
+    if init == "random":
+        return _random(config, seed, dtype, param_dtype), tokenizer
+    return _pretrained(folder, config, dtype, param_dtype), tokenizer
+
+
+def export_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
+    """Writes a folder that transformers (and `load_model`) loads: weights, configs and, if given, the tokenizer.
+
+    Args:
+      params: the decoder's parameters as a pure dict; they are written in the dtype they have.
+      tokenizer: gives the end-of-sequence, begin and padding ids; without one those of `config.source` are kept.
+
+    Raises:
+      UserError: the folder cannot be written, or the parameters are not this config's.
+    """
+    save_weights(params, folder, config)
+    save_description(config, tokenizer, folder, params["embed_tokens"]["embedding"].dtype.name)
+
+
+def save_description(config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path, dtype: str) -> None:
+    """Writes all of a Hugging Face folder but the weights; `dtype` is that of the weights it describes."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.pad_id) if tokenizer is not None else ()
+    fields = config.to_hf(*ids)
+    # transformers casts to the dtype that config.json names, so it must be that of the weights just written
+    fields["torch_dtype"] = dtype
+    generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    try:
+        write_json(folder / "config.json", fields)
+        write_json(folder / "generation_config.json", generation)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot write the model's configuration: {error}") from error
+
+
+def load_description(
+    folder: str | Path, *, dtype: Any = None, param_dtype: Any = jnp.float32
+) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
+    """The graph, the abstract parameters, the config and the tokenizer of a folder that needs no weights.
+
+    Raises:
+      UserError: the folder has no config or no tokenizer, or they are wrong.
+    """
+    folder = Path(folder)
+    config = DecoderConfig.from_hf(folder)
+    tokenizer = _load_tokenizer(folder, config)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer.json.")
+    graphdef, params = _abstract(config, default_dtype() if dtype is None else dtype, param_dtype)
+    return graphdef, params, config, tokenizer
+
+
+def default_dtype() -> Any:
+    """float32 on the CPU, bfloat16 on accelerators."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def _random(config: DecoderConfig, seed: int, dtype: Any, param_dtype: Any) -> Decoder:
+    # Eagerly on purpose: one small compilation per shape. Under one jit, 24 layers of generators compile for 15 s.
+    return Decoder(config, rngs=nnx.Rngs(params=seed), dtype=dtype, param_dtype=param_dtype)
+
+
+def _abstract(config: DecoderConfig, dtype: Any, param_dtype: Any) -> tuple[nnx.GraphDef, Params]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _random(config, 0, dtype, param_dtype)))
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def _pretrained(folder: Path, config: DecoderConfig, dtype: Any, param_dtype: Any) -> Decoder:
+    # Shapes only, so that random weights never exist beside the loaded ones.
+    graphdef, abstract = _abstract(config, dtype, param_dtype)
+    # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
+    return nnx.merge(graphdef, load_weights(folder, abstract, config))
+
+
+def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, but config.json says vocab_size ="
+            f" {config.vocab_size}. They do not belong together: use the model's own tokenizer, or for a random"
+            f" model set vocab_size to at least {tokenizer.vocab_size}."
+        )
+    eos = _eos_ids(folder, config)
+    return tokenizer.with_eos_ids(eos) if eos else tokenizer
+
+
+def _eos_ids(folder: Path, config: DecoderConfig) -> Sequence[int]:
+    """What ends a completion by `generation_config.json`, else by `config.json`; empty when neither says."""
+    path = folder / "generation_config.json"
+    generation: Any = {}
+    if path.is_file():
+        try:
+            generation = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: not valid JSON ({error}). Mend it, or remove it to use config.json.") from None
+        if not isinstance(generation, dict):
+            raise UserError(f"{path}: expected a JSON object. Mend it, or remove it to use config.json.")
+    for file, fields in ((path, generation), (folder / "config.json", config.source or {})):
+        value = fields.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and 0 <= i < config.vocab_size for i in ids):
+            raise UserError(
+                f"{file}: eos_token_id = {value!r} must be a token id, or a list of them, from 0 to"
+                f" {config.vocab_size - 1}."
+            )
+        if ids:
+            return ids
+    return ()
+
+
+def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
+    """The model's folder on this machine, downloaded first if it is a hub id."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights.")
+    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
+        raise UserError(f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct'.")
+    wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
+    by_hand = (
+        f"There is no folder {path} here either. Download {', '.join(wanted)} from https://huggingface.co/{path} into a"
+        " folder and give its path instead."
+    )
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(
+            f"{path} looks like a hub id, and downloading needs the extra: pip install 'tunix-like[hub]'. {by_hand}"
+        ) from None
+    try:
+        return Path(huggingface_hub.snapshot_download(path_or_hub_id, allow_patterns=wanted))
+    except Exception as error:  # the hub's client raises its HTTP library's own exceptions, which change with versions
+        raise UserError(
+            f"{path} could not be downloaded from the hub ({type(error).__name__}: {error}). {by_hand}"
+        ) from error

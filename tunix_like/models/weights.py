@@ -1,0 +1,263 @@
+"""Safetensors in and out, under Hugging Face's names.
+
+The decoder's modules carry HF's attribute names, so the table of names is a rule (`hf_name`) and not a list per family.
+This module knows files and parameter trees (pure dicts, as `nnx.to_pure_dict` makes them). It does not know what the
+model computes, and it never opens a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from tunix_like.errors import UserError
+from tunix_like.models.config import DecoderConfig
+
+Params = dict[Any, Any]
+"""Nested dict of arrays: module attribute names (layer numbers are ints) down to `kernel`, `bias`, `scale`,
+`embedding`."""
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Buffers that old exports saved beside the weights and that are computed from the config.
+_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def hf_name(path: tuple[Any, ...]) -> str:
+    """`("layers", 0, "mlp", "up_proj", "kernel")` -> `"model.layers.0.mlp.up_proj.weight"`.
+
+    Kernels are `[in, out]` here and `[out, in]` under HF's name; everything else has the same shape in both.
+
+    Raises:
+      UserError: the leaf is no weight of a plain decoder (an adapter's, say).
+    """
+    if path[-1] not in _LEAVES:
+        raise UserError(f"parameter {'.'.join(map(str, path))} has no Hugging Face name; merge adapters first.")
+    prefix = () if path[0] == "lm_head" else ("model",)
+    return ".".join(map(str, (*prefix, *path[:-1], _LEAVES[path[-1]])))
+
+
+def load_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> Params:
+    """Reads a model's weights tensor by tensor, so that one tensor is on the host at a time.
+
+    Args:
+      folder: holds `model.safetensors`, or `model.safetensors.index.json` with its shards.
+      abstract_params: tree of `jax.ShapeDtypeStruct`; each tensor is cast to its leaf's dtype and put where the leaf's
+        sharding says (the default device when it says nothing).
+      config: says whether the output head is tied.
+
+    Returns:
+      the tree of `abstract_params`, with arrays.
+
+    Raises:
+      UserError: no safetensors, a truncated file, a tensor that is missing, unexpected, mis-shaped or not of a float
+        type, or a head that differs from the embedding it should be tied to. File and tensor are named.
+    """
+    folder = Path(folder)
+    _check_head(abstract_params, config)
+    wanted = {hf_name(path): (path, leaf) for path, leaf in _leaves(abstract_params)}
+    with contextlib.ExitStack() as stack:
+        found = _open(folder, stack)
+        _check_names(folder, set(wanted), set(found))
+        for name, (path, leaf) in wanted.items():
+            _check_tensor(name, *found[name], leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape)
+        if config.tie_embeddings and _HEAD in found:
+            _check_tied(found)
+        params: Params = {}
+        for name, (path, leaf) in wanted.items():
+            array = found[name][1].get_tensor(name)
+            array = array.T if path[-1] == "kernel" else array
+            _put(params, path, jax.device_put(array.astype(leaf.dtype, order="C", copy=False), leaf.sharding))
+    return params
+
+
+def save_weights(
+    params: Params, folder: str | Path, config: DecoderConfig, *, max_file_bytes: int = 4 * 1024**3
+) -> None:
+    """Writes `model.safetensors`, or shards with an index when the weights exceed `max_file_bytes` (a tensor is never
+    split). A tied head is not written. Files appear under their names only when complete; weights that stood in the
+    folder before are replaced, and a reader meets the old ones, none, or the new ones, never a mixture.
+
+    Raises:
+      UserError: the folder cannot be written, or the tree is not this config's.
+    """
+    folder = Path(folder)
+    _check_head(params, config)
+    tensors = {hf_name(path): (path, leaf) for path, leaf in _leaves(params)}
+    files = _plan({name: leaf.nbytes for name, (_, leaf) in tensors.items()}, max_file_bytes)
+    temporary = {file: f".{file}.{os.getpid()}.tmp" for file in files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for file, names in files.items():
+                arrays = {name: _to_host(*tensors[name]) for name in names}
+                # transformers before 5 refuses a file without this entry, which says how tensors are laid out
+                save_file(arrays, folder / temporary[file], metadata={"format": "pt"})
+                del arrays
+            _publish(folder, temporary, files, sum(leaf.nbytes for _, leaf in tensors.values()))
+        finally:
+            for left_over in temporary.values():
+                (folder / left_over).unlink(missing_ok=True)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder}: cannot write the weights: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file that is complete or absent."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, list[str]], total: int) -> None:
+    """Renames the finished files into place; the old way in goes before any shard of its is replaced."""
+    stale = [path for path in folder.iterdir() if _SHARD.fullmatch(path.name) and path.name not in files]
+    if SINGLE in files:
+        (folder / temporary[SINGLE]).replace(folder / SINGLE)
+        (folder / INDEX).unlink(missing_ok=True)
+    else:
+        (folder / SINGLE).unlink(missing_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
+        for file, name in temporary.items():
+            (folder / name).replace(folder / file)
+        where = {name: file for file, names in files.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    for path in stale:
+        path.unlink()
+
+
+def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Which tensors go into which file, in order, filling each file up to `limit` bytes."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
+    """Every tensor in the folder's weight files: name -> (file, open reader)."""
+    found: dict[str, tuple[Path, Any]] = {}
+    for file in _files(folder):
+        try:
+            reader = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(
+                f"{file}: cannot be read as safetensors ({error}). It may be cut short or be a Git LFS pointer;"
+                " download it again."
+            ) from None
+        found |= {name: (file, reader) for name in reader.keys()}
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"{folder}: holds only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
+                f" are never read here. Save the model as safetensors (with transformers: `AutoModelForCausalLM"
+                f'.from_pretrained("{folder}").save_pretrained("OUT")`), or download its safetensors files.'
+            )
+        raise UserError(
+            f"{folder}: no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: no valid weight index ({error!r}). Download it again.") from None
+    if outside:
+        raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, which is not there. Download the rest.")
+    return [folder / name for name in names]
+
+
+def _check_head(params: Params, config: DecoderConfig) -> None:
+    if ("lm_head" in params) == config.tie_embeddings:
+        raise UserError(
+            f"the parameter tree has {'an' if 'lm_head' in params else 'no'} lm_head, but the config says"
+            f" tie_embeddings = {config.tie_embeddings}; they are of two models."
+        )
+
+
+def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
+    missing = sorted(wanted - found)
+    # a head beside a tied config is not stray: `_check_tied` looks at what it holds
+    unexpected = sorted(name for name in found - wanted - {_HEAD} if not _HARMLESS.search(name))
+    for kind, names in (("lack", missing), ("have unexpected", unexpected)):
+        if names:
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. They do not belong to this"
+                " config.json, or a file is missing."
+            )
+
+
+def _check_tensor(name: str, file: Path, reader: Any, shape: tuple[int, ...]) -> None:
+    """Looks at the header alone, so that nothing large is read before everything is known to fit."""
+    header = reader.get_slice(name)
+    if tuple(header.get_shape()) != shape:
+        raise UserError(
+            f"{file}: tensor {name} has shape {tuple(header.get_shape())}, config.json asks for {shape}. The weights"
+            " are of another model than the config."
+        )
+    if header.get_dtype() not in _FLOATS:
+        raise UserError(
+            f"{file}: tensor {name} is stored as {header.get_dtype()}; quantised weights are not supported. Use the"
+            " checkpoint in bfloat16, float16 or float32."
+        )
+
+
+def _check_tied(found: Mapping[str, tuple[Path, Any]]) -> None:
+    file, reader = found[_HEAD]
+    if not np.array_equal(reader.get_tensor(_HEAD), found[_EMBEDDING][1].get_tensor(_EMBEDDING)):
+        raise UserError(
+            f"{file}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings = true. Set it to"
+            " false to use the head, or take the tensor out."
+        )
+
+
+def _to_host(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
+    array = np.asarray(leaf)
+    return np.ascontiguousarray(array.T if path[-1] == "kernel" else array)
+
+
+def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _put(tree: Params, path: tuple[Any, ...], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value

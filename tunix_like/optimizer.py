@@ -1,0 +1,70 @@
+"""An `OptimizerConfig` as optax: AdamW, a warm-up, a schedule, clipping.
+
+Knows optax and how many optimizer updates the run will make. Does NOT know steps, batches, the model or any checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tunix_like.config import OptimizerConfig
+from tunix_like.errors import UserError
+
+
+def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.Schedule:
+    """The learning rate of update `n` (from 0), as a function of `n` that can be traced.
+
+    Update `n` of a warm-up of `w` has `(n + 1) / w` of the peak, so no update is lost at rate 0. From update `w` on,
+    `linear` and `cosine` fall from the peak to `end_fraction` of it at `n = total_updates` and stay there. Where the
+    warm-up is as long as the run, the run ends in it.
+
+    Raises:
+      UserError: `linear` or `cosine` without `total_updates`.
+    """
+    if config.schedule != "constant" and total_updates is None:
+        raise UserError(
+            f"{config.section}.schedule: '{config.schedule}' needs to know the last update, but this run has no known "
+            "end; set training.max_steps, or use 'constant'."
+        )
+    warmup, peak, end = config.warmup_steps, config.learning_rate, config.end_fraction
+    length = max((total_updates or 0) - warmup, 1)
+
+    def learning_rate(update: Any) -> jax.Array:
+        progress = jnp.clip((update - warmup) / length, 0.0, 1.0)
+        if config.schedule == "linear":
+            share = 1.0 - (1.0 - end) * progress
+        elif config.schedule == "cosine":
+            share = end + (1.0 - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        else:
+            share = jnp.ones_like(progress)
+        return peak * share * jnp.minimum((update + 1) / max(warmup, 1), 1.0)
+
+    return learning_rate
+
+
+def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW on `build_schedule`; weight decay on arrays of two or more axes only.
+
+    The structure of the state depends on the parameters alone, so a resumed run may have another `total_updates`.
+
+    Raises:
+      UserError: as `build_schedule`.
+    """
+    clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
+    adamw = optax.adamw(
+        build_schedule(config, total_updates),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=_matrices,
+    )
+    return optax.chain(clip, adamw)
+
+
+def _matrices(params: optax.Params) -> Any:
+    return jax.tree.map(lambda x: x.ndim >= 2, params)

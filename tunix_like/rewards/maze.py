@@ -1,0 +1,47 @@
+"""The maze reward, and how a completion is followed through its maze.
+
+It knows the grid (rows of `#`, `.`, `S`, `G` joined by newlines, START at (1, 1)) and the words of an answer. It does
+NOT know how mazes are made, or tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
+"""Step of each move, as (rows, columns)."""
+
+
+class Walk(NamedTuple):
+    """Cells visited, as (row, column) from START on, and whether the completion solves the maze."""
+
+    cells: list[tuple[int, int]]
+    reached: bool
+
+
+def walk(grid: str, completion: str) -> Walk:
+    """Follows a completion through its maze.
+
+    It solves the maze iff DONE occurs, every word before it is a move, no move enters a wall, and GOAL is reached.
+    Moves after GOAL are ignored, and cells may be visited again. The cells end at GOAL, before the first wall, or
+    before the first word that is no move.
+    """
+    rows = grid.split("\n")
+    words = completion.split()
+    moves = words[: words.index("DONE")] if "DONE" in words else words
+    cells = [(1, 1)]
+    for move in moves:
+        row, column = cells[-1]
+        if rows[row][column] == "G" or move not in MOVES:
+            break
+        row, column = row + MOVES[move][0], column + MOVES[move][1]
+        if rows[row][column] == "#":
+            break
+        cells.append((row, column))
+    at_goal = rows[cells[-1][0]][cells[-1][1]] == "G"
+    return Walk(cells, at_goal and "DONE" in words and all(move in MOVES for move in moves))
+
+
+def maze(prompts: list[str], completions: list[str], grid: list[str], **_: Any) -> list[float]:
+    """1 where the completion solves the maze in the column `grid` (see `walk`), else 0."""
+    return [float(walk(each, completion).reached) for each, completion in zip(grid, completions, strict=True)]

@@ -1,0 +1,190 @@
+"""The learner: rollouts, rewards, and one compiled step of advantage and loss together.
+
+`Learner` is the base of every algorithm (`learners.py` declares them). It owns the weights while it trains and hands them
+back to the model it was given. It knows no file format and no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix_like.checkpoints import Checkpoints
+from tunix_like.config import AlgorithmConfig, EvalConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.errors import UserError
+from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
+from tunix_like.loop import run
+from tunix_like.metrics import MetricsLog
+from tunix_like.models.decoder import Decoder
+from tunix_like.rl.objective import resolve
+from tunix_like.rl.phase import RLPhase
+from tunix_like.rl.rollouts import WeightedReward
+from tunix_like.rl.update import ForwardOptions
+from tunix_like.sampling.sampler import make_sampler
+from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import RewardFunction
+
+
+class Learner:
+    """Samples groups, scores them and follows the gradient of its objective.
+
+    Args:
+      model: a `Decoder`. The learner takes its weights over: they are donated to the compiled step, and `train` puts the
+        trained ones back when it ends.
+      tokenizer: ours, or a transformers fast tokenizer.
+      reward_fns: one function or several, `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
+        is the reward. None or NaN means "could not be scored".
+      algo_config: the learner's config class (its defaults when left out).
+      rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
+      ref_model: reference of the KL when `beta > 0`; a copy of the starting weights when left out.
+      reward_weights: one factor per reward function; ones when left out.
+      success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
+      metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called every
+        step; `aggregation` reduces the value over completions.
+
+    Raises:
+      UserError: a config of another learner, a key nothing reads, a value out of range.
+    """
+
+    config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        tokenizer: Any,
+        reward_fns: RewardFunction | Sequence[RewardFunction],
+        algo_config: AlgorithmConfig | None = None,
+        rollout_config: RolloutConfig | None = None,
+        training_config: RLTrainingConfig | None = None,
+        eval_config: EvalConfig | None = None,
+        ref_model: Decoder | None = None,
+        reward_weights: Sequence[float] | None = None,
+        success_threshold: float = 1.0,
+        metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
+    ):
+        self.algo = self._resolve(algo_config)
+        self.rollout_config = rollout_config or RolloutConfig()
+        self.training = training_config or RLTrainingConfig()
+        self.eval_config = eval_config or EvalConfig()
+        self.success_threshold = success_threshold
+        self.metric_fns = tuple(metric_fns)
+        self.rewards = _weighted(reward_fns, reward_weights)
+        self.tokenizer = Tokenizer.wrap(tokenizer)
+        self._check(model)
+        self.model = model
+        self.graphdef, state = nnx.split(model)
+        self.params = nnx.to_pure_dict(state)
+        self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config)
+        self.options = ForwardOptions(
+            self.rollout_config.temperature, self.training.logprob_chunk_size, self.training.remat
+        )
+        self.ref_params: Any = None
+        if self.algo.beta > 0:
+            ref_state = None if ref_model is None else nnx.to_pure_dict(nnx.split(ref_model)[1])
+            self.ref_params = jax.tree.map(jnp.copy, self.params) if ref_state is None else ref_state
+        self.key = jax.random.key(self.training.seed)
+        self.compilations = 0
+
+    def _resolve(self, config: AlgorithmConfig | None) -> AlgorithmConfig:
+        config = self.config_class() if config is None else config
+        if type(config) not in (AlgorithmConfig, self.config_class):
+            raise UserError(
+                f"{type(self).__name__} takes a {self.config_class.__name__}, got a {type(config).__name__}; "
+                "each learner has its own config, which brings its loss and aggregation."
+            )
+        return resolve(config, self.config_class)
+
+    def _check(self, model: Decoder) -> None:
+        rollout, config = self.rollout_config, model.config
+        if rollout.temperature == 0:
+            raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
+        total = rollout.max_prompt_length + rollout.max_tokens_to_generate
+        if total > config.max_positions:
+            raise UserError(
+                f"rollout.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the model has "
+                f"{config.max_positions} positions; lower one of them."
+            )
+        if self.tokenizer.vocab_size > config.vocab_size:
+            raise UserError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary only "
+                f"{config.vocab_size}: they do not belong together."
+            )
+
+    def train(
+        self, train_ds: Any, eval_ds: Sequence[Mapping[str, Any]] | None = None, *, batch_size: int = 8
+    ) -> dict[str, Any]:
+        """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
+
+        Args:
+          train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one pass;
+            an incomplete last batch is dropped.
+          eval_ds: held-out rows, evaluated before and after, and every `eval_every_n_steps`.
+          batch_size: prompts per step; a smaller dataset is one batch.
+
+        Returns:
+          the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
+          there, and a second call resumes.
+
+        Raises:
+          UserError: bad data, or a reward function that failed (its completions are in `rollouts/` by then).
+        """
+        folder = None if self.training.output_dir is None else Path(self.training.output_dir)
+        phase = RLPhase(self, train_ds, eval_ds, batch_size, folder)
+        checkpoints = None
+        if folder is not None:
+            checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)
+        last: dict[str, Any] = {}
+
+        def on_row(row: dict[str, Any]) -> None:
+            last.update(row)
+            self.on_row(row, phase.total)
+
+        try:
+            run(
+                phase,
+                checkpoints=checkpoints,
+                log=MetricsLog(folder),
+                checkpoint_every=self.training.checkpoint_every_n_steps,
+                on_row=on_row,
+            )
+        finally:
+            if checkpoints is not None:
+                checkpoints.close()
+            nnx.update(self.model, self.params)
+        return last
+
+    def on_row(self, row: dict[str, Any], total: int | None) -> None:
+        """Called with every row of metrics; the CLI prints it."""
+
+    def evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Evaluation:
+        """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""
+        return self.evaluator(rows)(self.params)
+
+    def evaluator(self, rows: Sequence[Mapping[str, Any]]) -> Evaluator:
+        limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
+        return Evaluator(
+            self.sampler,
+            self.tokenizer,
+            eval_problems(rows, self.tokenizer, *limits),
+            self.rewards,
+            self.eval_config,
+            self.success_threshold,
+            jax.random.fold_in(self.key, EVAL_KEY),
+        )
+
+
+def _weighted(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
+    functions = [functions] if callable(functions) else list(functions)
+    weights = [1.0] * len(functions) if weights is None else list(weights)
+    if not functions:
+        raise UserError("reward_fns: give at least one reward function.")
+    if len(weights) != len(functions):
+        raise UserError(f"reward_weights: got {len(weights)} for {len(functions)} reward functions.")
+    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+    return list(zip(names, functions, weights, strict=True))

@@ -1,0 +1,89 @@
+"""Rollouts to micro-batches, on the host: which rows of which groups go through the model together.
+
+A micro-batch holds `p` prompts with `g` completions each; a prompt is computed once per micro-batch that holds it. This
+module knows no model, no loss and no jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from tunix_like.types import GroupBatch
+
+
+class MicroBatches(NamedTuple):
+    """`M` micro-batches stacked along the first axis. `group` and `sample` say where a row stands in the `[P, G]` batch;
+    a row of length 0 is padding."""
+
+    prompt_tokens: Int[np.ndarray, "M p S"]
+    prompt_lengths: Int[np.ndarray, "M p"]
+    tokens: Int[np.ndarray, "M p g T"]
+    lengths: Int[np.ndarray, "M p g"]
+    group: Int[np.ndarray, "M p"]
+    sample: Int[np.ndarray, "M p g"]
+    old_logprobs: Float[np.ndarray, "M p g T"] | None
+    ref_logprobs: Float[np.ndarray, "M p g T"] | None
+
+
+def split_shape(num_generations: int, micro_batch_size: int | None) -> tuple[int, int]:
+    """Prompts and completions per prompt of one micro-batch of at most `micro_batch_size` completions (None: one group).
+
+    Whole groups where they fit; else even parts of one group, the prompt being computed once per part.
+    """
+    size = micro_batch_size or num_generations
+    if size >= num_generations:
+        return size // num_generations, num_generations
+    parts = -(-num_generations // size)
+    return 1, -(-num_generations // parts)
+
+
+def pack(
+    batch: GroupBatch,
+    groups: Sequence[int],
+    shape: tuple[int, int],
+    old_logprobs: np.ndarray | None = None,
+    ref_logprobs: np.ndarray | None = None,
+) -> MicroBatches:
+    """Lays the given groups out in micro-batches of `shape = (p, g)`, every one of the same shape; what is missing at the
+    end is padding of length 0."""
+    prompts, size = shape
+    total = batch.completion_lengths.shape[1]
+    parts = -(-total // size)
+    entries = [(group, part) for group in groups for part in range(parts)]
+    count = -(-len(entries) // prompts)
+    entries += [entries[-1]] * (count * prompts - len(entries))
+    group = np.array([g for g, _ in entries], np.int32)
+    sample = np.array([np.arange(size) + part * size for _, part in entries], np.int32)
+    real = (sample < total) & (np.arange(len(entries)) < len(groups) * parts)[:, None]
+    sample = np.minimum(sample, total - 1)
+
+    def rows(values: np.ndarray) -> np.ndarray:
+        picked = values[group[:, None], sample]
+        return picked.reshape(count, prompts, size, *picked.shape[2:])
+
+    def by_prompt(values: np.ndarray) -> np.ndarray:
+        return values[group].reshape(count, prompts, *values.shape[1:])
+
+    return MicroBatches(
+        prompt_tokens=by_prompt(np.asarray(batch.prompt_tokens)),
+        prompt_lengths=by_prompt(np.asarray(batch.prompt_lengths)),
+        tokens=rows(np.asarray(batch.completion_tokens)),
+        lengths=rows(np.asarray(batch.completion_lengths)) * real.reshape(count, prompts, size),
+        group=group.reshape(count, prompts),
+        sample=sample.reshape(count, prompts, size),
+        old_logprobs=None if old_logprobs is None else rows(old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else rows(ref_logprobs),
+    )
+
+
+def unpack(values: np.ndarray, micro: MicroBatches, shape: tuple[int, ...]) -> np.ndarray:
+    """Puts per-row results `[M p g ...]` back to `[P G ...]`; rows that were not packed are 0."""
+    out = np.zeros(shape + values.shape[3:], values.dtype)
+    real = micro.lengths > 0
+    group = np.broadcast_to(micro.group[..., None], micro.sample.shape)
+    out[group[real], micro.sample[real]] = values[real]
+    return out

@@ -1,0 +1,136 @@
+"""From problems to a scored batch: sample a group for every prompt, turn tokens to text, ask the reward functions.
+
+Tokens are kept as they were sampled from end to end; text is made from them for the reward functions and never read back.
+This module knows no loss and no optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from tunix_like.rewards import Scores, score
+from tunix_like.sampling.sampler import Completions, length_bucket, pad_tokens
+from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import GroupBatch, Problem, RewardFunction
+
+WeightedReward = tuple[str, RewardFunction, float]
+
+
+class Rollout(NamedTuple):
+    """Sampled and scored groups. `texts` holds `P * G` completions, group after group."""
+
+    problems: list[Problem]
+    texts: list[str]
+    completions: Completions
+    scores: Scores
+
+
+def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
+    """Completions as text without special tokens, group after group."""
+    groups, size = completions.lengths.shape
+    return [
+        tokenizer.decode(completions.tokens[g, i, : completions.lengths[g, i]].tolist())
+        for g in range(groups)
+        for i in range(size)
+    ]
+
+
+def score_completions(
+    functions: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[str], size: int
+) -> Scores:
+    """Rewards of all completions at once; each column of a problem is repeated for its `size` completions.
+
+    Raises:
+      UserError: a reward function failed or returned something that is no reward, named.
+    """
+    prompts, columns = repeat_columns(problems, size)
+    return score(functions, prompts, list(texts), columns)
+
+
+def repeat_columns(problems: Sequence[Problem], size: int) -> tuple[list[str], dict[str, list[Any]]]:
+    """Prompts and columns, each repeated for the `size` completions of its problem; a missing column is None."""
+    names = sorted(set().union(*(problem.columns for problem in problems)))
+    columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
+    return [problem.text for problem in problems for _ in range(size)], columns
+
+
+def to_batch(
+    rollout: Rollout, rewards: Float[np.ndarray, "P G"], max_prompt_length: int, max_tokens: int
+) -> GroupBatch:
+    """The rollout as arrays, padded to the length buckets of its longest prompt and completion."""
+    completions = rollout.completions
+    lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
+    width = length_bucket(int(lengths.max()), max_prompt_length)
+    steps = length_bucket(int(completions.lengths.max()), max_tokens)
+    scored = rollout.scores.scored.reshape(completions.lengths.shape)
+    return GroupBatch(
+        prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
+        prompt_lengths=lengths,
+        completion_tokens=completions.tokens[:, :, :steps],
+        completion_lengths=completions.lengths,
+        rollout_logprobs=completions.logprobs[:, :, :steps],
+        rewards=np.where(scored, rewards, 0.0).astype(np.float32),
+        scored=scored,
+    )
+
+
+def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
+    """Rewards, lengths and what share of the groups can teach anything (their rewards differ)."""
+    completions, scores = rollout.completions, rollout.scores
+    shape = completions.lengths.shape
+    total, scored = scores.total.reshape(shape), scores.scored.reshape(shape)
+    seen = total[scored]
+    metrics = {f"rewards/{name}": _mean(values[~np.isnan(values)]) for name, values in scores.by_function.items()}
+    metrics |= {
+        "rewards/mean": _mean(seen),
+        "rewards/std": float(seen.std()) if seen.size else float("nan"),
+        "rewards/min": float(seen.min()) if seen.size else float("nan"),
+        "rewards/max": float(seen.max()) if seen.size else float("nan"),
+        "pass@1": _mean(seen >= threshold),
+        "reward/unscored_frac": 1.0 - float(scored.mean()),
+        "groups/mixed_frac": float(mixed_groups(total, scored).mean()),
+        "completions/mean_length": float(completions.lengths.mean()),
+        "completions/max_length": float(completions.lengths.max()),
+        "completions/min_length": float(completions.lengths.min()),
+        "completions/clipped_ratio": 1.0 - float(completions.finished.mean()),
+    }
+    return metrics
+
+
+def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
+    """Groups with at least two different scored rewards."""
+    top = np.where(scored, rewards, -np.inf).max(axis=1)
+    return top > np.where(scored, rewards, np.inf).min(axis=1)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else float("nan")
+
+
+def write_rollouts(
+    folder: Path, step: int, problems: Sequence[Problem], texts: Sequence[str], columns: dict[str, Any]
+) -> Path:
+    """Writes one JSON object per completion to `folder/step_<n>.jsonl`: prompt, completion and the given columns
+    (each an array of `P * G` values, or of the group's shape)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"step_{step:06d}.jsonl"
+    size = len(texts) // len(problems)
+    flat = {name: np.asarray(values).reshape(-1).tolist() for name, values in columns.items()}
+    with file.open("w", encoding="utf-8") as out:
+        for index, text in enumerate(texts):
+            problem = problems[index // size]
+            row = {"step": step, "problem": problem.number, "sample": index % size}
+            row |= {"prompt": problem.text, "completion": text}
+            row |= {name: _plain(values[index]) for name, values in flat.items()}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return file
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and value != value else value

@@ -1,0 +1,112 @@
+"""The compiled step: advantages of the whole batch and the loss of one optimizer update, in one jit.
+
+Rewards come in, new parameters go out; nothing between them is seen by the host. Micro-batches are scanned and their
+gradients added, which is exact because every token's weight is known before the first of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix_like.rl.losses import token_logprobs
+from tunix_like.rl.objective import Objective
+from tunix_like.rl.packing import MicroBatches
+
+
+class UpdateInput(NamedTuple):
+    """One optimizer update. Advantages are taken over the whole rollout batch, weights over `in_update` only."""
+
+    rewards: Float[Array, "P G"]
+    scored: Bool[Array, "P G"]
+    lengths: Int[Array, "P G"]
+    in_update: Bool[Array, "P"]
+    micro: MicroBatches
+
+
+class ForwardOptions(NamedTuple):
+    """How log-probabilities are computed: sampling temperature, tokens per logits chunk, recomputation of layers."""
+
+    temperature: float
+    chunk: int
+    remat: bool
+
+
+def micro_logprobs(
+    graphdef: Any, params: Any, micro: MicroBatches, options: ForwardOptions
+) -> tuple[Float[Array, "p g T"], Float[Array, "p g T"]]:
+    """Log-probabilities and entropies of one micro-batch's completion tokens, the prompt computed once per group."""
+    model = nnx.merge(graphdef, params)
+    hidden = model.group_hidden(micro.prompt_tokens, micro.prompt_lengths, micro.tokens, remat=options.remat)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logprobs, entropy = token_logprobs(
+        flat, model.head(), jnp.reshape(micro.tokens, -1), options.temperature, options.chunk
+    )
+    return logprobs.reshape(micro.tokens.shape), entropy.reshape(micro.tokens.shape)
+
+
+def batch_logprobs(graphdef: Any, params: Any, micro: MicroBatches, options: ForwardOptions) -> Float[Array, "M p g T"]:
+    """Log-probabilities of all micro-batches, without gradient."""
+    return jax.lax.map(lambda one: micro_logprobs(graphdef, params, one, options)[0], micro)
+
+
+def micro_loss(
+    params: Any,
+    graphdef: Any,
+    objective: Objective,
+    options: ForwardOptions,
+    micro: MicroBatches,
+    advantages: Float[Array, "P G"],
+    weights: Float[Array, "P G"],
+) -> tuple[Float[Array, ""], dict[str, Any]]:
+    """This micro-batch's share of the update's loss, and sums for the metrics."""
+    logprobs, entropy = micro_logprobs(graphdef, params, micro, options)
+    mask = jnp.arange(micro.tokens.shape[-1]) < micro.lengths[..., None]
+    row_advantages = advantages[micro.group[:, None], micro.sample][..., None]
+    row_weights = jnp.where(micro.lengths > 0, weights[micro.group[:, None], micro.sample], 0.0)[..., None]
+    old = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
+    token_loss, token_metrics = objective.token_loss(logprobs, old, micro.ref_logprobs, row_advantages, mask)
+    ratio = token_metrics.get("is_ratio")
+    sums = {
+        name: jnp.where(mask, value, 0.0).sum() for name, value in (token_metrics | {"entropy": entropy}).items()
+    } | {"tokens": mask.sum().astype(jnp.float32)}
+    largest = jnp.float32(0) if ratio is None else jnp.max(jnp.where(mask, ratio, 0.0))
+    return (row_weights * token_loss).sum(), {"sums": jax.lax.stop_gradient(sums), "is_ratio_max": largest}
+
+
+def update_step(
+    graphdef: Any,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    options: ForwardOptions,
+    params: Any,
+    opt_state: Any,
+    data: UpdateInput,
+) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G"]]:
+    """One optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
+
+    Returns the new parameters and optimizer state, scalar metrics and the advantages.
+    """
+    advantages = objective.advantages(data.rewards, data.scored, data.lengths)
+    weights = objective.weights(data.scored, data.lengths, data.in_update)
+
+    def add(total: Any, micro: MicroBatches) -> tuple[Any, Any]:
+        share = functools.partial(micro_loss, graphdef=graphdef, objective=objective, options=options, micro=micro)
+        (loss, extra), grads = jax.value_and_grad(share, has_aux=True)(params, advantages=advantages, weights=weights)
+        return jax.tree.map(jnp.add, total, grads), (loss, extra)
+
+    grads, (losses, extra) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), data.micro)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    sums = {name: parts.sum() for name, parts in extra["sums"].items()}
+    tokens = jnp.maximum(sums.pop("tokens"), 1.0)
+    metrics = {name: total / tokens for name, total in sums.items()}
+    if "is_ratio" in metrics:
+        metrics |= {"is_ratio/mean": metrics.pop("is_ratio"), "is_ratio/max": extra["is_ratio_max"].max()}
+    return params, opt_state, metrics | {"loss": losses.sum(), "grad_norm": optax.global_norm(grads)}, advantages

@@ -1,0 +1,277 @@
+"""Runs on disk, and the parts a config names: data, model, tokenizer, rewards, learner.
+
+A run is one folder: `config.yaml` (resolved), `model/` (what the model is, without weights), `metrics.jsonl`,
+`checkpoints/`, `sft_checkpoints/`, `rollouts/`. This module knows which parts belong together; it trains nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import yaml
+from flax import nnx
+
+from tunix_like.checkpoints import Checkpoints
+from tunix_like.config import Config, EvalConfig
+from tunix_like.config_file import as_dict, differences, load, save
+from tunix_like.data import DataSource, load_source
+from tunix_like.errors import UserError
+from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import load_description, load_model, save_description
+from tunix_like.rewards import resolve as resolve_reward
+from tunix_like.rl.learner import Learner
+from tunix_like.rl.learners import find_learner
+from tunix_like.rl.objective import build_objective, resolve
+from tunix_like.rl.rollouts import WeightedReward
+from tunix_like.sampling.sampler import make_sampler
+from tunix_like.tokenizer import Tokenizer
+
+CHANGEABLE = ("training.max_steps", "training.output_dir", "training.eval_every_n_steps", "eval.")
+CHANGEABLE += ("training.checkpoint_every_n_steps", "training.max_checkpoints_to_keep")
+CHANGEABLE += ("training.log_rollouts_every_n_steps",)
+"""Keys (or their beginnings) that a run may be resumed with other values of."""
+
+
+class Parts(NamedTuple):
+    """What a config names, ready to be put together."""
+
+    config: Config
+    learner: type[Learner]
+    source: DataSource
+    model: Decoder
+    tokenizer: Tokenizer
+    rewards: list[WeightedReward]
+
+    def evaluator(self, settings: EvalConfig) -> Evaluator:
+        """An evaluator on the run's held-out problems, with `settings` in place of its `eval` section."""
+        return _evaluator(self.config, settings, nnx.split(self.model)[0], self.tokenizer, self.source, self.rewards)
+
+
+def check_config(config: Config) -> tuple[Config, type[Learner]]:
+    """Resolves the algorithm's defaults and checks all that needs neither data nor model.
+
+    Raises:
+      UserError: naming the key.
+    """
+    learner = find_learner(config.algorithm.advantage_estimator)
+    algorithm = resolve(config.algorithm, learner.config_class)
+    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, updates_per_batch(config))
+    read = {**objective.estimator_params, **objective.loss_params}
+    algorithm = dataclasses.replace(algorithm, **{k: v for k, v in read.items() if hasattr(algorithm, k)})
+    if config.rollout.temperature == 0:
+        raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
+    ks_of(config.eval)
+    reward_entries(config)
+    if config.model.path is None and config.model.config is None:
+        raise UserError("model.path: name a model folder or hub id, or write model.config and model.init: random.")
+    return dataclasses.replace(config, algorithm=algorithm), learner
+
+
+def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
+    """Names and weights of `rewards.functions`. Raises UserError naming the entry that is no `{name, weight}`."""
+    entries = config.rewards.functions
+    if entries is None:
+        return [] if default is None else [(default, 1.0)]
+    if not entries:
+        raise UserError("rewards.functions: the list is empty; leave it unset for the data source's own reward.")
+    out = []
+    for i, entry in enumerate(entries):
+        unknown = set(entry) - {"name", "weight"}
+        if unknown or not isinstance(entry.get("name"), str):
+            raise UserError(f"rewards.functions[{i}]: expected {{name: ..., weight: ...}}, got {entry}.")
+        weight = entry.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise UserError(f"rewards.functions[{i}].weight: expected a number, got {weight!r}.")
+        out.append((entry["name"], float(weight)))
+    return out
+
+
+def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
+    return [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
+
+
+def assemble(config: Config) -> Parts:
+    """Checks a config and loads what it names: cheap things first, weights last."""
+    config, learner = check_config(config)
+    source = load_source(config.data)
+    rewards = reward_functions(config, source)
+    model, tokenizer = _load_model(config, source.tokenizer)
+    return Parts(config, learner, source, model, tokenizer, rewards)
+
+
+def _load_model(config: Config, own: Tokenizer | None) -> tuple[Decoder, Tokenizer]:
+    section = config.model
+    dtypes = {
+        "dtype": None if section.dtype is None else jnp.dtype(section.dtype),
+        "param_dtype": jnp.dtype(section.param_dtype),
+    }
+    if section.path is not None:
+        if section.config is not None:
+            raise UserError("model.config: give either model.path or model.config, not both.")
+        model, tokenizer = load_model(section.path, init=section.init, seed=config.training.seed, **dtypes)
+    else:
+        if section.init != "random":
+            raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
+        fields = dict(section.config or {})
+        if own is not None:
+            fields.setdefault("vocab_size", own.vocab_size)
+        model, tokenizer = load_model(fields, init="random", seed=config.training.seed, **dtypes)
+    tokenizer = own or tokenizer
+    if tokenizer is None:
+        raise UserError(f"model.path: {section.path} has no tokenizer, and data.name={config.data.name} brings none.")
+    return model, tokenizer
+
+
+def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
+    """`training.output_dir`, or `runs/<config>-<kind>-s<seed>`."""
+    if config.training.output_dir is not None:
+        return Path(config.training.output_dir)
+    return Path("runs") / f"{Path(config_path).stem}-{kind}-s{config.training.seed}"
+
+
+def claim(folder: Path, parts: Parts) -> None:
+    """Writes what the run is, or checks that the folder already holds this very run.
+
+    Raises:
+      UserError: the folder holds another config; the keys that differ are named.
+    """
+    file = folder / "config.yaml"
+    if file.exists():
+        held = yaml.safe_load(file.read_text(encoding="utf-8"))
+        changed = [
+            line for line in differences(held, as_dict(parts.config)) if not line.startswith(CHANGEABLE)
+        ]
+        if changed:
+            raise UserError(
+                f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
+                "Use the same values to resume it, or training.output_dir=<another folder> to start anew."
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty and holds no run; choose another training.output_dir.")
+    folder.mkdir(parents=True, exist_ok=True)
+    save(parts.config, file)
+    save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)
+
+
+class Trained(NamedTuple):
+    """A model with trained (or given) weights, and the config it is used with."""
+
+    config: Config
+    graphdef: Any
+    model_config: Any
+    params: Any
+    tokenizer: Tokenizer
+    origin: str
+
+
+def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False) -> Trained:
+    """A run folder (its newest checkpoint), one checkpoint of a run, or a model folder or hub id.
+
+    Raises:
+      UserError: it is none of them, or the run has no checkpoint yet.
+    """
+    place = Path(path)
+    step: int | None = None
+    if place.name.isdigit() and place.parent.name in ("checkpoints", "sft_checkpoints"):
+        step, steps_folder, place = int(place.name), place.parent, place.parent.parent
+    elif (place / "config.yaml").is_file():
+        steps_folder = _newest_checkpoints(place)
+    else:
+        return _open_model(path, overrides, need_data)
+    config = load(place / "config.yaml", overrides)
+    dtype = None if config.model.dtype is None else jnp.dtype(config.model.dtype)
+    graphdef, abstract, model_config, tokenizer = load_description(
+        place / "model", dtype=dtype, param_dtype=jnp.dtype(config.model.param_dtype)
+    )
+    checkpoints = Checkpoints(steps_folder)
+    step = checkpoints.latest_step() if step is None else step
+    assert step is not None  # _newest_checkpoints looked
+    params = checkpoints.restore(step, {"params": abstract})[0]["params"]
+    checkpoints.close()
+    return Trained(config, graphdef, model_config, params, tokenizer, f"{steps_folder}/{step}")
+
+
+def evaluator_of(trained: Trained) -> Evaluator:
+    """The evaluator of a trained model's config: its data's held-out rows, its rewards, its `eval` section."""
+    config = trained.config
+    ks_of(config.eval)
+    source = load_source(config.data)
+    rewards = reward_functions(config, source)
+    if not len(source.eval):
+        raise UserError(f"data.name={config.data.name} has no held-out rows; set data.eval_split or data.eval_size.")
+    return _evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards)
+
+
+def _evaluator(
+    config: Config,
+    settings: EvalConfig,
+    graphdef: Any,
+    tokenizer: Tokenizer,
+    source: DataSource,
+    rewards: list[WeightedReward],
+) -> Evaluator:
+    rollout = config.rollout
+    return Evaluator(
+        make_sampler(graphdef, tokenizer, rollout),
+        tokenizer,
+        eval_problems(source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems),
+        rewards,
+        settings,
+        config.rewards.success_threshold,
+        jax.random.fold_in(jax.random.key(config.training.seed), EVAL_KEY),
+    )
+
+
+def _newest_checkpoints(run: Path) -> Path:
+    for name in ("checkpoints", "sft_checkpoints"):
+        checkpoints = Checkpoints(run / name)
+        found = checkpoints.latest_step()
+        checkpoints.close()
+        if found is not None:
+            return run / name
+    raise UserError(f"{run} has no checkpoint yet; training.checkpoint_every_n_steps says when one is written.")
+
+
+def _open_model(path: str, overrides: Sequence[str], need_data: bool) -> Trained:
+    given = {override.partition("=")[0] for override in overrides}
+    if need_data and "data.name" not in given:
+        raise UserError(f"{path} is a model, not a run: say what to evaluate it on, e.g. data.name=gsm8k.")
+    config = load(None, [f"model.path={path}", *overrides])
+    dtypes: Mapping[str, Any] = {
+        "dtype": None if config.model.dtype is None else jnp.dtype(config.model.dtype),
+        "param_dtype": jnp.dtype(config.model.param_dtype),
+    }
+    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, **dtypes)
+    if tokenizer is None:
+        raise UserError(f"{path} has no tokenizer.")
+    graphdef, state = nnx.split(model)
+    return Trained(config, graphdef, model.config, nnx.to_pure_dict(state), tokenizer, path)
+
+
+def describe(parts: Parts) -> list[tuple[str, str]]:
+    """What is about to run, for the screen: learner, loss, aggregation, KL, and what the batch sizes mean."""
+    config, algorithm = parts.config, parts.config.algorithm
+    prompts, size = config.data.batch_size, algorithm.num_generations
+    updates = updates_per_batch(config)
+    place = "reward" if algorithm.kl_in_reward else "loss"
+    kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
+    count = sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.split(parts.model)[1])))
+    dtype, lengths = jnp.dtype(parts.model.dtype).name, config.rollout
+    return [
+        ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
+        ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
+        ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
+        ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
+        ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
+    ]
+
+
+def updates_per_batch(config: Config) -> int:
+    mini = min(config.training.mini_batch_size or config.data.batch_size, config.data.batch_size)
+    return -(-config.data.batch_size // mini) * config.algorithm.num_iterations

@@ -1,0 +1,1 @@
+"""How to sample: logits to tokens, prompts to completions."""

@@ -1,0 +1,97 @@
+"""Logits to tokens: temperature, top-k, top-p and one uniform number per row. No sort, no V random numbers, no model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+BLOCK = 256
+"""Width of the inner level of the inverse-CDF search: sums of at most this many float32 terms stay exact enough."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose a token. `temperature` 0 is greedy; `top_p` 1 and `top_k` None keep every token."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+def choose(
+    logits: Float[Array, "N V"], uniform: Float[Array, "N"], params: SamplingParams
+) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
+    """Draws one token per row by inverse CDF.
+
+    Args:
+      logits: float32 scores.
+      uniform: one number in [0, 1) per row.
+
+    Returns:
+      the tokens, and their log-probabilities under `log_softmax(logits / temperature)` of the WHOLE vocabulary (not cut
+      by top-k or top-p), which is what the trainer computes. Greedy reports them at temperature 1.
+    """
+    scaled = logits / params.temperature if params.temperature > 0 else logits
+    log_probs = jax.nn.log_softmax(scaled, axis=-1)
+    if params.temperature == 0:
+        tokens = jnp.argmax(logits, axis=-1)
+    else:
+        probs = jnp.exp(log_probs)
+        if params.top_k is not None and params.top_k < logits.shape[-1]:
+            probs = keep_top_k(probs, params.top_k)
+        if params.top_p < 1.0:
+            probs = keep_top_p(probs, params.top_p)
+        tokens = inverse_cdf(probs, uniform)
+    return tokens.astype(jnp.int32), jnp.take_along_axis(log_probs, tokens[:, None], axis=1)[:, 0]
+
+
+def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
+    """Zeroes what is less probable than the k-th; ties with it stay."""
+    threshold = jax.lax.top_k(probs, k)[0][:, -1:]
+    return jnp.where(probs >= threshold, probs, 0.0)
+
+
+def keep_top_p(probs: Float[Array, "N V"], top_p: float) -> Float[Array, "N V"]:
+    """Keeps the smallest set of most probable tokens that holds at least `top_p` of the row's mass; ties stay.
+
+    The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which are ordered like the
+    numbers: 31 sums instead of a sort.
+    """
+    wanted = top_p * probs.sum(axis=-1)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)
+        enough = jnp.where(probs >= threshold[:, None], probs, 0.0).sum(axis=-1) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    top = jax.lax.bitcast_convert_type(probs.max(axis=-1), jnp.int32)
+    low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(top), top + 1))
+    return jnp.where(probs >= jax.lax.bitcast_convert_type(low, jnp.float32)[:, None], probs, 0.0)
+
+
+def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int[Array, "N"]:
+    """The first token whose running sum of weights exceeds `uniform * total`; a token of weight 0 is never drawn.
+
+    Two levels (blocks, then inside one block) keep the running sums short.
+    """
+    rows, width = weights.shape
+    blocks = jnp.pad(weights, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
+    sums = blocks.sum(axis=-1)
+    block, rest = _first_above(sums, uniform * sums.sum(axis=-1))
+    inner, _ = _first_above(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
+    return block * BLOCK + inner
+
+
+def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tuple[Array, Array]:
+    """Index of the first running sum above `target`, held to the entries of positive weight, and what is left of `target`
+    there. Rounding may put the target past the last sum (then the last positive entry) or below zero (then the first)."""
+    running = jnp.cumsum(weights, axis=-1)
+    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+    index = jnp.minimum((running <= jnp.maximum(target, 0.0)[:, None]).sum(axis=-1), last)
+    before = jnp.take_along_axis(running - weights, index[:, None], axis=1)[:, 0]
+    return index, target - before

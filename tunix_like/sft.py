@@ -1,0 +1,186 @@
+"""Supervised fine-tuning on the `answer` column: loss on the answer and its end-of-sequence token only.
+
+It is the same compiled step as reinforcement learning with one completion a prompt, advantage 1 and no estimator, run by
+the same loop. This module knows no reward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grain.python as grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix_like.checkpoints import Checkpoints
+from tunix_like.config import RLTrainingConfig, RolloutConfig, SFTConfig
+from tunix_like.data.stream import Prompt, check_prompts, prompt_batches
+from tunix_like.errors import UserError
+from tunix_like.loop import run
+from tunix_like.metrics import MetricsLog
+from tunix_like.models.decoder import Decoder
+from tunix_like.optimizer import build_optimizer, build_schedule
+from tunix_like.rl.losses import Tokens, aggregation_weights
+from tunix_like.rl.packing import pack
+from tunix_like.rl.update import ForwardOptions, UpdateInput, update_step
+from tunix_like.sampling.sampler import length_bucket, pad_tokens
+from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import GroupBatch
+
+
+class _Likelihood:
+    """`-log pi` per token, averaged over the tokens of the batch."""
+
+    def advantages(self, rewards: Array, scored: Array, lengths: Array) -> Array:
+        return rewards
+
+    def weights(
+        self, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"], in_update: Bool[Array, "P"]
+    ) -> Float[Array, "P G"]:
+        return aggregation_weights("token-mean", lengths, scored, 1)
+
+    def token_loss(
+        self, logprobs: Tokens, old: Tokens, reference: None, advantages: Tokens, mask: Array
+    ) -> tuple[Tokens, dict[str, Tokens]]:
+        return jnp.where(mask, -logprobs, 0.0), {}
+
+
+class SFTTrainer:
+    """Fits a model to the `answer` column of a dataset.
+
+    Args:
+      model: a `Decoder`; its weights are donated while training and put back, trained, at the end.
+      tokenizer: ours, or a transformers fast tokenizer.
+      sft_config: steps, batch size, optimizer.
+      rollout_config: `max_prompt_length` (longer prompts are skipped) and `max_tokens_to_generate` (longer answers are
+        cut, and then without an end-of-sequence token).
+      training_config: seed, folder and checkpoints, as for a learner; the folder gets `sft_checkpoints/`.
+      evaluate: `f(params) -> metrics` (names as they shall be logged under `sft/`), called every
+        `sft.eval_every_n_steps`; `sft.stop_at_success` looks at its `eval/pass@1`.
+    """
+
+    name, step_key = "sft", "sft/step"
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        tokenizer: Any,
+        sft_config: SFTConfig,
+        rollout_config: RolloutConfig | None = None,
+        training_config: RLTrainingConfig | None = None,
+        evaluate: Callable[[Any], dict[str, float]] | None = None,
+    ):
+        self.config = sft_config
+        self.rollout = rollout_config or RolloutConfig()
+        self.training = training_config or RLTrainingConfig()
+        self.tokenizer = Tokenizer.wrap(tokenizer)
+        self.model = model
+        graphdef, state = nnx.split(model)
+        self.params = nnx.to_pure_dict(state)
+        self.total: int | None = sft_config.max_steps
+        self.schedule = build_schedule(sft_config.optimizer, self.total)
+        optimizer = build_optimizer(sft_config.optimizer, self.total)
+        self.opt_state = jax.jit(optimizer.init)(self.params)
+        self.iterator: Any = None
+        self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
+        self._evaluate = evaluate
+        options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
+
+        def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
+            return update_step(graphdef, _Likelihood(), optimizer, options, params, opt_state, data)
+
+        self._step = jax.jit(step, donate_argnums=(0, 1))
+
+    def train(
+        self, rows: Sequence[Mapping[str, Any]], *, on_row: Callable[[dict[str, Any]], None] = lambda row: None
+    ) -> dict[str, Any]:
+        """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last row
+        of metrics (`sft/...`). Raises UserError for bad data."""
+        check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
+        if "answer" not in rows[0]:
+            raise UserError(f"SFT needs an 'answer' column; the rows have {', '.join(map(str, rows[0]))}.")
+        self.identity["rows"] = len(rows)
+        self.iterator = prompt_batches(
+            rows,
+            self.tokenizer,
+            batch_size=self.config.batch_size,
+            max_prompt_length=self.rollout.max_prompt_length,
+            seed=self.training.seed,
+            shuffle=True,
+            forever=True,
+        )
+        folder = None if self.training.output_dir is None else Path(self.training.output_dir)
+        checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 1)
+        last: dict[str, Any] = {}
+
+        def keep(row: dict[str, Any]) -> None:
+            last.update(row)
+            on_row(row)
+
+        try:
+            every = self.training.checkpoint_every_n_steps
+            run(self, checkpoints=checkpoints, log=MetricsLog(folder), checkpoint_every=every, on_row=keep)
+        finally:
+            if checkpoints is not None:
+                checkpoints.close()
+            nnx.update(self.model, self.params)
+        return last
+
+    def state(self) -> Any:
+        return {"params": self.params, "opt_state": self.opt_state}
+
+    def load_state(self, state: Any, step: int) -> None:
+        self.params, self.opt_state = state["params"], state["opt_state"]
+        if not isinstance(self.iterator, grain.DatasetIterator):
+            next(itertools.islice(self.iterator, step, step), None)
+
+    def advance(self, step: int) -> dict[str, float] | None:
+        batch = self._batch(next(self.iterator))
+        # Eight micro-batches: smaller temporaries are faster on the CPU, and the scan keeps memory flat elsewhere.
+        micro = pack(batch, range(self.config.batch_size), (max(1, self.config.batch_size // 8), 1))
+        everyone = np.ones(self.config.batch_size, bool)
+        data = UpdateInput(batch.rewards, batch.scored, batch.completion_lengths, everyone, micro)
+        self.params, self.opt_state, metrics, _ = self._step(self.params, self.opt_state, data)
+        out = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        return out | {"learning_rate": float(self.schedule(step - 1))}
+
+    def _batch(self, prompts: list[Prompt]) -> GroupBatch:
+        limit = self.rollout.max_tokens_to_generate
+        answers = [self._answer(prompt)[:limit] for prompt in prompts]
+        lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int32)
+        width = length_bucket(int(lengths.max()), self.rollout.max_prompt_length)
+        tokens = pad_tokens(answers, length_bucket(max(map(len, answers)), limit))[:, None]
+        return GroupBatch(
+            prompt_tokens=pad_tokens([prompt.tokens for prompt in prompts], width),
+            prompt_lengths=lengths,
+            completion_tokens=tokens,
+            completion_lengths=np.array([[len(answer)] for answer in answers], np.int32),
+            rollout_logprobs=np.zeros(tokens.shape, np.float32),
+            rewards=np.ones((len(answers), 1), np.float32),
+            scored=np.ones((len(answers), 1), bool),
+        )
+
+    def _answer(self, prompt: Prompt) -> list[int]:
+        answer = prompt.columns.get("answer")
+        if not isinstance(answer, str) or not answer:
+            raise UserError(
+                f"SFT needs text in the 'answer' column; the row of prompt {prompt.text!r:.60} has {answer!r}."
+            )
+        return [*self.tokenizer.encode(answer, add_special_tokens=False), *self.tokenizer.eos_ids[:1]]
+
+    def evaluate(self, step: int, last: bool) -> dict[str, float]:
+        due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
+        if self._evaluate is None or not due:
+            return {}
+        return {f"sft/{name}": value for name, value in self._evaluate(self.params).items()}
+
+    def finished(self, row: dict[str, Any]) -> bool:
+        target = self.config.stop_at_success
+        return target is not None and row.get("sft/eval/pass@1", 0.0) >= target

@@ -1,0 +1,340 @@
+"""Text to token ids and back, and chat messages to text, over the `tokenizers` library.
+
+It knows the files of a Hugging Face folder that concern text: tokenizer.json, tokenizer_config.json,
+special_tokens_map.json and chat_template.jinja. It does NOT know any model, generation_config.json (whoever reads that
+hands its stop ids over through `Tokenizer.with_eos_ids`) or transformers, which takes a second or more to import; the
+tests hold the two libraries to the same ids and the same text.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+
+from tunix_like.errors import UserError
+
+if TYPE_CHECKING:
+    from tunix_like.types import Message
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and its chat template; ids are plain lists of int."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        chat_template: str | None = None,
+        eos_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Wraps `backend`, which must no longer be changed by the caller.
+
+        Args:
+          backend: the tokenizer itself; truncation and padding stored in it are switched off.
+          bos_token, eos_token, pad_token: special tokens by their text.
+          chat_template: jinja source, in the Hugging Face dialect.
+          eos_ids: every id that ends a completion; unset means the id of `eos_token`.
+
+        Raises:
+          UserError: a special token that the vocabulary does not have.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._bos_token, self._eos_token, self._pad_token = bos_token, eos_token, pad_token
+        self._chat_template = chat_template
+        self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
+        self._eos_ids = tuple(int(i) for i in eos_ids) if eos_ids is not None else () if eos_id is None else (eos_id,)
+        pad_id = self._id("pad_token", pad_token)
+        self._pad_id = next((i for i in (pad_id, eos_id, *self._eos_ids) if i is not None), 0)
+        self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def _id(self, name: str, token: str | None) -> int | None:
+        if token is None:
+            return None
+        number = self._backend.token_to_id(token)
+        if number is None:
+            raise UserError(
+                f"{name} {token!r} is not in the tokenizer's vocabulary: add it there or name another token."
+            )
+        return number
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Reads the tokenizer of a Hugging Face model folder.
+
+        Whether a beginning-of-sequence token is added is said by tokenizer.json alone; as in transformers 5,
+        `add_bos_token` of tokenizer_config.json is not read.
+
+        Raises:
+          UserError: no tokenizer.json in the folder, or one of its files cannot be parsed (the message names it).
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"{file} does not exist: name a folder that holds a Hugging Face tokenizer.json.")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the Rust side raises a bare Exception
+            raise UserError(f"{file} is not a readable tokenizer.json: {error}") from error
+        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        names = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
+        _add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
+        return cls(
+            backend,
+            bos_token=names["bos_token"],
+            eos_token=names["eos_token"],
+            pad_token=names["pad_token"],
+            chat_template=_find_chat_template(folder, config),
+        )
+
+    @classmethod
+    def wrap(cls, obj: Any) -> Tokenizer:
+        """Makes a `Tokenizer` of ours or of a fast tokenizer of transformers, whose own state is left alone.
+
+        Raises:
+          UserError: the object is neither.
+        """
+        if isinstance(obj, Tokenizer):
+            return obj
+        backend = getattr(obj, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise UserError(
+                f"tokenizer: {type(obj).__name__} cannot be used; give a tunix_like Tokenizer or a fast tokenizer of "
+                "transformers (one with a tokenizer.json)."
+            )
+        template = obj.chat_template
+        return cls(
+            tokenizers.Tokenizer.from_str(backend.to_str()),  # a copy: ours switches truncation and padding off
+            bos_token=obj.bos_token,
+            eos_token=obj.eos_token,
+            pad_token=obj.pad_token,
+            chat_template=template.get("default") if isinstance(template, dict) else template,
+        )
+
+    def with_eos_ids(self, ids: Sequence[int]) -> Tokenizer:
+        """The same tokenizer with this set of ids that end a completion (as generation_config.json lists them)."""
+        return Tokenizer(
+            self._backend,
+            bos_token=self._bos_token,
+            eos_token=self._eos_token,
+            pad_token=self._pad_token,
+            chat_template=self._chat_template,
+            eos_ids=ids,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1, added tokens included: what a model's embedding must at least hold."""
+        return self._vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        """Id to fill rows with: the pad token's, else the end-of-sequence token's, else 0."""
+        return self._pad_id
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, if there is one."""
+        return self._bos_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends a completion; empty when the tokenizer names none."""
+        return self._eos_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source, if there is one."""
+        return self._chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in the text become their ids, as in transformers."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, in parallel threads; no padding."""
+        return [row.ids for row in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, without any clean-up of spaces; ids outside the vocabulary give no text."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def token(self, id: int) -> str:
+        """How the vocabulary spells one id, for showing; models often have more ids than the tokenizer."""
+        token = self._backend.id_to_token(int(id))
+        return f"<no token {int(id)}>" if token is None else token
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_variables: Any) -> str:
+        """The text of a conversation, through the chat template.
+
+        Args:
+          messages: the turns, oldest first.
+          add_generation_prompt: open the assistant's turn at the end.
+          **template_variables: further names that the template may read (`enable_thinking=False`).
+
+        Raises:
+          UserError: there is no chat template, a message lacks role or content, or the template fails.
+        """
+        if self._chat_template is None:
+            raise UserError(
+                "The tokenizer has no chat template: add chat_template.jinja to its folder, or give prompts as text "
+                "(data.apply_chat_template=false, no data.system_prompt)."
+            )
+        tokens = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
+        named = {name: token for name, token in tokens.items() if token is not None}
+        turns = _plain(messages)
+        variables = {**named, "tools": None, "documents": None, **template_variables}
+        try:
+            return _compile_template(self._chat_template).render(
+                messages=turns, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except Exception as error:  # a template is a program from outside: whatever it raises is about its input
+            raise UserError(f"The tokenizer's chat template failed: {type(error).__name__}: {error}") from error
+
+    def encode_prompt(self, prompt: str | Sequence[Message], apply_chat_template: bool) -> tuple[str, list[int]]:
+        """The prompt as the model sees it: its text and its ids, with at most one beginning-of-sequence token.
+
+        A list of messages is always rendered; a string is wrapped as a user message and rendered when
+        `apply_chat_template`, else encoded as it is. Rendered text brings its own special tokens, so none are added.
+
+        Raises:
+          UserError: see `render`.
+        """
+        if isinstance(prompt, str) and not apply_chat_template:
+            ids = self.encode(prompt)
+            # The text itself may open with the token that the tokenizer adds.
+            doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
+            return prompt, ids[1:] if doubled else ids
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = self.render(messages)
+        return text, self.encode(text, add_special_tokens=False)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # PreTrainedTokenizerFast takes tokenizer.json as written; a model family's own class rebuilds parts of it.
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "bos_token": self._bos_token,
+            "eos_token": self._eos_token,
+            "pad_token": self._pad_token,
+        }
+        config = {name: value for name, value in config.items() if value is not None}
+        if not isinstance(self._backend.model, tokenizers.models.BPE):
+            # Beside a config.json of type qwen2, transformers 5 overrules `tokenizer_class` and rebuilds any vocabulary
+            # as Qwen's BPE, silently wrong for a word-level one. An auto_map with no class in it prevents that.
+            config["auto_map"] = {"AutoTokenizer": [None, ""]}
+        self._backend.save(str(folder / "tokenizer.json"))
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        if self._chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in an optional JSON file; empty when there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} must hold a JSON object, not a {type(value).__name__}.")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text: it is written as a string or as the fields of an AddedToken."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedToken:
+    switches = {
+        name: bool(fields[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in fields
+    }
+    return tokenizers.AddedToken(fields["content"], special=special, **switches)
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
+    """Adds the tokens that tokenizer_config.json declares and tokenizer.json does not know as added tokens."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    more = list(more.values()) if isinstance(more, Mapping) else more
+    tokens += [
+        _added_token(token if isinstance(token, Mapping) else {"content": token, "normalized": False}, True)
+        for token in [*named, *more]
+    ]
+    for token in tokens:
+        if token.content not in known:
+            known.add(token.content)
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+
+
+def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The template in chat_template.jinja, else in tokenizer_config.json (one, or the default of several)."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {item["name"]: item["template"] for item in template}.get("default")
+    return template
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for other tools; here it is its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _compile_template(source: str) -> jinja2.Template:
+    """The Hugging Face jinja dialect, sandboxed because a template is a stranger's program."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        # jinja's own filter escapes HTML characters, which a model never saw in training
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    return environment.from_string(source)
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Checked plain dicts: what the template sees must be ordinary JSON values."""
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")
+    return [dict(message) for message in messages]

@@ -1,0 +1,71 @@
+"""The nouns every room shares: what a problem, a rollout batch and the user's functions are.
+
+Axes used everywhere: `P` prompts (groups), `G` completions of one prompt, `S` prompt positions, `T` completion
+positions, `V` vocabulary, `D` model width, `H`/`K` query/key heads, `h` head width. This module knows no model and
+no training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jaxtyping import Array, Bool, Float, Int
+
+Message = Mapping[str, str]
+"""One chat turn: `{"role": "system" | "user" | "assistant", "content": text}`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One row of the data stream, ready to be sampled from.
+
+    Attributes:
+      number: running number in the data stream; it never repeats within a run, so random keys made from it do not.
+      text: the rendered prompt, as the model sees it and as reward functions receive it.
+      tokens: its token ids.
+      columns: every other column of the row, handed to reward functions by name.
+    """
+
+    number: int
+    text: str
+    tokens: Sequence[int]
+    columns: Mapping[str, Any]
+
+
+class GroupBatch(NamedTuple):
+    """The rollouts of one step. Prompts and completions stay apart because a prompt is computed once per group.
+
+    Padding is to the right everywhere; masks come from lengths, never from token values. A completion's end-of-sequence
+    token belongs to it and is counted in its length.
+    """
+
+    prompt_tokens: Int[Array, "P S"]
+    prompt_lengths: Int[Array, "P"]
+    completion_tokens: Int[Array, "P G T"]
+    completion_lengths: Int[Array, "P G"]
+    rollout_logprobs: Float[Array, "P G T"]
+    rewards: Float[Array, "P G"]
+    scored: Bool[Array, "P G"]
+
+
+class AdvantageEstimator(Protocol):
+    """Rewards of whole groups to advantages, traced once inside the training step.
+
+    `scored` is False where a completion could not be scored; such a completion gets advantage 0 and takes no part in its
+    group's statistics. `lengths` counts completion tokens. Parameters of the estimator's own are keyword-only.
+    """
+
+    def __call__(
+        self, rewards: Float[Array, "P G"], *, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"], **params: Any
+    ) -> Float[Array, "P G"]: ...
+
+
+class RewardFunction(Protocol):
+    """`f(prompts, completions, **columns) -> one number (or None: could not be scored) per completion`.
+
+    It is called once per rollout batch with every completion; each column arrives as a list as long as `completions`.
+    """
+
+    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> Sequence[float | None]: ...
