@@ -56,9 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
-    evaluate = command(
-        "eval", _eval, "unbiased pass@k of a run or a model", "eval runs/maze-maxrl-s0 eval.samples=64"
-    )
+    evaluate = command("eval", _eval, "unbiased pass@k of a run or a model", "eval runs/maze-maxrl-s0 eval.samples=64")
     generate = command(
         "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
     )
@@ -105,7 +103,7 @@ def _train(arguments: argparse.Namespace) -> None:
 def _learner(parts: Parts, folder: Path) -> Learner:
     config = parts.config
     training = dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer)
-    learner = parts.learner(
+    return parts.learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
         reward_fns=[function for _, function, _ in parts.rewards],
@@ -115,9 +113,8 @@ def _learner(parts: Parts, folder: Path) -> Learner:
         training_config=training,
         eval_config=config.eval,
         success_threshold=config.rewards.success_threshold,
+        on_row=lambda row, total: console.say(console.step_line("train", row["step"], total, row)),
     )
-    learner.on_row = lambda row, total: console.say(console.step_line("train", row["step"], total, row))
-    return learner
 
 
 def _fine_tune(parts: Parts, folder: Path) -> None:
@@ -125,17 +122,18 @@ def _fine_tune(parts: Parts, folder: Path) -> None:
     from tunix_like.sft import SFTTrainer
 
     config = parts.config
-    evaluator = None
+    evaluate = None
     if len(parts.source.eval):
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
+        evaluate = lambda params: evaluator(params).metrics  # noqa: E731
     trainer = SFTTrainer(
         model=parts.model,
         tokenizer=parts.tokenizer,
         sft_config=config.sft,
         rollout_config=config.rollout,
         training_config=dataclasses.replace(config.training, output_dir=str(folder)),
-        evaluate=evaluator and (lambda params: evaluator(params).metrics),
+        evaluate=evaluate,
     )
     total = config.sft.max_steps
     with console.progress("sft", total) as advance:
@@ -225,7 +223,9 @@ def _complete(sampler: Sampler, params: Any, tokenizer: Tokenizer, prompt: Any, 
 
     tokens = render({"prompt": prompt}, tokenizer).tokens
     if len(tokens) > sampler.max_prompt_length:
-        raise UserError(f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({sampler.max_prompt_length}).")
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({sampler.max_prompt_length})."
+        )
     out = sampler.generate(params, [tokens], [0], 1, jax.random.key(0), SamplingParams(temperature))
     return completion_texts(out, tokenizer)[0]
 

@@ -8,6 +8,7 @@ knows no jax and no file.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,15 +26,18 @@ def key(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     python_only: bool = False,
 ) -> Any:
-    """A dataclass field that carries its documentation and its allowed range (`at_least <= value`, `above < value`)."""
+    """A dataclass field that carries its documentation and its allowed range (`at_least <= value`, `above < value <
+    below`)."""
     metadata = {
         "doc": doc,
         "choices": choices,
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
+        "below": below,
         "python_only": python_only,
     }
     if isinstance(default, list | dict):
@@ -51,14 +55,16 @@ def check_ranges(section: Any, path: str) -> None:
             raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if value != value:
-            raise UserError(f"{name}: got NaN; give a number.")
+        if not math.isfinite(value):
+            raise UserError(f"{name}: got {value}; give a finite number.")
         if rule["at_least"] is not None and value < rule["at_least"]:
             raise UserError(f"{name}: got {value}; it must be at least {rule['at_least']}.")
         if rule["above"] is not None and value <= rule["above"]:
             raise UserError(f"{name}: got {value}; it must be above {rule['above']}.")
         if rule["at_most"] is not None and value > rule["at_most"]:
             raise UserError(f"{name}: got {value}; it must be at most {rule['at_most']}.")
+        if rule["below"] is not None and value >= rule["below"]:
+            raise UserError(f"{name}: got {value}; it must be below {rule['below']}.")
 
 
 class _Checked:
@@ -99,8 +105,8 @@ class DataConfig(_Checked):
         doc="wrap the prompt as a user message; unset: only with a system prompt or rows that hold messages"
     )
     batch_size: int = key(8, doc="prompts per training step", at_least=1)
-    shuffle: bool = key(True, doc="shuffle every epoch anew, by data.seed")
-    seed: int = key(0, doc="seed of the generated data and of the order of rows", at_least=0)
+    shuffle: bool = key(True, doc="shuffle every epoch anew, by training.seed")
+    seed: int = key(0, doc="seed of generated data (maze, reverse_text)", at_least=0)
     overlong_prompts: str = key(
         "skip", doc="prompts longer than rollout.max_prompt_length: skip (counted) or error", choices=("skip", "error")
     )
@@ -163,8 +169,8 @@ class OptimizerConfig(_Checked):
     warmup_steps: int = key(0, doc="optimizer steps of linear warm-up", at_least=0)
     end_fraction: float = key(0.1, doc="share of the peak at the end of linear and cosine", at_least=0, at_most=1)
     weight_decay: float = key(0.0, doc="decoupled weight decay, on matrices only", at_least=0)
-    b1: float = key(0.9, doc="decay of the first moment", at_least=0, at_most=1)
-    b2: float = key(0.99, doc="decay of the second moment", at_least=0, at_most=1)
+    b1: float = key(0.9, doc="decay of the first moment", at_least=0, below=1)
+    b2: float = key(0.99, doc="decay of the second moment", at_least=0, below=1)
     eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
     max_grad_norm: float | None = key(1.0, doc="clip the global gradient norm; null: off", above=0)
 

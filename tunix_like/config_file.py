@@ -25,7 +25,7 @@ from tunix_like.config import Config
 from tunix_like.errors import UserError
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true/false", dict: "mapping", list: "list"}
-_BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most"}
+_BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

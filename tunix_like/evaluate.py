@@ -24,7 +24,6 @@ from tunix_like.sampling.sampler import Completions, Sampler
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import Problem
 
-
 EVAL_KEY = 2
 """Branch of the run's random key that evaluation draws from."""
 
@@ -40,7 +39,8 @@ class Evaluation(NamedTuple):
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """The unbiased estimate of pass@k from `samples` draws: `1 - C(n-c, k) / C(n, k)` (Chen et al., arXiv 2107.03374)."""
+    """The unbiased estimate of pass@k from `samples` draws: `1 - C(n-c, k) / C(n, k)` (Chen et al., arXiv
+    2107.03374)."""
     if samples - successes < k:
         return 1.0
     return 1.0 - math.prod((samples - successes - i) / (samples - i) for i in range(k))

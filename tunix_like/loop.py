@@ -1,4 +1,5 @@
-"""The one training loop, shared by supervised fine-tuning and reinforcement learning: steps, signals, checkpoints, metrics.
+"""The one training loop, shared by supervised fine-tuning and reinforcement learning: steps, signals, checkpoints,
+metrics.
 
 It knows when things happen and what must be on disk before what; it does not know what a step is.
 """
@@ -113,7 +114,8 @@ def run(
 
 
 def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tuple[int, bool]:
-    """Loads the newest checkpoint into the phase; returns its step (0: none) and whether the phase ended early there."""
+    """Loads the newest checkpoint into the phase; returns its step (0: none) and whether the phase ended early
+    there."""
     step = checkpoints.latest_step() if checkpoints is not None else None
     log.cut(phase.step_key, step if step is not None else -1)
     if checkpoints is None or step is None:

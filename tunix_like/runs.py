@@ -32,9 +32,15 @@ from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
 
-CHANGEABLE = ("training.max_steps", "training.output_dir", "training.eval_every_n_steps", "eval.")
-CHANGEABLE += ("training.checkpoint_every_n_steps", "training.max_checkpoints_to_keep")
-CHANGEABLE += ("training.log_rollouts_every_n_steps",)
+CHANGEABLE = (
+    "training.max_steps",
+    "training.output_dir",
+    "training.eval_every_n_steps",
+    "training.checkpoint_every_n_steps",
+    "training.max_checkpoints_to_keep",
+    "training.log_rollouts_every_n_steps",
+    "eval.",
+)
 """Keys (or their beginnings) that a run may be resumed with other values of."""
 
 
@@ -144,9 +150,7 @@ def claim(folder: Path, parts: Parts) -> None:
     file = folder / "config.yaml"
     if file.exists():
         held = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changed = [
-            line for line in differences(held, as_dict(parts.config)) if not line.startswith(CHANGEABLE)
-        ]
+        changed = [line for line in differences(held, as_dict(parts.config)) if not line.startswith(CHANGEABLE)]
         if changed:
             raise UserError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"

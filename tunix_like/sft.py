@@ -1,7 +1,7 @@
 """Supervised fine-tuning on the `answer` column: loss on the answer and its end-of-sequence token only.
 
-It is the same compiled step as reinforcement learning with one completion a prompt, advantage 1 and no estimator, run by
-the same loop. This module knows no reward.
+It is the same compiled step as reinforcement learning with one completion a prompt, advantage 1 and no estimator, run
+by the same loop. This module knows no reward.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch
 
+MICRO_BATCH = 8
+"""Examples per forward when `training.train_micro_batch_size` is unset."""
+
 
 class _Likelihood:
     """`-log pi` per token, averaged over the tokens of the batch."""
@@ -46,7 +49,7 @@ class _Likelihood:
         return aggregation_weights("token-mean", lengths, scored, 1)
 
     def token_loss(
-        self, logprobs: Tokens, old: Tokens, reference: None, advantages: Tokens, mask: Array
+        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Tokens, mask: Array
     ) -> tuple[Tokens, dict[str, Tokens]]:
         return jnp.where(mask, -logprobs, 0.0), {}
 
@@ -101,8 +104,8 @@ class SFTTrainer:
     def train(
         self, rows: Sequence[Mapping[str, Any]], *, on_row: Callable[[dict[str, Any]], None] = lambda row: None
     ) -> dict[str, Any]:
-        """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last row
-        of metrics (`sft/...`). Raises UserError for bad data."""
+        """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last
+        row of metrics (`sft/...`). Raises UserError for bad data."""
         check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
         if "answer" not in rows[0]:
             raise UserError(f"SFT needs an 'answer' column; the rows have {', '.join(map(str, rows[0]))}.")
@@ -143,8 +146,8 @@ class SFTTrainer:
 
     def advance(self, step: int) -> dict[str, float] | None:
         batch = self._batch(next(self.iterator))
-        # Eight micro-batches: smaller temporaries are faster on the CPU, and the scan keeps memory flat elsewhere.
-        micro = pack(batch, range(self.config.batch_size), (max(1, self.config.batch_size // 8), 1))
+        size = min(self.training.train_micro_batch_size or MICRO_BATCH, self.config.batch_size)
+        micro = pack(batch, range(self.config.batch_size), (size, 1))
         everyone = np.ones(self.config.batch_size, bool)
         data = UpdateInput(batch.rewards, batch.scored, batch.completion_lengths, everyone, micro)
         self.params, self.opt_state, metrics, _ = self._step(self.params, self.opt_state, data)

@@ -305,7 +305,7 @@ def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}` marks the assistant's words for other tools; here it is its body."""
 
-    tags = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Any) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
         next(parser.stream)

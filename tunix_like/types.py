@@ -8,10 +8,13 @@ no training.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxtyping import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    AnyArray = Any  # numpy on the host, jax on the device, a tracer in between
 
 Message = Mapping[str, str]
 """One chat turn: `{"role": "system" | "user" | "assistant", "content": text}`."""
@@ -41,25 +44,22 @@ class GroupBatch(NamedTuple):
     token belongs to it and is counted in its length.
     """
 
-    prompt_tokens: Int[Array, "P S"]
-    prompt_lengths: Int[Array, "P"]
-    completion_tokens: Int[Array, "P G T"]
-    completion_lengths: Int[Array, "P G"]
-    rollout_logprobs: Float[Array, "P G T"]
-    rewards: Float[Array, "P G"]
-    scored: Bool[Array, "P G"]
+    prompt_tokens: Int[AnyArray, "P S"]
+    prompt_lengths: Int[AnyArray, "P"]
+    completion_tokens: Int[AnyArray, "P G T"]
+    completion_lengths: Int[AnyArray, "P G"]
+    rollout_logprobs: Float[AnyArray, "P G T"]
+    rewards: Float[AnyArray, "P G"]
+    scored: Bool[AnyArray, "P G"]
 
 
-class AdvantageEstimator(Protocol):
-    """Rewards of whole groups to advantages, traced once inside the training step.
+AdvantageEstimator = Callable[..., Float[Array, "P G"]]
+"""`f(rewards: Float[P G], *, scored: Bool[P G], lengths: Int[P G], <its own>) -> Float[P G]`.
 
-    `scored` is False where a completion could not be scored; such a completion gets advantage 0 and takes no part in its
-    group's statistics. `lengths` counts completion tokens. Parameters of the estimator's own are keyword-only.
-    """
-
-    def __call__(
-        self, rewards: Float[Array, "P G"], *, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"], **params: Any
-    ) -> Float[Array, "P G"]: ...
+Rewards of whole groups to advantages, traced once inside the training step. `scored` is False where a completion could
+not be scored: it gets advantage 0 and takes no part in its group's statistics. `lengths` counts completion tokens.
+Parameters of the estimator's own are keyword-only and are read from the config's keys of the same name.
+"""
 
 
 class RewardFunction(Protocol):

@@ -46,6 +46,16 @@ def test_a_grid_is_a_perfect_maze_with_the_shortest_path_as_answer(size):
         assert maze.walk(grid, " ".join([*moves, "DONE"])).reached
 
 
+def test_the_shortest_of_several_ways():
+    assert maze.solve("#######\n#S....#\n#.###.#\n#.....#\n###.###\n#....G#\n#######") == ["DOWN"] * 2 + [
+        *["RIGHT"] * 2,
+        *["DOWN"] * 2,
+        *["RIGHT"] * 2,
+    ]
+    with pytest.raises(UserError, match="no way"):
+        maze.solve("#####\n#S#.#\n###.#\n#..G#\n#####")
+
+
 def test_all_the_mazes_that_exist_can_be_drawn_and_no_others():
     five = source(maze_size=5, train_size=3, eval_size=1)
     assert len({row["grid"] for row in [*five.train, *five.eval]}) == 4

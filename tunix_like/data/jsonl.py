@@ -181,7 +181,7 @@ def hub_rows(path: str, split: str) -> Sequence[Record]:
       UserError: `datasets` not installed, the data set or the network not there, or no rows.
     """
     try:
-        import datasets  # type: ignore[import-not-found,unused-ignore]
+        import datasets
     except ImportError as error:
         raise UserError(
             f"Reading {path} from the hub needs the package 'datasets': pip install 'tunix-like[hub]', or point "

@@ -67,11 +67,39 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 # Fields that do not change the logits. `sliding_window` and `max_window_layers` act only under `use_sliding_window`.
 _HARMLESS = frozenset(
-    "model_type architectures torch_dtype dtype bos_token_id eos_token_id pad_token_id sep_token_id initializer_range "
-    "use_cache transformers_version _name_or_path name_or_path sliding_window max_window_layers pretraining_tp "
-    "tokenizer_class id2label label2id problem_type return_dict output_attentions output_hidden_states torchscript "
-    "is_llama_config transformers.js_config _attn_implementation _attn_implementation_autoset attn_implementation "
-    "unsloth_version unsloth_fixed".split()
+    [
+        "model_type",
+        "architectures",
+        "torch_dtype",
+        "dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "initializer_range",
+        "use_cache",
+        "transformers_version",
+        "_name_or_path",
+        "name_or_path",
+        "sliding_window",
+        "max_window_layers",
+        "pretraining_tp",
+        "tokenizer_class",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "torchscript",
+        "is_llama_config",
+        "transformers.js_config",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "unsloth_version",
+        "unsloth_fixed",
+    ]
 )
 _KNOWN = frozenset(_HF_NAMES.values()) | _ROPE_FIELDS | frozenset(_FIXED) | _HARMLESS | {"layer_types"}
 # What an export does not copy from the config it came from: it is written anew, or may no longer be true.

@@ -1,8 +1,8 @@
 """One decoder for every family: tokens to logits, with the prompt of a group computed once.
 
-Modules carry Hugging Face's attribute names, so that the table of weight names is mechanical. Four ways through the same
-layers: a plain forward (`__call__`), `prefill` and `decode` for sampling, `group_hidden` for training. This module knows
-no tokenizer, no sampling and no loss.
+Modules carry Hugging Face's attribute names, so that the table of weight names is mechanical. Four ways through the
+same layers: a plain forward (`__call__`), `prefill` and `decode` for sampling, `group_hidden` for training. This module
+knows no tokenizer, no sampling and no loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Attend = Callable[[Array, Array, Array], Array]
 
 
 def rope_tables(config: DecoderConfig, positions: Int[Array, "..."]) -> tuple[Array, Array]:
-    """Cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with Llama-3 frequency scaling if configured."""
+    """Cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with Llama-3 frequency scaling if
+    configured."""
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     if (scaling := config.rope_scaling) is not None:
@@ -208,20 +209,11 @@ class Decoder(nnx.Module):
         groups, size = tokens.shape
         rope = rope_tables(self.config, jnp.broadcast_to(prompt_lengths[:, None, None] + step, (groups, size, 1)))
         seen = (jnp.arange(cache[0][0].shape[2]) <= step)[None, None]
-        x, filled = self.embed_tokens(tokens[:, :, None]), []
-        for layer, (prompt_k, prompt_v), (own_k, own_v) in zip(self.layers, prompt_cache, cache, strict=True):
-
-            def attend(q: Array, k: Array, v: Array, own=(own_k, own_v), prompt=(prompt_k, prompt_v)) -> Array:
-                own = tuple(
-                    jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=2)
-                    for old, new in zip(own, (k, v), strict=True)
-                )
-                filled.append(own)  # noqa: B023  (called at once, inside this iteration)
-                rows = [x.reshape(groups * size, *x.shape[2:]) for x in own]
-                mask = prompt_mask(prompt_lengths, prompt[0].shape[1])
-                return group_attention(q, Part(*prompt, mask), Part(*rows, seen))
-
-            x, _ = layer(x, rope, attend)
+        x = self.embed_tokens(tokens[:, :, None])
+        filled: list[KeyValue] = []
+        mask = prompt_mask(prompt_lengths, prompt_cache[0][0].shape[1])
+        for layer, (prompt_k, prompt_v), own in zip(self.layers, prompt_cache, cache, strict=True):
+            x, _ = layer(x, rope, cached_attend(Part(prompt_k, prompt_v, mask), own, step, seen, filled))
         return self.norm(x[:, :, 0]), filled
 
     def group_hidden(
@@ -253,8 +245,7 @@ class Decoder(nnx.Module):
                 return prompt, x
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                own = Part(*(y.reshape(groups * size, *y.shape[2:]) for y in (k, v)), causal)
-                return group_attention(q, Part(prompt_k, prompt_v, real[:, None]), own)
+                return group_attention(q, Part(prompt_k, prompt_v, real[:, None]), Part(to_rows(k), to_rows(v), causal))
 
             return prompt, layer(x, rope, attend)[0]
 
@@ -269,6 +260,24 @@ class Decoder(nnx.Module):
 
 def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:
     return (jnp.arange(width)[None] < lengths[:, None])[:, None]
+
+
+def to_rows(x: Float[Array, "P G ..."]) -> Float[Array, "R ..."]:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def cached_attend(prompt: Part, own: KeyValue, step: Array, seen: Array, filled: list[KeyValue]) -> Attend:
+    """Attention of one new token per completion: its keys and values go into the cache at `step`, the new cache is
+    appended to `filled`, and the query reads its prompt and what of the cache is `seen`."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=2) for old, new in zip(own, (k, v), strict=True)
+        )
+        filled.append((keys, values))
+        return group_attention(q, prompt, Part(to_rows(keys), to_rows(values), seen))
+
+    return attend
 
 
 def causal_attend(real: Bool[Array, "B L"]) -> Attend:

@@ -167,7 +167,7 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, An
                 f"{file}: cannot be read as safetensors ({error}). It may be cut short or be a Git LFS pointer;"
                 " download it again."
             ) from None
-        found |= {name: (file, reader) for name in reader.keys()}
+        found |= {name: (file, reader) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
     return found
 
 

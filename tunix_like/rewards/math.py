@@ -127,8 +127,8 @@ def _math_verify(answer: str, gold: str) -> float | None:
     """
     if threading.current_thread() is not threading.main_thread():
         return None
-    from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
-    from math_verify.errors import TimeoutException  # type: ignore[import-untyped]
+    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
 
     def read(text: str) -> Any:
         # Between dollar signs all of it is read as one formula; loose text would be searched for any number in it.

@@ -261,5 +261,6 @@ def check_rewards(name: str, params: dict[str, Any], rewards: Float[np.ndarray, 
             group, sample = np.argwhere(negative)[0]
             raise UserError(
                 f"maxrl divides by the group's mean reward and takes non-negative rewards only; group {group}, "
-                f"completion {sample} has {rewards[group, sample]:g}. Set algorithm.truncation_order, or give rewards >= 0."
+                f"completion {sample} has {rewards[group, sample]:g}. "
+                "Set algorithm.truncation_order, or give rewards >= 0."
             )

@@ -1,7 +1,7 @@
 """The learner: rollouts, rewards, and one compiled step of advantage and loss together.
 
-`Learner` is the base of every algorithm (`learners.py` declares them). It owns the weights while it trains and hands them
-back to the model it was given. It knows no file format and no command line.
+`Learner` is the base of every algorithm (`learners.py` declares them). It owns the weights while it trains and hands
+them back to the model it was given. It knows no file format and no command line.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Learner:
     """Samples groups, scores them and follows the gradient of its objective.
 
     Args:
-      model: a `Decoder`. The learner takes its weights over: they are donated to the compiled step, and `train` puts the
-        trained ones back when it ends.
+      model: a `Decoder`. The learner takes its weights over: they are donated to the compiled step, and `train` puts
+        the trained ones back when it ends.
       tokenizer: ours, or a transformers fast tokenizer.
       reward_fns: one function or several, `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
         is the reward. None or NaN means "could not be scored".
@@ -44,8 +44,9 @@ class Learner:
       ref_model: reference of the KL when `beta > 0`; a copy of the starting weights when left out.
       reward_weights: one factor per reward function; ones when left out.
       success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
-      metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called every
-        step; `aggregation` reduces the value over completions.
+      metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
+        every step; `aggregation` reduces the value over completions.
+      on_row: `f(row, total steps or None)`, called with every row of metrics as it is logged.
 
     Raises:
       UserError: a config of another learner, a key nothing reads, a value out of range.
@@ -67,6 +68,7 @@ class Learner:
         reward_weights: Sequence[float] | None = None,
         success_threshold: float = 1.0,
         metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
+        on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
     ):
         self.algo = self._resolve(algo_config)
         self.rollout_config = rollout_config or RolloutConfig()
@@ -74,6 +76,7 @@ class Learner:
         self.eval_config = eval_config or EvalConfig()
         self.success_threshold = success_threshold
         self.metric_fns = tuple(metric_fns)
+        self._on_row = on_row
         self.rewards = _weighted(reward_fns, reward_weights)
         self.tokenizer = Tokenizer.wrap(tokenizer)
         self._check(model)
@@ -122,8 +125,8 @@ class Learner:
         """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
 
         Args:
-          train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one pass;
-            an incomplete last batch is dropped.
+          train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one
+            pass; an incomplete last batch is dropped.
           eval_ds: held-out rows, evaluated before and after, and every `eval_every_n_steps`.
           batch_size: prompts per step; a smaller dataset is one batch.
 
@@ -143,7 +146,7 @@ class Learner:
 
         def on_row(row: dict[str, Any]) -> None:
             last.update(row)
-            self.on_row(row, phase.total)
+            self._on_row(row, phase.total)
 
         try:
             run(
@@ -158,9 +161,6 @@ class Learner:
                 checkpoints.close()
             nnx.update(self.model, self.params)
         return last
-
-    def on_row(self, row: dict[str, Any], total: int | None) -> None:
-        """Called with every row of metrics; the CLI prints it."""
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Evaluation:
         """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""

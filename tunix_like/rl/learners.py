@@ -1,7 +1,8 @@
 """The algorithms, one declaration each: what a name means in estimator, loss, aggregation and KL.
 
-"Unbiased" speaks of the sequence-level estimator, which `loss_agg_mode: seq-mean-token-sum` keeps; the other aggregations
-rescale it by token counts. All gradients are exact for rollouts of the current policy (one update per batch).
+"Unbiased" speaks of the sequence-level estimator, which `loss_agg_mode: seq-mean-token-sum` keeps; the other
+aggregations rescale it by token counts. All gradients are exact for rollouts of the current policy (one update per
+batch).
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class MaxRLLearner(Learner):
 
 
 class MaxPOLearner(Learner):
-    """Max-at-K Policy Optimization (arXiv 2606.06080): `A_i = k L_k,i`, the Leave-Two-Out advantage. Unbiased for max@k,
-    centred in every group; needs `1 <= k <= G - 1`."""
+    """Max-at-K Policy Optimization (arXiv 2606.06080): `A_i = k L_k,i`, the Leave-Two-Out advantage. Unbiased for
+    max@k, centred in every group; needs `1 <= k <= G - 1`."""
 
     config_class = MaxPOConfig
 

@@ -8,7 +8,7 @@ number per completion. This module knows no model and no batch layout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,8 @@ MAX_LOG_RATIO = 20.0
 Tokens = Float[Array, "*batch T"]
 
 
-class PolicyLoss(Protocol):
-    """`f(logprobs, old_logprobs, advantages, mask) -> (loss per token, metrics per token)`, keyword-only parameters."""
-
-    def __call__(
-        self, logprobs: Tokens, old_logprobs: Tokens, advantages: Tokens, mask: Array, **params: Any
-    ) -> tuple[Tokens, dict[str, Tokens]]: ...
+PolicyLoss = Callable[..., tuple[Tokens, dict[str, Tokens]]]
+"""`f(logprobs, old_logprobs, advantages, mask, *, <its own>) -> (loss per token, metrics per token)`."""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
@@ -97,8 +93,8 @@ def reinforce(
 
 
 def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) -> Tokens:
-    """Per-token KL estimates with `d = log pi - log pi_ref` (clamped to +-20): `kl` = k1 = `d`, `mse_kl` = k2 = `d^2/2`,
-    `low_var_kl` = k3 = `exp(-d) + d - 1`. As losses on-policy: k1 has zero expected gradient, k2 that of
+    """Per-token KL estimates with `d = log pi - log pi_ref` (clamped to +-20): `kl` = k1 = `d`, `mse_kl` = k2 =
+    `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`. As losses on-policy: k1 has zero expected gradient, k2 that of
     KL(pi || ref), k3 that of KL(ref || pi)."""
     d = log_ratio(logprobs, ref_logprobs, mask)
     return {"kl": d, "mse_kl": 0.5 * d**2, "low_var_kl": jnp.exp(-d) + d - 1}[mode]

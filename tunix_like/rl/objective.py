@@ -7,7 +7,6 @@ data.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from typing import Any
 
@@ -47,7 +46,7 @@ class Objective:
     ) -> Float[Array, "P G"]:
         """The estimator's advantages, 0 where unscored; traced inside the training step."""
         estimator = find_estimator(str(self.config.advantage_estimator))
-        out = functools.partial(estimator, **self.estimator_params)(rewards, scored=scored, lengths=lengths)
+        out = estimator(rewards, scored=scored, lengths=lengths, **self.estimator_params)
         if out.shape != rewards.shape:
             raise UserError(
                 f"advantage estimator '{self.config.advantage_estimator}' returned shape {list(out.shape)} for rewards "

@@ -7,30 +7,34 @@ module knows no model, no loss and no jax.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from tunix_like.types import GroupBatch
 
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
+
 
 class MicroBatches(NamedTuple):
-    """`M` micro-batches stacked along the first axis. `group` and `sample` say where a row stands in the `[P, G]` batch;
-    a row of length 0 is padding."""
+    """`M` micro-batches stacked along the first axis. `group` and `sample` say where a row stands in the `[P, G]`
+    batch; a row of length 0 is padding."""
 
-    prompt_tokens: Int[np.ndarray, "M p S"]
-    prompt_lengths: Int[np.ndarray, "M p"]
-    tokens: Int[np.ndarray, "M p g T"]
-    lengths: Int[np.ndarray, "M p g"]
-    group: Int[np.ndarray, "M p"]
-    sample: Int[np.ndarray, "M p g"]
-    old_logprobs: Float[np.ndarray, "M p g T"] | None
-    ref_logprobs: Float[np.ndarray, "M p g T"] | None
+    prompt_tokens: Int[AnyArray, "M p S"]
+    prompt_lengths: Int[AnyArray, "M p"]
+    tokens: Int[AnyArray, "M p g T"]
+    lengths: Int[AnyArray, "M p g"]
+    group: Int[AnyArray, "M p"]
+    sample: Int[AnyArray, "M p g"]
+    old_logprobs: Float[AnyArray, "M p g T"] | None
+    ref_logprobs: Float[AnyArray, "M p g T"] | None
 
 
 def split_shape(num_generations: int, micro_batch_size: int | None) -> tuple[int, int]:
-    """Prompts and completions per prompt of one micro-batch of at most `micro_batch_size` completions (None: one group).
+    """Prompts and completions per prompt of one micro-batch of at most `micro_batch_size` completions (None: one
+    group).
 
     Whole groups where they fit; else even parts of one group, the prompt being computed once per part.
     """
@@ -48,8 +52,8 @@ def pack(
     old_logprobs: np.ndarray | None = None,
     ref_logprobs: np.ndarray | None = None,
 ) -> MicroBatches:
-    """Lays the given groups out in micro-batches of `shape = (p, g)`, every one of the same shape; what is missing at the
-    end is padding of length 0."""
+    """Lays the given groups out in micro-batches of `shape = (p, g)`, every one of the same shape; what is missing at
+    the end is padding of length 0."""
     prompts, size = shape
     total = batch.completion_lengths.shape[1]
     parts = -(-total // size)
@@ -83,7 +87,8 @@ def pack(
 def unpack(values: np.ndarray, micro: MicroBatches, shape: tuple[int, ...]) -> np.ndarray:
     """Puts per-row results `[M p g ...]` back to `[P G ...]`; rows that were not packed are 0."""
     out = np.zeros(shape + values.shape[3:], values.dtype)
-    real = micro.lengths > 0
-    group = np.broadcast_to(micro.group[..., None], micro.sample.shape)
-    out[group[real], micro.sample[real]] = values[real]
+    real = np.asarray(micro.lengths) > 0
+    sample = np.asarray(micro.sample)
+    group = np.broadcast_to(np.asarray(micro.group)[..., None], sample.shape)
+    out[group[real], sample[real]] = values[real]
     return out

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import grain.python as grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -193,7 +194,8 @@ class RLPhase:
         """`r - beta sum_t kl_t`, with the trainer's own log-probabilities, before the estimator."""
         mask = np.arange(ref.shape[-1]) < batch.completion_lengths[..., None]
         own = self._logprobs(self.learner.params, batch)
-        kl = np.where(mask, np.asarray(kl_estimate(str(self.learner.algo.kl_loss_mode), own, ref, mask)), 0.0)
+        tokens = kl_estimate(str(self.learner.algo.kl_loss_mode), jnp.asarray(own), jnp.asarray(ref), jnp.asarray(mask))
+        kl = np.where(mask, np.asarray(tokens), 0.0)
         return batch._replace(rewards=(batch.rewards - self.learner.algo.beta * kl.sum(-1)).astype(np.float32))
 
     def _update(self, batch: GroupBatch, ref: np.ndarray | None, clock: _Clock) -> tuple[np.ndarray, dict[str, float]]:

@@ -1,7 +1,7 @@
 """From problems to a scored batch: sample a group for every prompt, turn tokens to text, ask the reward functions.
 
-Tokens are kept as they were sampled from end to end; text is made from them for the reward functions and never read back.
-This module knows no loss and no optimizer.
+Tokens are kept as they were sampled from end to end; text is made from them for the reward functions and never read
+back. This module knows no loss and no optimizer.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def write_rollouts(
     with file.open("w", encoding="utf-8") as out:
         for index, text in enumerate(texts):
             problem = problems[index // size]
-            row = {"step": step, "problem": problem.number, "sample": index % size}
+            row: dict[str, Any] = {"step": step, "problem": problem.number, "sample": index % size}
             row |= {"prompt": problem.text, "completion": text}
             row |= {name: _plain(values[index]) for name, values in flat.items()}
             out.write(json.dumps(row, ensure_ascii=False) + "\n")

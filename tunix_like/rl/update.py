@@ -7,7 +7,7 @@ gradients added, which is exact because every token's weight is known before the
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,39 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.rl.losses import token_logprobs
-from tunix_like.rl.objective import Objective
+from tunix_like.rl.losses import Tokens, token_logprobs
 from tunix_like.rl.packing import MicroBatches
+
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
+
+
+class StepObjective(Protocol):
+    """What a step follows the gradient of; `rl.objective.Objective` is the one of reinforcement learning."""
+
+    def advantages(
+        self, rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]
+    ) -> Float[Array, "P G"]:
+        """One advantage per completion, from the whole rollout batch."""
+
+    def weights(
+        self, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"], in_update: Bool[Array, "P"]
+    ) -> Float[Array, "P G"]:
+        """The weight of each token of each completion in this update."""
+
+    def token_loss(
+        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Tokens, mask: Array
+    ) -> tuple[Tokens, dict[str, Tokens]]:
+        """Loss per token (0 where masked) and per-token metrics."""
 
 
 class UpdateInput(NamedTuple):
     """One optimizer update. Advantages are taken over the whole rollout batch, weights over `in_update` only."""
 
-    rewards: Float[Array, "P G"]
-    scored: Bool[Array, "P G"]
-    lengths: Int[Array, "P G"]
-    in_update: Bool[Array, "P"]
+    rewards: Float[AnyArray, "P G"]
+    scored: Bool[AnyArray, "P G"]
+    lengths: Int[AnyArray, "P G"]
+    in_update: Bool[AnyArray, "P"]
     micro: MicroBatches
 
 
@@ -59,7 +80,7 @@ def batch_logprobs(graphdef: Any, params: Any, micro: MicroBatches, options: For
 def micro_loss(
     params: Any,
     graphdef: Any,
-    objective: Objective,
+    objective: StepObjective,
     options: ForwardOptions,
     micro: MicroBatches,
     advantages: Float[Array, "P G"],
@@ -82,7 +103,7 @@ def micro_loss(
 
 def update_step(
     graphdef: Any,
-    objective: Objective,
+    objective: StepObjective,
     optimizer: optax.GradientTransformation,
     options: ForwardOptions,
     params: Any,

@@ -1,4 +1,5 @@
-"""Logits to tokens: temperature, top-k, top-p and one uniform number per row. No sort, no V random numbers, no model."""
+"""Logits to tokens: temperature, top-k, top-p and one uniform number per row. No sort, no V random numbers, no
+model."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
 def keep_top_p(probs: Float[Array, "N V"], top_p: float) -> Float[Array, "N V"]:
     """Keeps the smallest set of most probable tokens that holds at least `top_p` of the row's mass; ties stay.
 
-    The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which are ordered like the
+    The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which are ordered like
+    the
     numbers: 31 sums instead of a sort.
     """
     wanted = top_p * probs.sum(axis=-1)
@@ -88,8 +90,9 @@ def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int
 
 
 def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Index of the first running sum above `target`, held to the entries of positive weight, and what is left of `target`
-    there. Rounding may put the target past the last sum (then the last positive entry) or below zero (then the first)."""
+    """Index of the first running sum above `target`, held to the entries of positive weight, and what is left of
+    `target` there. Rounding may put the target past the last sum (then the last positive entry) or below zero (then the
+    first)."""
     running = jnp.cumsum(weights, axis=-1)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
     index = jnp.minimum((running <= jnp.maximum(target, 0.0)[:, None]).sum(axis=-1), last)

@@ -1,8 +1,8 @@
 """Prompts to completions: one prefill per prompt, then a loop on the device over all completions of all prompts.
 
-The completions' cache grows by powers of two, so early steps read little and few shapes are compiled. Random numbers are
-`fold_in(key, problem number, sample, position)`: a row's draws depend on nothing beside it. This module knows no reward
-and no training; weights are an argument, so there is nothing to keep in step with the trainer.
+The completions' cache grows by powers of two, so early steps read little and few shapes are compiled. Random numbers
+are `fold_in(key, problem number, sample, position)`: a row's draws depend on nothing beside it. This module knows no
+reward and no training; weights are an argument, so there is nothing to keep in step with the trainer.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _start(
     groups = tokens.shape[0]
     by_prompt = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
     keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(by_prompt, jnp.arange(size))
-    empty = [tuple(jnp.zeros((groups, size, room, *x.shape[2:]), x.dtype) for x in pair) for pair in cache]
+    empty = jax.tree.map(lambda x: jnp.zeros((groups, size, room, *x.shape[2:]), x.dtype), cache)
     state = _State(
         step=jnp.int32(0),
         hidden=jnp.broadcast_to(hidden[:, None], (groups, size, hidden.shape[-1])),
