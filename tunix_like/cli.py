@@ -95,7 +95,8 @@ def _train(arguments: argparse.Namespace) -> None:
     if parts.config.sft.max_steps:
         _fine_tune(parts, folder)
     learner = _learner(parts, folder)
-    learner.train(parts.source.train, parts.source.eval, batch_size=parts.config.data.batch_size)
+    data = parts.config.data
+    learner.train(parts.source.train, parts.source.eval, batch_size=data.batch_size, shuffle=data.shuffle)
     _closing_table(folder, parts)
     _picture(parts, learner)
 
@@ -112,6 +113,7 @@ def _learner(parts: Parts, folder: Path) -> Learner:
         rollout_config=config.rollout,
         training_config=training,
         eval_config=config.eval,
+        mesh=parts.mesh,
         success_threshold=config.rewards.success_threshold,
         on_row=lambda row, total: console.say(console.step_line("train", row["step"], total, row)),
     )
@@ -133,6 +135,7 @@ def _fine_tune(parts: Parts, folder: Path) -> None:
         sft_config=config.sft,
         rollout_config=config.rollout,
         training_config=dataclasses.replace(config.training, output_dir=str(folder)),
+        mesh=parts.mesh,
         evaluate=evaluate,
     )
     total = config.sft.max_steps
@@ -144,7 +147,7 @@ def _fine_tune(parts: Parts, folder: Path) -> None:
             if step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
                 console.say(console.step_line("sft", step, total, row))
 
-        trainer.train(parts.source.train, on_row=on_row)
+        trainer.train(parts.source.train, shuffle=config.data.shuffle, on_row=on_row)
 
 
 def _sft(arguments: argparse.Namespace) -> None:
@@ -233,11 +236,12 @@ def _complete(sampler: Sampler, params: Any, tokenizer: Tokenizer, prompt: Any, 
 def _eval(arguments: argparse.Namespace) -> None:
     _setup_jax()
     from tunix_like import runs
+    from tunix_like.models.sharding import place_params
 
     trained = runs.open_trained(arguments.source, arguments.overrides, need_data=True)
     evaluator = runs.evaluator_of(trained)
     with console.progress("eval", len(evaluator.problems)) as advance:
-        result = evaluator(trained.params, advance)
+        result = evaluator(place_params(trained.params, evaluator.sampler.mesh), advance)
     rows = [(name.removeprefix("eval/"), _number(name, value)) for name, value in result.metrics.items()]
     title = f"{trained.origin}: {len(evaluator.problems)} problems, {evaluator.config.samples} samples each"
     console.table(title, ["", "value"], rows)

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ class Stopped(SystemExit):
         super().__init__(EXIT_STOPPED)
 
 
+@runtime_checkable
 class Phase(Protocol):
     """What the loop drives.
 

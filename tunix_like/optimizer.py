@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_like.config import OptimizerConfig
 from tunix_like.errors import UserError
@@ -64,6 +65,18 @@ def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax
         mask=_matrices,
     )
     return optax.chain(clip, adamw)
+
+
+def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
+    """The optimizer's state, its moments lying where their parameters lie."""
+    state = jax.eval_shape(optimizer.init, params)
+    everywhere = jax.tree.leaves(params)[0].sharding
+    if isinstance(everywhere, NamedSharding):
+        everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
+    shardings = optax.tree.map_params(
+        optimizer, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: everywhere
+    )
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
 def _matrices(params: optax.Params) -> Any:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import Config, EvalConfig
@@ -24,6 +25,7 @@ from tunix_like.errors import UserError
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_description, load_model, save_description
+from tunix_like.models.sharding import build_mesh
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rl.learner import Learner
 from tunix_like.rl.learners import find_learner
@@ -53,10 +55,12 @@ class Parts(NamedTuple):
     model: Decoder
     tokenizer: Tokenizer
     rewards: list[WeightedReward]
+    mesh: Mesh | None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """An evaluator on the run's held-out problems, with `settings` in place of its `eval` section."""
-        return _evaluator(self.config, settings, nnx.split(self.model)[0], self.tokenizer, self.source, self.rewards)
+        graphdef = nnx.split(self.model)[0]
+        return _evaluator(self.config, settings, graphdef, self.tokenizer, self.source, self.rewards, self.mesh)
 
 
 def check_config(config: Config) -> tuple[Config, type[Learner]]:
@@ -105,10 +109,11 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
 def assemble(config: Config) -> Parts:
     """Checks a config and loads what it names: cheap things first, weights last."""
     config, learner = check_config(config)
+    mesh = build_mesh(config.mesh)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     model, tokenizer = _load_model(config, source.tokenizer)
-    return Parts(config, learner, source, model, tokenizer, rewards)
+    return Parts(config, learner, source, model, tokenizer, rewards, mesh)
 
 
 def _load_model(config: Config, own: Tokenizer | None) -> tuple[Decoder, Tokenizer]:
@@ -209,7 +214,8 @@ def evaluator_of(trained: Trained) -> Evaluator:
     rewards = reward_functions(config, source)
     if not len(source.eval):
         raise UserError(f"data.name={config.data.name} has no held-out rows; set data.eval_split or data.eval_size.")
-    return _evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards)
+    mesh = build_mesh(config.mesh)
+    return _evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, mesh)
 
 
 def _evaluator(
@@ -219,10 +225,11 @@ def _evaluator(
     tokenizer: Tokenizer,
     source: DataSource,
     rewards: list[WeightedReward],
+    mesh: Mesh | None,
 ) -> Evaluator:
     rollout = config.rollout
     return Evaluator(
-        make_sampler(graphdef, tokenizer, rollout),
+        make_sampler(graphdef, tokenizer, rollout, mesh),
         tokenizer,
         eval_problems(source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems),
         rewards,

@@ -6,16 +6,15 @@ by the same loop. This module knows no reward.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import grain.python as grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.checkpoints import Checkpoints
@@ -25,9 +24,10 @@ from tunix_like.errors import UserError
 from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
-from tunix_like.optimizer import build_optimizer, build_schedule
-from tunix_like.rl.losses import Tokens, aggregation_weights
-from tunix_like.rl.packing import pack
+from tunix_like.models.sharding import place_params, place_prompts, prompt_parts
+from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.rl.losses import Rows, Tokens, aggregation_weights
+from tunix_like.rl.packing import pack, split_shape
 from tunix_like.rl.update import ForwardOptions, UpdateInput, update_step
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class _Likelihood:
         return aggregation_weights("token-mean", lengths, scored, 1)
 
     def token_loss(
-        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Tokens, mask: Array
+        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Rows, mask: Array
     ) -> tuple[Tokens, dict[str, Tokens]]:
         return jnp.where(mask, -logprobs, 0.0), {}
 
@@ -64,6 +64,7 @@ class SFTTrainer:
       rollout_config: `max_prompt_length` (longer prompts are skipped) and `max_tokens_to_generate` (longer answers are
         cut, and then without an end-of-sequence token).
       training_config: seed, folder and checkpoints, as for a learner; the folder gets `sft_checkpoints/`.
+      mesh: devices to train on; one when left out.
       evaluate: `f(params) -> metrics` (names as they shall be logged under `sft/`), called every
         `sft.eval_every_n_steps`; `sft.stop_at_success` looks at its `eval/pass@1`.
     """
@@ -78,6 +79,7 @@ class SFTTrainer:
         sft_config: SFTConfig,
         rollout_config: RolloutConfig | None = None,
         training_config: RLTrainingConfig | None = None,
+        mesh: Mesh | None = None,
         evaluate: Callable[[Any], dict[str, float]] | None = None,
     ):
         self.config = sft_config
@@ -86,11 +88,12 @@ class SFTTrainer:
         self.tokenizer = Tokenizer.wrap(tokenizer)
         self.model = model
         graphdef, state = nnx.split(model)
-        self.params = nnx.to_pure_dict(state)
+        self.mesh = mesh
+        self.params = place_params(nnx.to_pure_dict(state), mesh)
         self.total: int | None = sft_config.max_steps
         self.schedule = build_schedule(sft_config.optimizer, self.total)
         optimizer = build_optimizer(sft_config.optimizer, self.total)
-        self.opt_state = jax.jit(optimizer.init)(self.params)
+        self.opt_state = init_optimizer(optimizer, self.params)
         self.iterator: Any = None
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
         self._evaluate = evaluate
@@ -102,7 +105,11 @@ class SFTTrainer:
         self._step = jax.jit(step, donate_argnums=(0, 1))
 
     def train(
-        self, rows: Sequence[Mapping[str, Any]], *, on_row: Callable[[dict[str, Any]], None] = lambda row: None
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        shuffle: bool = True,
+        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last
         row of metrics (`sft/...`). Raises UserError for bad data."""
@@ -116,7 +123,7 @@ class SFTTrainer:
             batch_size=self.config.batch_size,
             max_prompt_length=self.rollout.max_prompt_length,
             seed=self.training.seed,
-            shuffle=True,
+            shuffle=shuffle,
             forever=True,
         )
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
@@ -141,13 +148,12 @@ class SFTTrainer:
 
     def load_state(self, state: Any, step: int) -> None:
         self.params, self.opt_state = state["params"], state["opt_state"]
-        if not isinstance(self.iterator, grain.DatasetIterator):
-            next(itertools.islice(self.iterator, step, step), None)
 
     def advance(self, step: int) -> dict[str, float] | None:
         batch = self._batch(next(self.iterator))
-        size = min(self.training.train_micro_batch_size or MICRO_BATCH, self.config.batch_size)
-        micro = pack(batch, range(self.config.batch_size), (size, 1))
+        size = self.training.train_micro_batch_size or MICRO_BATCH
+        shape = split_shape(1, size, self.config.batch_size, prompt_parts(self.mesh))
+        micro = place_prompts(pack(batch, range(self.config.batch_size), shape), self.mesh, axis=1)
         everyone = np.ones(self.config.batch_size, bool)
         data = UpdateInput(batch.rewards, batch.scored, batch.completion_lengths, everyone, micro)
         self.params, self.opt_state, metrics, _ = self._step(self.params, self.opt_state, data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -62,10 +62,8 @@ Parameters of the estimator's own are keyword-only and are read from the config'
 """
 
 
-class RewardFunction(Protocol):
-    """`f(prompts, completions, **columns) -> one number (or None: could not be scored) per completion`.
+RewardFunction = Callable[..., Sequence[float | None]]
+"""`f(prompts, completions, **columns) -> one number (or None: could not be scored) per completion`.
 
-    It is called once per rollout batch with every completion; each column arrives as a list as long as `completions`.
-    """
-
-    def __call__(self, prompts: list[str], completions: list[str], **columns: Any) -> Sequence[float | None]: ...
+It is called once per rollout batch with every completion; each column arrives as a list as long as `completions`.
+"""

@@ -43,6 +43,22 @@ every = pytest.mark.parametrize(
 )
 
 
+ROWS = 256
+"""Every batch of groups is padded to this many, so that a group size is compiled once."""
+
+
+def estimate(rewards: np.ndarray, name: str, **params) -> np.ndarray:
+    """The estimator itself, op by op: nothing is compiled anew for another parameter. `compute_advantages`, which
+    compiles it whole, is held to the same values below."""
+    rewards = np.asarray(rewards, np.float64)
+    padded = np.zeros((-(-len(rewards) // ROWS) * ROWS, rewards.shape[1]))
+    padded[: len(rewards)] = rewards
+    scored = ~np.isnan(padded)
+    filled = jnp.asarray(np.where(scored, padded, 0.0), jnp.float32)
+    out = find_estimator(name)(filled, scored=jnp.asarray(scored), lengths=jnp.ones(padded.shape, jnp.int32), **params)
+    return np.asarray(out)[: len(rewards)]
+
+
 def kinds_of_groups(size: int, count: int = 24) -> np.ndarray:
     """Random groups `[4 * count, size]`: reals, heavy ties, 0/1, and non-negative shaped rewards; float32 values."""
     rng = np.random.default_rng(size)
@@ -116,16 +132,16 @@ def test_order_statistics_are_means_over_subsets(size):
     groups = kinds_of_groups(size)
     parts = np.array([[leave_two_out(group, k) for group in groups] for k in range(1, size)])
     for k in range(1, size):
-        assert_close(compute_advantages(groups, "maxpo", k=k), k * parts[k - 1])
-        assert_close(compute_advantages(groups, "maxrl", truncation_order=k), parts[:k].sum(axis=0))
+        assert_close(estimate(groups, "maxpo", k=k), k * parts[k - 1])
+        assert_close(estimate(groups, "maxrl", truncation_order=k), parts[:k].sum(axis=0))
 
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_algorithm_1_is_the_sum_of_every_order(size):
     """On all 0/1 groups; both the library's highest order and the sum over subsets."""
     groups = np.array(list(itertools.product([0.0, 1.0], repeat=size)))
-    algorithm_1 = compute_advantages(groups, "maxrl")
-    assert_close(compute_advantages(groups, "maxrl", truncation_order=size - 1), algorithm_1)
+    algorithm_1 = estimate(groups, "maxrl")
+    assert_close(estimate(groups, "maxrl", truncation_order=size - 1), algorithm_1)
     distinct = groups[[2**c - 1 for c in range(size + 1)]]  # one group for every number of successes
     by_subsets = np.array([sum(leave_two_out(g, k) for k in range(1, size)) for g in distinct])
     assert_close(algorithm_1[[2**c - 1 for c in range(size + 1)]], by_subsets)
@@ -135,20 +151,20 @@ def test_algorithm_1_is_the_sum_of_every_order(size):
 def test_the_formula(name, params):
     groups = kinds_of_groups(6)
     groups = np.abs(groups) if (name, params) == ("maxrl", {}) else groups
-    assert_close(compute_advantages(groups, name, **params), np.array([plain(name, params, g) for g in groups]))
+    assert_close(estimate(groups, name, **params), np.array([plain(name, params, g) for g in groups]))
 
 
 def test_maxpo_of_one_is_rloo():
     groups = kinds_of_groups(7)
-    assert_close(compute_advantages(groups, "maxpo", k=1), compute_advantages(groups, "rloo").astype(np.float64))
+    assert_close(estimate(groups, "maxpo", k=1), estimate(groups, "rloo").astype(np.float64))
 
 
-@pytest.mark.parametrize("size", [64, 1024])
+@pytest.mark.parametrize("size", [1024])
 @pytest.mark.parametrize(
     ("name", "params"),
     [("grpo", {}), ("rloo", {}), ("maxrl", {}), ("maxpo", {"k": 4}), ("maxrl", {"truncation_order": 32})],
 )
-def test_float32_is_as_good_as_float64(name, params, size, monkeypatch):
+def test_float32_is_as_good_as_float64(name, params, size):
     """On the same float32 rewards, large offsets and rare large rewards included."""
     rng = np.random.default_rng(0)
     rare = np.where(np.arange(size) == 5, 1.0, 1e-3)
@@ -156,9 +172,10 @@ def test_float32_is_as_good_as_float64(name, params, size, monkeypatch):
         [rng.uniform(size=size), 1000 + rng.uniform(size=size), rng.integers(0, 2, size), np.eye(size)[3], rare]
     ).astype(np.float32)
     estimator, scored = find_estimator(name), jnp.ones(groups.shape, bool)
-    single = compute_advantages(groups, name, **params)
+    lengths = jnp.ones(groups.shape, jnp.int32)
+    single = np.asarray(estimator(jnp.asarray(groups), scored=scored, lengths=lengths, **params))
     with jax.enable_x64(True):
-        double = estimator(jnp.asarray(groups, jnp.float64), scored=scored, lengths=scored, **params)
+        double = estimator(jnp.asarray(groups, jnp.float64), scored=scored, lengths=lengths, **params)
         assert double.dtype == jnp.float64
         double = np.asarray(double)
     assert_close(single, double)
@@ -166,7 +183,7 @@ def test_float32_is_as_good_as_float64(name, params, size, monkeypatch):
         assert_close(double, np.array([plain(name, params, group) for group in groups.astype(np.float64)]), 1e-9)
 
 
-@pytest.mark.parametrize("k", [1, 2, 512, 1022, 1023])
+@pytest.mark.parametrize("k", [1, 2, 512, 1023])
 def test_maxpo_on_a_large_group(k):
     """G = 1024, 0/1 rewards: `k C(f, k) / C(G-1, k)` for a success, by whole numbers."""
     size, successes = 1024, 3
@@ -174,7 +191,7 @@ def test_maxpo_on_a_large_group(k):
     failures = size - successes
     success = k * (math.comb(failures, k) / math.comb(size - 1, k))
     expected = np.where(rewards > 0, success, -successes / failures * success)
-    np.testing.assert_allclose(compute_advantages(rewards, "maxpo", k=k), expected, rtol=0, atol=1e-5 * max(success, 1))
+    np.testing.assert_allclose(estimate(rewards[None], "maxpo", k=k)[0], expected, rtol=0, atol=1e-5 * max(success, 1))
 
 
 # --- what the gradient is unbiased for --------------------------------------------------------------------------------
@@ -186,7 +203,7 @@ SCORES = np.eye(3) - ARMS  # gradient of log softmax for each arm
 def expected_gradient(name: str, params: dict, rewards: np.ndarray, size: int) -> np.ndarray:
     """`E[(1/G) sum_i A_i grad log pi(y_i)]` over all `3^G` groups of a three-armed softmax bandit."""
     draws = np.array(list(itertools.product(range(3), repeat=size)))
-    values = compute_advantages(rewards[draws], name, **params).astype(np.float64)
+    values = estimate(rewards[draws], name, **params).astype(np.float64)
     return np.einsum("n,ni,nid->d", ARMS[draws].prod(axis=1), values, SCORES[draws]) / size
 
 
@@ -237,7 +254,7 @@ PASS_RATES = (0.05, 0.3, 0.5, 0.9)
 def population_weight(name: str, params: dict, size: int, p: float) -> float:
     """`w(p)` of `E[gradient] = w(p) grad p`: `E_j[j A_succ(j) / (G p) - (G-j) A_fail(j) / (G (1-p))]`."""
     groups = np.array([[1.0] * j + [0.0] * (size - j) for j in range(size + 1)])
-    values = compute_advantages(groups, name, **params).astype(np.float64)
+    values = estimate(groups, name, **params).astype(np.float64)
     total = 0.0
     for j, (rewards, row) in enumerate(zip(groups, values, strict=True)):
         chance = math.comb(size, j) * p**j * (1 - p) ** (size - j)
@@ -277,7 +294,7 @@ def test_population_weight(name, params, weight, size):
 @every
 def test_a_group_sums_to_zero(name, params):
     groups = np.abs(kinds_of_groups(6))
-    values = compute_advantages(groups, name, **params)
+    values = estimate(groups, name, **params)
     assert np.abs(values).max() > 0.1
     np.testing.assert_allclose(values.sum(axis=1), 0, rtol=0, atol=2e-5)
 
@@ -287,10 +304,10 @@ def test_order_shift_and_scale(name, params):
     """A permutation goes through; a shift changes nothing but Algorithm 1; a factor goes through, and Algorithm 1 and
     GRPO cancel it. Equal rewards have equal advantages."""
     groups = np.abs(kinds_of_groups(6))
-    values = compute_advantages(groups, name, **params).astype(np.float64)
+    values = estimate(groups, name, **params).astype(np.float64)
     order = np.random.default_rng(0).permutation(6)
-    assert_close(compute_advantages(groups[:, order], name, **params), values[:, order])
-    shifted, scaled = compute_advantages(groups + 2, name, **params), compute_advantages(4 * groups, name, **params)
+    assert_close(estimate(groups[:, order], name, **params), values[:, order])
+    shifted, scaled = estimate(groups + 2, name, **params), estimate(4 * groups, name, **params)
     if (name, params) == ("maxrl", {}):
         assert np.abs(shifted - values).max() > 0.1
     else:
@@ -305,8 +322,9 @@ def test_order_shift_and_scale(name, params):
 def test_a_constant_group_is_exactly_zero(name, params):
     """Exactly: the float32 mean of twelve times 0.7 is not 0.7."""
     groups = np.array([[value] * 12 for value in (0.7, 0.0, 1.0, 1e-3, 1234.567, 1e15)])
-    assert not compute_advantages(groups, name, **params).any()
-    assert not compute_advantages([0.7, NAN, *[0.7] * 10], name, **params).any(), "with one unscored"
+    assert not estimate(groups, name, **params).any()
+    groups[:, 1] = NAN
+    assert not estimate(groups, name, **params).any(), "with one unscored"
 
 
 @every
@@ -316,7 +334,7 @@ def test_unscored_completions_take_no_part(name, params):
     groups = np.abs(kinds_of_groups(6))
     rng = np.random.default_rng(1)
     kept = rng.permuted(np.broadcast_to(np.arange(6), groups.shape), axis=1) < rng.integers(0, 7, (len(groups), 1))
-    values = compute_advantages(np.where(kept, groups, NAN), name, **params)
+    values = estimate(np.where(kept, groups, NAN), name, **params)
     least = least_scored(params)
     expected = np.zeros(groups.shape)
     for row, group, scored in zip(expected, groups, kept, strict=True):
@@ -325,20 +343,21 @@ def test_unscored_completions_take_no_part(name, params):
     assert (values[~kept] == 0).all()
     assert (values[kept.sum(axis=1) < least] == 0).all()
     assert_close(values, expected)
-    estimator = jax.jit(find_estimator(name), static_argnames=tuple(params))
-    for filler in (-5.0, 7e14):
-        filled = jnp.asarray(np.where(kept, groups, filler), jnp.float32)
-        other = estimator(filled, scored=jnp.asarray(kept), lengths=jnp.ones(kept.shape, jnp.int32), **params)
-        np.testing.assert_array_equal(other, values)
+    other = find_estimator(name)(
+        jnp.asarray(np.where(kept, groups, 7e14), jnp.float32),
+        scored=jnp.asarray(kept),
+        lengths=jnp.ones(kept.shape, jnp.int32),
+        **params,
+    )
+    np.testing.assert_array_equal(other, values)
 
 
 @every
 def test_never_nan_or_infinite(name, params):
-    extremes = [1e15, -1e15, 1e-30, 1e-45, 0.0, 1.0, NAN]
-    groups = np.array(list(itertools.product(extremes, repeat=4)))
-    groups = np.concatenate([groups, groups[:, ::-1]], axis=1)[:, :6]
+    groups = np.array(list(itertools.product([1e15, -1e15, 1e-45, NAN], repeat=4)))
+    groups = np.concatenate([groups, np.where(groups[:, :1] > 0, [[0.0, 1e-30]], [[1.0, NAN]])], axis=1)
     groups = np.abs(groups) if (name, params) == ("maxrl", {}) else groups
-    values = compute_advantages(groups, name, **params)
+    values = estimate(groups, name, **params)
     assert np.isfinite(values).all()
     assert (values[np.isnan(groups)] == 0).all()
 
@@ -348,8 +367,11 @@ def test_never_nan_or_infinite(name, params):
 
 @every
 def test_one_group_or_many(name, params):
+    """`[G]` and `[groups, G]`, compiled whole."""
     groups = np.abs(kinds_of_groups(6))
+    groups[4:7, 2:4] = NAN
     many = compute_advantages(groups, name, **params)
+    np.testing.assert_allclose(many, estimate(groups, name, **params), rtol=1e-5, atol=1e-6)
     one = compute_advantages(groups[3].tolist(), name, **params)
     assert many.shape == groups.shape and one.shape == (6,)
     assert many.dtype == one.dtype == np.float32

@@ -24,6 +24,9 @@ from tunix_like.types import AdvantageEstimator
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
 """Name to estimator: what `algorithm.advantage_estimator` may say."""
 
+ZERO_WHEN_CONSTANT: set[str] = set()
+"""Estimators that give a constant group zeros: it can be left out of the compute without changing the gradient."""
+
 LARGEST_REWARD = 1e15
 """Rewards beyond this are refused on the host: their squares would leave float32."""
 
@@ -32,10 +35,14 @@ Scored = Bool[Array, "P G"]
 Lengths = Int[Array, "P G"]
 
 
-def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+def register_advantage_estimator(
+    name: str, *, zero_when_constant: bool = False
+) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Makes an estimator known under `name`; it is traced into the same compiled step as the built-in ones.
 
-    Its keyword-only parameters beyond `scored` and `lengths` are read from the config's keys of the same name.
+    Its keyword-only parameters beyond `scored` and `lengths` are read from the config's keys of the same name. With
+    `zero_when_constant` it promises zeros for a group whose scored rewards are all equal, so that such groups need not
+    go through the model.
 
     Raises:
       UserError: the name is taken.
@@ -45,6 +52,8 @@ def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], Ad
         if name in ADVANTAGE_ESTIMATORS:
             raise UserError(f"advantage estimator '{name}' is already registered; choose another name.")
         ADVANTAGE_ESTIMATORS[name] = function
+        if zero_when_constant:
+            ZERO_WHEN_CONSTANT.add(name)
         return function
 
     return register
@@ -78,20 +87,21 @@ def least_scored(params: dict[str, Any]) -> int:
 def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Array]:
     """`r_i - m` (0 where unscored), `m`, the group's scored count `n`, and whether the group has any signal.
 
-    The largest reward is subtracted before the mean is taken: rewards near 1000 would lose 1e-4 otherwise.
+    The largest reward is subtracted before the mean that centres is taken: rewards near 1000 would lose 1e-4 otherwise.
+    `m` itself is the plain mean: adding the largest back would cost one rare success among 1000 its last digits.
     """
     count = scored.sum(axis=-1, keepdims=True)
     top = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=-1, keepdims=True)
     bottom = jnp.min(jnp.where(scored, rewards, jnp.inf), axis=-1, keepdims=True)
     signal = (count >= 2) & (top > bottom)
-    top = jnp.where(count > 0, top, 0.0)
-    shifted = jnp.where(scored, rewards - top, 0.0)
-    mean = shifted.sum(axis=-1, keepdims=True) / jnp.maximum(count, 1)
-    centred = jnp.where(scored & signal, shifted - mean, 0.0)
-    return centred, mean + top, count, signal
+    divisor = jnp.maximum(count, 1)
+    shifted = jnp.where(scored, rewards - jnp.where(count > 0, top, 0.0), 0.0)
+    centred = jnp.where(scored & signal, shifted - shifted.sum(axis=-1, keepdims=True) / divisor, 0.0)
+    mean = jnp.where(scored, rewards, 0.0).sum(axis=-1, keepdims=True) / divisor
+    return centred, mean, count, signal
 
 
-@register_advantage_estimator("grpo")
+@register_advantage_estimator("grpo", zero_when_constant=True)
 def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -> Rewards:
     """Group-standardised rewards, `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
 
@@ -104,20 +114,20 @@ def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -
     return jnp.where(signal, centred / (deviation + 1e-6), 0.0)
 
 
-@register_advantage_estimator("drgrpo")
+@register_advantage_estimator("drgrpo", zero_when_constant=True)
 def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Centred rewards, `r_i - m` (Dr. GRPO, arXiv 2503.20783): `(G-1)/G` times the gradient of the expected reward."""
     return _centred(rewards, scored)[0]
 
 
-@register_advantage_estimator("rloo")
+@register_advantage_estimator("rloo", zero_when_constant=True)
 def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Leave-one-out, `r_i - mean_{j != i} r_j` (RLOO, arXiv 2402.14740): unbiased for the expected reward."""
     centred, _, count, _ = _centred(rewards, scored)
     return centred * (count / jnp.maximum(count - 1, 1))
 
 
-@register_advantage_estimator("maxrl")
+@register_advantage_estimator("maxrl", zero_when_constant=True)
 def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
     """`(r_i - m) / m` where `m > 0`, else zeros (MaxRL, arXiv 2602.02710, Algorithm 1).
 
@@ -136,7 +146,7 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
     return jnp.where(positive, centred / jnp.where(positive, mean, 1.0), 0.0)
 
 
-@register_advantage_estimator("maxpo")
+@register_advantage_estimator("maxpo", zero_when_constant=True)
 def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
     """`k L_k,i` with the Leave-Two-Out advantage `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080): unbiased for max@k.
 
@@ -156,7 +166,7 @@ def _order_statistics(rewards: Rewards, scored: Scored, mixture: tuple[tuple[int
     _, _, count, signal = _centred(rewards, scored)
     top = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=-1, keepdims=True)
     order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
-    in_group = jnp.arange(size) < count
+    in_group = jnp.arange(size)[None] < count
     ordered = jnp.where(in_group, jnp.take_along_axis(rewards, order, axis=-1) - jnp.where(count > 0, top, 0.0), 0.0)
     own, above, common = (jnp.asarray(_order_weights(size, mixture), rewards.dtype)[count[:, 0], i] for i in range(3))
     lifted = above * ordered

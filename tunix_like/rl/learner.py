@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, EvalConfig, RLTrainingConfig, RolloutConfig
@@ -21,6 +22,7 @@ from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
 from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.sharding import place_params
 from tunix_like.rl.objective import resolve
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import WeightedReward
@@ -42,6 +44,7 @@ class Learner:
       algo_config: the learner's config class (its defaults when left out).
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
       ref_model: reference of the KL when `beta > 0`; a copy of the starting weights when left out.
+      mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; one device when left out.
       reward_weights: one factor per reward function; ones when left out.
       success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
@@ -65,6 +68,7 @@ class Learner:
         training_config: RLTrainingConfig | None = None,
         eval_config: EvalConfig | None = None,
         ref_model: Decoder | None = None,
+        mesh: Mesh | None = None,
         reward_weights: Sequence[float] | None = None,
         success_threshold: float = 1.0,
         metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
@@ -82,15 +86,16 @@ class Learner:
         self._check(model)
         self.model = model
         self.graphdef, state = nnx.split(model)
-        self.params = nnx.to_pure_dict(state)
-        self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config)
+        self.mesh = mesh
+        self.params = place_params(nnx.to_pure_dict(state), mesh)
+        self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config, self.mesh)
         self.options = ForwardOptions(
             self.rollout_config.temperature, self.training.logprob_chunk_size, self.training.remat
         )
         self.ref_params: Any = None
         if self.algo.beta > 0:
-            ref_state = None if ref_model is None else nnx.to_pure_dict(nnx.split(ref_model)[1])
-            self.ref_params = jax.tree.map(jnp.copy, self.params) if ref_state is None else ref_state
+            given = None if ref_model is None else nnx.to_pure_dict(nnx.split(ref_model)[1])
+            self.ref_params = jax.tree.map(jnp.copy, self.params) if given is None else place_params(given, mesh)
         self.key = jax.random.key(self.training.seed)
         self.compilations = 0
 
@@ -120,7 +125,12 @@ class Learner:
             )
 
     def train(
-        self, train_ds: Any, eval_ds: Sequence[Mapping[str, Any]] | None = None, *, batch_size: int = 8
+        self,
+        train_ds: Any,
+        eval_ds: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        batch_size: int = 8,
+        shuffle: bool = True,
     ) -> dict[str, Any]:
         """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
 
@@ -129,6 +139,7 @@ class Learner:
             pass; an incomplete last batch is dropped.
           eval_ds: held-out rows, evaluated before and after, and every `eval_every_n_steps`.
           batch_size: prompts per step; a smaller dataset is one batch.
+          shuffle: a sequence or a grain `MapDataset`, anew every epoch; other data come as they come.
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
@@ -138,7 +149,7 @@ class Learner:
           UserError: bad data, or a reward function that failed (its completions are in `rollouts/` by then).
         """
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
-        phase = RLPhase(self, train_ds, eval_ds, batch_size, folder)
+        phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder)
         checkpoints = None
         if folder is not None:
             checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)

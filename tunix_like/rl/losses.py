@@ -21,6 +21,7 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`, so that neither value nor gradient can overflow."""
 
 Tokens = Float[Array, "*batch T"]
+Rows = Float[Array, "*batch 1"]
 
 
 PolicyLoss = Callable[..., tuple[Tokens, dict[str, Tokens]]]
@@ -63,7 +64,7 @@ def log_ratio(logprobs: Tokens, other: Tokens, mask: Array) -> Tokens:
 def ppo_clip(
     logprobs: Tokens,
     old_logprobs: Tokens,
-    advantages: Tokens,
+    advantages: Rows,
     mask: Array,
     *,
     epsilon: float = 0.2,
@@ -86,7 +87,7 @@ def ppo_clip(
 
 @register_policy_loss_fn("reinforce")
 def reinforce(
-    logprobs: Tokens, old_logprobs: Tokens, advantages: Tokens, mask: Array
+    logprobs: Tokens, old_logprobs: Tokens, advantages: Rows, mask: Array
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """`-A log pi`, no ratio: for rollouts of the current policy, one update each."""
     return -advantages * jnp.where(mask, logprobs, 0.0), {}

@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import AlgorithmConfig
 from tunix_like.errors import UserError
-from tunix_like.rl.advantages import check_parameters, find_estimator, least_scored
+from tunix_like.rl.advantages import ZERO_WHEN_CONSTANT, check_parameters, find_estimator, least_scored
 from tunix_like.rl.losses import (
+    Rows,
     Tokens,
     aggregation_weights,
     find_policy_loss,
@@ -41,6 +42,11 @@ class Objective:
     def reference_in_loss(self) -> bool:
         return self.config.beta > 0 and not self.config.kl_in_reward
 
+    @property
+    def needs_signal(self) -> bool:
+        """True when a group of equal rewards adds nothing to the gradient and can be left out of the compute."""
+        return not self.reference_in_loss and self.config.advantage_estimator in ZERO_WHEN_CONSTANT
+
     def advantages(
         self, rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]
     ) -> Float[Array, "P G"]:
@@ -64,7 +70,7 @@ class Objective:
         return aggregation_weights(str(self.config.loss_agg_mode), lengths, counted, self.max_tokens)
 
     def token_loss(
-        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Tokens, mask: Array
+        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Rows, mask: Array
     ) -> tuple[Tokens, dict[str, Tokens]]:
         """Loss per token, 0 where masked, and per-token metrics."""
         function = find_policy_loss(str(self.config.policy_loss_fn))

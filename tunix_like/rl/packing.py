@@ -32,34 +32,40 @@ class MicroBatches(NamedTuple):
     ref_logprobs: Float[AnyArray, "M p g T"] | None
 
 
-def split_shape(num_generations: int, micro_batch_size: int | None) -> tuple[int, int]:
+def split_shape(
+    num_generations: int, micro_batch_size: int | None, most_prompts: int, device_parts: int = 1
+) -> tuple[int, int]:
     """Prompts and completions per prompt of one micro-batch of at most `micro_batch_size` completions (None: one
-    group).
+    group), and of at most `most_prompts` prompts.
 
-    Whole groups where they fit; else even parts of one group, the prompt being computed once per part.
+    Whole groups where they fit; else even parts of one group, the prompt being computed once per part. The number of
+    prompts is rounded up to a multiple of `device_parts`, so that every device has as many.
     """
     size = micro_batch_size or num_generations
-    if size >= num_generations:
-        return size // num_generations, num_generations
-    parts = -(-num_generations // size)
-    return 1, -(-num_generations // parts)
+    prompts, parts = max(1, size // num_generations), -(-num_generations // min(size, num_generations))
+    prompts = -(-min(prompts, most_prompts) // device_parts) * device_parts
+    return prompts, -(-num_generations // parts)
 
 
 def pack(
     batch: GroupBatch,
     groups: Sequence[int],
     shape: tuple[int, int],
+    room: int | None = None,
     old_logprobs: np.ndarray | None = None,
     ref_logprobs: np.ndarray | None = None,
 ) -> MicroBatches:
-    """Lays the given groups out in micro-batches of `shape = (p, g)`, every one of the same shape; what is missing at
-    the end is padding of length 0."""
+    """Lays the given groups out in micro-batches of `shape = (p, g)`, every one of the same shape.
+
+    There are as many micro-batches as `room` groups need (None: as many as given), whatever the number of groups, so
+    that the step is compiled once; what is missing at the end is padding of length 0.
+    """
     prompts, size = shape
     total = batch.completion_lengths.shape[1]
     parts = -(-total // size)
     entries = [(group, part) for group in groups for part in range(parts)]
-    count = -(-len(entries) // prompts)
-    entries += [entries[-1]] * (count * prompts - len(entries))
+    count = -(-max(len(groups), room or 0) * parts // prompts)
+    entries += (entries[-1:] or [(0, 0)]) * (count * prompts - len(entries))
     group = np.array([g for g, _ in entries], np.int32)
     sample = np.array([np.arange(size) + part * size for _, part in entries], np.int32)
     real = (sample < total) & (np.arange(len(entries)) < len(groups) * parts)[:, None]

@@ -23,7 +23,8 @@ import optax
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import Prompt, check_prompts, prompt_batches
 from tunix_like.errors import UserError
-from tunix_like.optimizer import build_optimizer, build_schedule
+from tunix_like.models.sharding import place_prompts, prompt_parts
+from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.advantages import check_rewards
 from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
@@ -31,6 +32,7 @@ from tunix_like.rl.packing import MicroBatches, pack, split_shape, unpack
 from tunix_like.rl.rollouts import (
     Rollout,
     completion_texts,
+    mixed_groups,
     repeat_columns,
     rollout_metrics,
     score_completions,
@@ -55,7 +57,9 @@ class RLPhase:
 
     name, step_key = "train", "step"
 
-    def __init__(self, learner: Learner, train_ds: Any, eval_ds: Any, batch_size: int, folder: Path | None):
+    def __init__(
+        self, learner: Learner, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, folder: Path | None
+    ):
         self.learner, self.folder = learner, folder
         training, rollout = learner.training, learner.rollout_config
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
@@ -73,20 +77,27 @@ class RLPhase:
         self.updates_per_step = updates
         self.objective: Objective = build_objective(learner.algo, rollout.max_tokens_to_generate, updates)
         self.schedule, optimizer = _optimizer(training, None if self.total is None else self.total * updates)
-        self.iterator = prompt_batches(
+        self.batches = prompt_batches(
             train_ds,
             learner.tokenizer,
             batch_size=batch_size,
             max_prompt_length=rollout.max_prompt_length,
             seed=training.seed,
-            shuffle=sized,
+            shuffle=shuffle,
             forever=training.max_steps is not None,
         )
+        # A plain iterable has no place that could be saved; a resumed run reads up to it instead.
+        self.iterator = self.batches if isinstance(self.batches, grain.DatasetIterator) else None
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
         self.identity = {"algorithm": dataclasses.asdict(learner.algo), "batch_size": batch_size, "seed": training.seed}
         self.identity |= {"rows": len(train_ds)} if sized else {}
-        self.opt_state = jax.jit(optimizer.init)(learner.params)
-        self.shape = split_shape(learner.algo.num_generations, training.train_micro_batch_size)
+        self.opt_state = init_optimizer(optimizer, learner.params)
+        self.shape = split_shape(
+            learner.algo.num_generations,
+            training.train_micro_batch_size,
+            self.mini_batch_size,
+            prompt_parts(learner.mesh),
+        )
         self._compile(optimizer)
 
     def _compile(self, optimizer: optax.GradientTransformation) -> None:
@@ -104,9 +115,8 @@ class RLPhase:
 
     def load_state(self, state: Any, step: int) -> None:
         self.learner.params, self.opt_state = state["params"], state["opt_state"]
-        if not isinstance(self.iterator, grain.DatasetIterator):
-            for _ in itertools.islice(self.iterator, step):
-                pass
+        if self.iterator is None:
+            next(itertools.islice(self.batches, step, step), None)
 
     def finished(self, row: dict[str, Any]) -> bool:
         return False
@@ -118,7 +128,7 @@ class RLPhase:
 
     def advance(self, step: int) -> dict[str, float] | None:
         clock = _Clock()
-        prompts: list[Prompt] | None = next(self.iterator, None)
+        prompts: list[Prompt] | None = next(self.batches, None)
         if prompts is None:
             return None
         first = (step - 1) * self.batch_size
@@ -183,8 +193,10 @@ class RLPhase:
             clock.lap("reference")
         return sampled, batch, ref
 
-    def _pack(self, batch: GroupBatch, groups: Sequence[int], **extra: np.ndarray | None) -> MicroBatches:
-        return pack(batch, groups, self.shape, **extra)
+    def _pack(
+        self, batch: GroupBatch, groups: Sequence[int], room: int | None = None, **extra: np.ndarray | None
+    ) -> MicroBatches:
+        return place_prompts(pack(batch, groups, self.shape, room, **extra), self.learner.mesh, axis=1)
 
     def _logprobs(self, params: Any, batch: GroupBatch) -> np.ndarray:
         micro = self._pack(batch, range(len(batch.prompt_lengths)))
@@ -203,12 +215,14 @@ class RLPhase:
         learner, count = self.learner, len(batch.prompt_lengths)
         old = self._logprobs(learner.params, batch) if self.updates_per_step > 1 else None
         kept = ref if self.objective.reference_in_loss else None
+        live = mixed_groups(batch.rewards, batch.scored)
         rows, advantages = [], None
         for _ in range(learner.algo.num_iterations):
             for start in range(0, count, self.mini_batch_size):
                 groups = range(start, min(start + self.mini_batch_size, count))
                 in_update = np.isin(np.arange(count), groups)
-                micro = self._pack(batch, groups, old_logprobs=old, ref_logprobs=kept)
+                computed = [g for g in groups if live[g]] if self.objective.needs_signal else groups
+                micro = self._pack(batch, computed, room=self.mini_batch_size, old_logprobs=old, ref_logprobs=kept)
                 data = UpdateInput(batch.rewards, batch.scored, batch.completion_lengths, in_update, micro)
                 learner.params, self.opt_state, metrics, advantages = self.update_step(
                     learner.params, self.opt_state, data

@@ -7,7 +7,7 @@ gradients added, which is exact because every token's weight is known before the
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,14 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.rl.losses import Tokens, token_logprobs
+from tunix_like.rl.losses import Rows, Tokens, token_logprobs
 from tunix_like.rl.packing import MicroBatches
 
 if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
 
+@runtime_checkable
 class StepObjective(Protocol):
     """What a step follows the gradient of; `rl.objective.Objective` is the one of reinforcement learning."""
 
@@ -36,7 +37,7 @@ class StepObjective(Protocol):
         """The weight of each token of each completion in this update."""
 
     def token_loss(
-        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Tokens, mask: Array
+        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Rows, mask: Array
     ) -> tuple[Tokens, dict[str, Tokens]]:
         """Loss per token (0 where masked) and per-token metrics."""
 
@@ -88,7 +89,7 @@ def micro_loss(
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
     """This micro-batch's share of the update's loss, and sums for the metrics."""
     logprobs, entropy = micro_logprobs(graphdef, params, micro, options)
-    mask = jnp.arange(micro.tokens.shape[-1]) < micro.lengths[..., None]
+    mask = jnp.arange(micro.tokens.shape[-1])[None, None] < micro.lengths[..., None]
     row_advantages = advantages[micro.group[:, None], micro.sample][..., None]
     row_weights = jnp.where(micro.lengths > 0, weights[micro.group[:, None], micro.sample], 0.0)[..., None]
     old = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
@@ -117,9 +118,13 @@ def update_step(
     advantages = objective.advantages(data.rewards, data.scored, data.lengths)
     weights = objective.weights(data.scored, data.lengths, data.in_update)
 
+    def share(micro: MicroBatches) -> Any:
+        loss = functools.partial(micro_loss, graphdef=graphdef, objective=objective, options=options, micro=micro)
+        return jax.value_and_grad(loss, has_aux=True)(params, advantages=advantages, weights=weights)
+
     def add(total: Any, micro: MicroBatches) -> tuple[Any, Any]:
-        share = functools.partial(micro_loss, graphdef=graphdef, objective=objective, options=options, micro=micro)
-        (loss, extra), grads = jax.value_and_grad(share, has_aux=True)(params, advantages=advantages, weights=weights)
+        nothing = lambda micro: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(share, micro))  # noqa: E731
+        (loss, extra), grads = jax.lax.cond((micro.lengths > 0).any(), share, nothing, micro)  # padding costs nothing
         return jax.tree.map(jnp.add, total, grads), (loss, extra)
 
     grads, (losses, extra) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), data.micro)
@@ -130,4 +135,4 @@ def update_step(
     metrics = {name: total / tokens for name, total in sums.items()}
     if "is_ratio" in metrics:
         metrics |= {"is_ratio/mean": metrics.pop("is_ratio"), "is_ratio/max": extra["is_ratio_max"].max()}
-    return params, opt_state, metrics | {"loss": losses.sum(), "grad_norm": optax.global_norm(grads)}, advantages
+    return params, opt_state, metrics | {"loss": losses.sum(), "grad_norm": optax.tree.norm(grads)}, advantages

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import RolloutConfig
 from tunix_like.models.decoder import KeyValue
+from tunix_like.models.sharding import place_prompts
 from tunix_like.sampling.logits import SamplingParams, choose
 from tunix_like.tokenizer import Tokenizer
 
@@ -74,13 +76,23 @@ class Sampler:
       graphdef: of a `Decoder` (`nnx.split(model)`).
       eos_ids: a completion ends with the first of these, which belongs to it.
       max_prompt_length, max_tokens: limits, in tokens.
+      mesh: prompts are split over its `fsdp` axis; None is one device.
     """
 
-    def __init__(self, graphdef: Any, eos_ids: Sequence[int], *, max_prompt_length: int, max_tokens: int):
+    def __init__(
+        self,
+        graphdef: Any,
+        eos_ids: Sequence[int],
+        *,
+        max_prompt_length: int,
+        max_tokens: int,
+        mesh: Mesh | None = None,
+    ):
         self.graphdef = graphdef
         self.eos_ids = tuple(int(i) for i in eos_ids)
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_tokens
+        self.mesh = mesh
 
     def generate(
         self,
@@ -99,15 +111,19 @@ class Sampler:
           numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
         """
         width = length_bucket(max(len(p) for p in prompts), self.max_prompt_length)
-        prompt_tokens = pad_tokens(prompts, width)
-        lengths = np.array([len(p) for p in prompts], np.int32)
+        inputs = (
+            pad_tokens(prompts, width),
+            np.array([len(p) for p in prompts], np.int32),
+            np.asarray(numbers, np.uint32),
+        )
+        prompt_tokens, lengths, places = place_prompts(inputs, self.mesh, axis=0)
         room = min(FIRST_CACHE, self.max_tokens)
         state, prompt_cache, keys = _start(
             self.graphdef,
             params,
             prompt_tokens,
             lengths,
-            np.asarray(numbers, np.uint32),
+            places,
             key,
             num_generations,
             self.max_tokens,
@@ -124,13 +140,14 @@ class Sampler:
         return Completions(tokens, lengths_out, logprobs, done)
 
 
-def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig) -> Sampler:
+def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
     """The sampler of a model, its tokenizer and the `rollout` section."""
     return Sampler(
         graphdef,
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
+        mesh=mesh,
     )
 
 

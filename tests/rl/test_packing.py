@@ -1,0 +1,82 @@
+"""Every row of every group goes into a micro-batch exactly once, with its own prompt, and comes back to its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tunix_like.rl.packing import pack, split_shape, unpack
+from tunix_like.types import GroupBatch
+
+PROMPTS, SIZE, STEPS = 4, 5, 3
+
+
+def make_batch() -> GroupBatch:
+    """Every number names its place: token `t` of completion `i` of group `p` is `100 p + 10 i + t`."""
+    p, i, t = np.ogrid[:PROMPTS, :SIZE, :STEPS]
+    names = (100 * p + 10 * i + t).astype(np.int32)
+    return GroupBatch(
+        prompt_tokens=np.arange(PROMPTS, dtype=np.int32)[:, None] + np.zeros(6, np.int32),
+        prompt_lengths=np.arange(1, PROMPTS + 1, dtype=np.int32),
+        completion_tokens=names,
+        completion_lengths=1 + (p + i)[..., 0].astype(np.int32) % STEPS,
+        rollout_logprobs=np.zeros(names.shape, np.float32),
+        rewards=np.zeros((PROMPTS, SIZE), np.float32),
+        scored=np.ones((PROMPTS, SIZE), bool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("generations", "micro_batch", "expected"),
+    [
+        (8, None, (1, 8)),  # one whole group
+        (8, 8, (1, 8)),
+        (8, 16, (2, 8)),
+        (8, 23, (2, 8)),  # whole groups only
+        (8, 1000, (6, 8)),  # never more prompts than there are
+        (8, 7, (1, 4)),  # even parts
+        (8, 4, (1, 4)),
+        (8, 3, (1, 3)),
+        (8, 1, (1, 1)),
+        (5, 4, (1, 3)),
+        (1, 4, (4, 1)),
+    ],
+)
+def test_split_shape(generations, micro_batch, expected):
+    assert split_shape(generations, micro_batch, 6) == expected
+
+
+def test_split_shape_gives_every_device_as_many_prompts():
+    assert split_shape(8, None, 6, device_parts=4) == (4, 8)
+    assert split_shape(8, 40, 6, device_parts=4) == (8, 8)
+    assert split_shape(8, 3, 6, device_parts=2) == (2, 3)
+
+
+@pytest.mark.parametrize("groups", [range(PROMPTS), [2], [1, 3], [0, 1, 3]], ids=str)
+@pytest.mark.parametrize("shape", [(1, SIZE), (2, SIZE), (3, SIZE), (1, 2), (2, 2), (1, 3), (4, 1), (8, SIZE)], ids=str)
+def test_pack_and_unpack(shape, groups):
+    batch = make_batch()
+    names = batch.completion_tokens
+    old = names.astype(np.float32) / 1000
+    micro = pack(batch, groups, shape, old_logprobs=old, ref_logprobs=old + 1)
+    assert micro.tokens.shape[1:] == (*shape, STEPS)
+    assert len(micro.tokens) == -(-len(groups) * -(-SIZE // shape[1]) // shape[0]), "no more micro-batches than needed"
+    seen = []
+    for place in zip(*np.nonzero(micro.lengths), strict=True):
+        group, sample = micro.group[place[:2]], micro.sample[place]
+        seen.append((group, sample))
+        assert micro.lengths[place] == batch.completion_lengths[group, sample]
+        np.testing.assert_array_equal(micro.tokens[place], names[group, sample])
+        np.testing.assert_array_equal(micro.old_logprobs[place], old[group, sample])
+        np.testing.assert_array_equal(micro.ref_logprobs[place], old[group, sample] + 1)
+        assert micro.prompt_lengths[place[:2]] == batch.prompt_lengths[group]
+        np.testing.assert_array_equal(micro.prompt_tokens[place[:2]], batch.prompt_tokens[group])
+    assert sorted(seen) == [(group, sample) for group in groups for sample in range(SIZE)], "each row once"
+    assert (micro.prompt_lengths > 0).all(), "padding rows still go through the model"
+    expected = np.where(np.isin(np.arange(PROMPTS), groups)[:, None, None], names, 0)
+    np.testing.assert_array_equal(unpack(micro.tokens, micro, (PROMPTS, SIZE)), expected)
+
+
+def test_no_log_probabilities_are_made_up():
+    micro = pack(make_batch(), range(PROMPTS), (1, SIZE))
+    assert micro.old_logprobs is None and micro.ref_logprobs is None
