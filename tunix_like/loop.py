@@ -7,6 +7,7 @@ It knows when things happen and what must be on disk before what; it does not kn
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ import numpy as np
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.errors import UserError
 from tunix_like.metrics import MetricsLog
+
+logger = logging.getLogger("tunix_like")
 
 EXIT_STOPPED = 75
 """Exit status of a run that was told to stop (SIGTERM, SIGINT) and saved itself first."""
@@ -129,6 +132,9 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
             f"({meta['identity'].get(changed[0])!r} there, {phase.identity[changed[0]]!r} now). "
             "Use another output_dir, or the settings it was made with."
         )
+    if meta["total"] != phase.total:
+        message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"
+        logger.warning(message, phase.total, meta["total"])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), phase.state())
     phase.load_state(checkpoints.restore(step, abstract, phase.iterator)[0], step)
     return step, bool(meta["over"])
@@ -136,7 +142,8 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
 
 def save(phase: Phase, checkpoints: Checkpoints, step: int, over: bool) -> None:
     """Starts writing a checkpoint; the arrays are copied before this returns."""
-    checkpoints.save(step, phase.state(), phase.iterator, {"identity": phase.identity, "over": over})
+    meta = {"identity": phase.identity, "over": over, "total": phase.total}
+    checkpoints.save(step, phase.state(), phase.iterator, meta)
 
 
 def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     learner = find_learner(config.algorithm.advantage_estimator)
     algorithm = resolve(config.algorithm, learner.config_class)
     objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, updates_per_batch(config))
-    read = {**objective.estimator_params, **objective.loss_params}
+    read = objective.parameters()
     algorithm = dataclasses.replace(algorithm, **{k: v for k, v in read.items() if hasattr(algorithm, k)})
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
@@ -112,6 +112,8 @@ def assemble(config: Config) -> Parts:
     mesh = build_mesh(config.mesh)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
+    entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
+    config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
     model, tokenizer = _load_model(config, source.tokenizer)
     return Parts(config, learner, source, model, tokenizer, rewards, mesh)
 

@@ -1,6 +1,6 @@
 """Advantages against the definitions: every subset of the group, every outcome of a small bandit, float64.
 
-The oracles below know max@K as a mean over subsets and the gradient of an objective as a sum over outcomes; none of them
+The oracles know max@K as a mean over subsets and the gradient of an objective as a sum over outcomes; none of them
 sorts, and none knows a closed form.
 """
 
@@ -104,7 +104,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e
     assert (np.abs(actual - expected) <= bound).all(), np.abs(actual - expected).max()
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_population_weight(name, params, weight, size):
     np.testing.assert_allclose(found, [weight(size, p) for p in PASS_RATES], rtol=2e-5)
 
 
-# --- properties ---------------------------------------------------------------------------------------------------------
+# --- properties -------------------------------------------------------------------------------------------------------
 
 
 @every

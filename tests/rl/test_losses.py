@@ -1,5 +1,5 @@
-"""Token losses, KL estimates, weights and log-probabilities against slow loops in float64, and their gradients where the
-ratio would overflow."""
+"""Token losses, KL estimates, weights and log-probabilities against slow loops in float64, and their gradients where
+the ratio would overflow."""
 
 from __future__ import annotations
 

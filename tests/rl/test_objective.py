@@ -66,7 +66,7 @@ def test_each_function_gets_only_what_it_reads():
         ({"k": 2}, "algorithm.k: the estimator 'rloo' does not read it"),
         ({"ddof": 0}, "algorithm.ddof: the estimator 'rloo' does not read it"),
         ({"advantage_estimator": "maxrl", "truncation_order": 4}, "algorithm.truncation_order: got 4"),
-        ({"policy_loss_fn": "ppo"}, "unknown loss 'ppo'. Did you mean 'ppo_clip'"),
+        ({"policy_loss_fn": "ppo_clp"}, "unknown loss 'ppo_clp'. Did you mean 'ppo_clip'"),
         ({"policy_loss_fn": "reinforce", "epsilon": 0.1}, "algorithm.epsilon: the loss 'reinforce' does not read it"),
         ({"policy_loss_fn": "reinforce", "updates": 2}, "'reinforce' has no ratio.*make 2"),
         ({"advantage_estimator": "maxrl", "beta": 0.1, "kl_in_reward": True}, "algorithm.kl_in_reward: it makes negat"),

@@ -15,7 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import AlgorithmConfig
 from tunix_like.errors import UserError
-from tunix_like.rl.advantages import ZERO_WHEN_CONSTANT, check_parameters, find_estimator, least_scored
+from tunix_like.rl.advantages import (
+    ZERO_WHEN_CONSTANT,
+    check_parameters,
+    estimator_parameters,
+    find_estimator,
+    least_scored,
+)
 from tunix_like.rl.losses import (
     Rows,
     Tokens,
@@ -37,6 +43,12 @@ class Objective:
     estimator_params: dict[str, Any]
     loss_params: dict[str, Any]
     max_tokens: int
+
+    def parameters(self) -> dict[str, Any]:
+        """Every parameter that the estimator and the loss read, with the value it has."""
+        estimator = estimator_parameters(find_estimator(str(self.config.advantage_estimator)))
+        loss = loss_parameters(find_policy_loss(str(self.config.policy_loss_fn)))
+        return {**estimator, **loss, **self.estimator_params, **self.loss_params}
 
     @property
     def reference_in_loss(self) -> bool:

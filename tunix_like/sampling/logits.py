@@ -59,12 +59,11 @@ def keep_top_p(probs: Float[Array, "N V"], top_p: float) -> Float[Array, "N V"]:
     """Keeps the smallest set of most probable tokens that holds at least `top_p` of the row's mass; ties stay.
 
     The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which are ordered like
-    the
-    numbers: 31 sums instead of a sort.
+    the numbers: 31 sums instead of a sort.
     """
     wanted = top_p * probs.sum(axis=-1)
 
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low) // 2
         threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)
