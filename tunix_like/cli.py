@@ -22,6 +22,7 @@ from tunix_like.errors import UserError
 if TYPE_CHECKING:
     from tunix_like.rl.learner import Learner
     from tunix_like.runs import Parts
+    from tunix_like.sampling.logits import SamplingParams
     from tunix_like.sampling.sampler import Sampler
     from tunix_like.tokenizer import Tokenizer
 
@@ -31,12 +32,27 @@ OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/base_config
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return int(arguments.run(arguments) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except SystemExit as stop:
+        if message := getattr(stop, "message", ""):
+            print(f"{message}; the same command resumes", file=sys.stderr)
+        raise
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, overrides before or after options: argparse by itself leaves over those that stand after one."""
+    parser = _parser()
+    arguments, left = parser.parse_known_args(argv)
+    if not all("=" in word and not word.startswith("-") for word in left) or (left and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        arguments.overrides += left
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     generate = command(
         "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
     )
-    generate.add_argument("--prompt", required=True, help="text; wrapped as a chat when the run's data is")
+    generate.add_argument(
+        "--prompt",
+        required=True,
+        help="text; a chat message where the run has a system prompt or data.apply_chat_template; no prompt_template",
+    )
     export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
     for sub in (evaluate, generate, export):
         sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id")
@@ -77,7 +97,7 @@ def _setup_jax() -> None:
 
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "tunix_like" / "xla"))
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the many small ones add up to seconds
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -107,7 +127,7 @@ def _learner(parts: Parts, folder: Path) -> Learner:
     return parts.learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
-        reward_fns=[function for _, function, _ in parts.rewards],
+        reward_fns={name: function for name, function, _ in parts.rewards},
         reward_weights=[weight for _, _, weight in parts.rewards],
         algo_config=config.algorithm,
         rollout_config=config.rollout,
@@ -128,7 +148,8 @@ def _fine_tune(parts: Parts, folder: Path) -> None:
     if len(parts.source.eval):
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
-        evaluate = lambda params: evaluator(params).metrics  # noqa: E731
+        kept = folder / "rollouts" / "eval"
+        evaluate = lambda params: evaluator(params, rollouts=kept).metrics  # noqa: E731
     trainer = SFTTrainer(
         model=parts.model,
         tokenizer=parts.tokenizer,
@@ -213,23 +234,28 @@ def _picture(parts: Parts, learner: Learner) -> None:
     """One held-out problem drawn with the model's most likely answer, where the data can be drawn."""
     if parts.source.draw is None or not len(parts.source.eval):
         return
-    row = parts.source.eval[0]
-    console.say(parts.source.draw(row, _complete(learner.sampler, learner.params, parts.tokenizer, row["prompt"], 0.0)))
+    from tunix_like.sampling.logits import SamplingParams
+
+    row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
+    answer = _complete(learner.sampler, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
+    console.say("the first held-out problem with the model's most likely answer:")
+    console.say(parts.source.draw(row, answer))
 
 
-def _complete(sampler: Sampler, params: Any, tokenizer: Tokenizer, prompt: Any, temperature: float) -> str:
+def _complete(
+    sampler: Sampler, params: Any, tokenizer: Tokenizer, prompt: Any, sampling: SamplingParams, seed: int
+) -> str:
     import jax
 
     from tunix_like.data.stream import render
     from tunix_like.rl.rollouts import completion_texts
-    from tunix_like.sampling.logits import SamplingParams
 
     tokens = render({"prompt": prompt}, tokenizer).tokens
     if len(tokens) > sampler.max_prompt_length:
         raise UserError(
             f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({sampler.max_prompt_length})."
         )
-    out = sampler.generate(params, [tokens], [0], 1, jax.random.key(0), SamplingParams(temperature))
+    out = sampler.generate(params, [tokens], [0], 1, jax.random.key(seed), sampling)
     return completion_texts(out, tokenizer)[0]
 
 
@@ -250,16 +276,20 @@ def _eval(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace) -> None:
     _setup_jax()
     from tunix_like import runs
+    from tunix_like.models.loading import check_fit
+    from tunix_like.sampling.logits import SamplingParams
     from tunix_like.sampling.sampler import make_sampler
 
     trained = runs.open_trained(arguments.source, arguments.overrides)
+    check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)
     data, rollout = trained.config.data, trained.config.rollout
     prompt: Any = arguments.prompt
     if data.apply_chat_template or data.system_prompt is not None:
         system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
         prompt = [*system, {"role": "user", "content": prompt}]
     sampler = make_sampler(trained.graphdef, trained.tokenizer, rollout)
-    print(_complete(sampler, trained.params, trained.tokenizer, prompt, rollout.temperature))
+    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+    print(_complete(sampler, trained.params, trained.tokenizer, prompt, sampling, trained.config.training.seed))
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -89,7 +89,9 @@ class ModelConfig(_Checked):
     dtype: str | None = key(
         doc="compute dtype; unset: bfloat16 on TPU and GPU, float32 on CPU", choices=("float32", "bfloat16")
     )
-    param_dtype: str = key("float32", doc="dtype of weights and optimizer state", choices=("float32", "bfloat16"))
+    param_dtype: str = key(
+        "float32", doc="dtype of weights and optimizer state; training needs float32", choices=("float32", "bfloat16")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +106,12 @@ class DataConfig(_Checked):
     apply_chat_template: bool | None = key(
         doc="wrap the prompt as a user message; unset: only with a system prompt or rows that hold messages"
     )
+    chat_template_args: dict[str, Any] | None = key(
+        doc="variables for the chat template, e.g. {enable_thinking: false}"
+    )
     batch_size: int = key(8, doc="prompts per training step", at_least=1)
     shuffle: bool = key(True, doc="shuffle every epoch anew, by training.seed")
-    seed: int = key(0, doc="seed of generated data (maze, reverse_text)", at_least=0)
+    seed: int = key(0, doc="maze, reverse_text: seed of the generated rows", at_least=0)
     overlong_prompts: str = key(
         "skip", doc="prompts longer than rollout.max_prompt_length: skip (counted) or error", choices=("skip", "error")
     )
@@ -147,6 +152,9 @@ class RolloutConfig(_Checked):
     temperature: float = key(1.0, doc="sampling temperature; 0 is greedy (evaluation only)", at_least=0)
     top_p: float = key(1.0, doc="keep the most probable tokens whose probabilities sum to this", above=0, at_most=1)
     top_k: int | None = key(doc="keep only this many most probable tokens; unset: all", at_least=1)
+    max_concurrent_rows: int | None = key(
+        doc="completions sampled at once, in whole groups: bounds the cache; unset: all of a step", at_least=1
+    )
     eos_tokens: list[int] | None = key(doc="ids that end a completion; unset: those of generation_config.json")
 
 

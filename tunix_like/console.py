@@ -57,13 +57,14 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Prints a table; a column whose cells all start like numbers is aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
-    shown = rich.table.Table(title=title, title_justify="left")
+    shown = rich.table.Table()
     for index, column in enumerate(columns):
         numeric = all(row[index].lstrip("+-.")[:1].isdigit() for row in cells)
         shown.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         shown.add_row(*map(rich.text.Text, row))
     console = _CONSOLE if _CONSOLE.is_terminal else rich.console.Console(width=_LOG_WIDTH)
+    say(title)  # not the table's own, which would be wrapped to its width
     console.print(shown)
 
 

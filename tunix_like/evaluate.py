@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Bool, Int
 from tunix_like.config import EvalConfig
 from tunix_like.data.stream import render
 from tunix_like.errors import UserError
-from tunix_like.rl.rollouts import WeightedReward, completion_texts, score_completions
+from tunix_like.rl.rollouts import WeightedReward, completion_texts, saved_on_failure, score_completions, succeeds
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Completions, Sampler
 from tunix_like.tokenizer import Tokenizer
@@ -86,8 +87,18 @@ class Evaluator:
     success_threshold: float
     key: jax.Array
 
-    def __call__(self, params: Any, on_progress: Callable[[int], None] = lambda done: None) -> Evaluation:
+    def __call__(
+        self,
+        params: Any,
+        on_progress: Callable[[int], None] = lambda done: None,
+        rollouts: Path | None = None,
+        step: int = 0,
+    ) -> Evaluation:
         """Samples `eval.samples` completions of each problem, scores them and sums up.
+
+        Args:
+          on_progress: called with the number of problems just done.
+          rollouts, step: the folder for completions that cannot be scored, and the step they are of.
 
         Raises:
           UserError: a reward function failed, or nothing could be scored.
@@ -105,7 +116,8 @@ class Evaluator:
             )
             out = Completions(*(values[: len(part)] for values in out))
             flat = completion_texts(out, self.tokenizer)
-            scores = score_completions(self.rewards, part, flat, config.samples)
+            with saved_on_failure(rollouts, step, part, flat):
+                scores = score_completions(self.rewards, part, flat, config.samples)
             texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
             parts.append((out, scores.total.reshape(len(part), config.samples)))
             on_progress(len(part))
@@ -127,7 +139,7 @@ def _summary(
     if not known.any():
         raise UserError("evaluation: no completion could be scored; check rewards.functions.")
     scored = known.sum(axis=1)
-    successes = (known & (np.nan_to_num(total, nan=-np.inf) >= success_threshold)).sum(axis=1)
+    successes = (known & succeeds(np.nan_to_num(total, nan=-np.inf), success_threshold)).sum(axis=1)
     metrics: dict[str, float] = {}
     for k in ks_of(config):
         values = [pass_at_k(int(n), int(c), k) for n, c in zip(scored, successes, strict=True) if n >= k]

@@ -28,10 +28,11 @@ EXIT_STOPPED = 75
 
 
 class Stopped(SystemExit):
-    """Raised after a signal, once the checkpoint is written; the same command resumes the run."""
+    """Raised after a signal, once the checkpoint is written (if the run has a folder); the same command resumes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int, saved: bool) -> None:
         super().__init__(EXIT_STOPPED)
+        self.message = f"stopped by a signal after step {step}, " + ("which is saved" if saved else "nothing is saved")
 
 
 @runtime_checkable
@@ -85,12 +86,12 @@ def run(
       Stopped: a signal asked for the end; the state is saved.
     """
     done, over = resume(phase, checkpoints, log)
-    if over or done == phase.total:
+    if over or _complete(phase, done):
         return done
     if done == 0 and (start := phase.evaluate(0, last=False)):
         _write(log, on_row, {phase.step_key: 0} | start)
     with _stop_signals() as stop_asked:
-        while done != phase.total:
+        while not _complete(phase, done):
             began = time.perf_counter()
             metrics = phase.advance(done + 1)
             if metrics is None:
@@ -98,23 +99,27 @@ def run(
             done += 1
             metrics["step_time_sec"] = time.perf_counter() - began
             row = {phase.step_key: done} | {f"{phase.name}/{name}": value for name, value in metrics.items()}
-            row |= phase.evaluate(done, last=done == phase.total)
+            row |= phase.evaluate(done, last=_complete(phase, done))
             _write(log, on_row, row)
             over = phase.finished(row)
-            last = over or done == phase.total
-            if checkpoints is not None and (last or stop_asked() or done % checkpoint_every == 0):
+            last, stop = over or _complete(phase, done), stop_asked()  # asked once: what stops the run also saves it
+            if checkpoints is not None and (last or stop or done % checkpoint_every == 0):
                 save(phase, checkpoints, done, over)
             if last:
                 return done
-            if stop_asked():
+            if stop:
                 if checkpoints is not None:
                     checkpoints.wait()
-                raise Stopped
+                raise Stopped(done, checkpoints is not None)
     if final := phase.evaluate(done, last=True):  # the data was used up: only now is the last step known
         _write(log, on_row, {phase.step_key: done} | final)
     if checkpoints is not None and done and checkpoints.latest_step() != done:
         save(phase, checkpoints, done, False)
     return done
+
+
+def _complete(phase: Phase, done: int) -> bool:
+    return phase.total is not None and done >= phase.total
 
 
 def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tuple[int, bool]:

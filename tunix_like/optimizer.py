@@ -69,10 +69,11 @@ def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
     """The optimizer's state, its moments lying where their parameters lie."""
+    place = jax.tree.leaves(params)[0].sharding
+    if not isinstance(place, NamedSharding):
+        return jax.jit(optimizer.init)(params)
+    everywhere = NamedSharding(place.mesh, PartitionSpec())
     state = jax.eval_shape(optimizer.init, params)
-    everywhere = jax.tree.leaves(params)[0].sharding
-    if isinstance(everywhere, NamedSharding):
-        everywhere = NamedSharding(everywhere.mesh, PartitionSpec())
     shardings = optax.tree.map_params(
         optimizer, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: everywhere
     )

@@ -7,7 +7,8 @@ A run is one folder: `config.yaml` (resolved), `model/` (what the model is, with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,9 @@ from tunix_like.data import DataSource, load_source
 from tunix_like.errors import UserError
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import load_description, load_model, save_description
+from tunix_like.models.loading import check_fit, load_description, load_model, save_description
 from tunix_like.models.sharding import build_mesh
+from tunix_like.rewards import check_arguments
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rl.learner import Learner
 from tunix_like.rl.learners import find_learner
@@ -76,6 +78,10 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     algorithm = dataclasses.replace(algorithm, **{k: v for k, v in read.items() if hasattr(algorithm, k)})
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
+    if config.model.param_dtype != "float32":
+        raise UserError(
+            "model.param_dtype: bfloat16 weights lose small updates; train in float32 (model.dtype may differ)."
+        )
     ks_of(config.eval)
     reward_entries(config)
     if config.model.path is None and config.model.config is None:
@@ -96,14 +102,25 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
         if unknown or not isinstance(entry.get("name"), str):
             raise UserError(f"rewards.functions[{i}]: expected {{name: ..., weight: ...}}, got {entry}.")
         weight = entry.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise UserError(f"rewards.functions[{i}].weight: expected a number, got {weight!r}.")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise UserError(f"rewards.functions[{i}].weight: expected a finite number, got {weight!r}.")
+        algorithm = config.algorithm
+        if weight < 0 and algorithm.advantage_estimator == "maxrl" and algorithm.truncation_order is None:
+            raise UserError(
+                f"rewards.functions[{i}].weight: {weight} makes negative rewards, which maxrl without "
+                "algorithm.truncation_order does not take. Set it, or give a weight of at least 0."
+            )
         out.append((entry["name"], float(weight)))
+    if doubled := {name for name, _ in out if [n for n, _ in out].count(name) > 1}:
+        raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is named twice; give it one weight.")
     return out
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    return [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
+    """The functions of `rewards`, which must find what they ask for in the source's rows."""
+    functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
+    check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
+    return functions
 
 
 def assemble(config: Config) -> Parts:
@@ -115,15 +132,12 @@ def assemble(config: Config) -> Parts:
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
     model, tokenizer = _load_model(config, source.tokenizer)
+    check_fit(model.config, tokenizer, config.rollout)
     return Parts(config, learner, source, model, tokenizer, rewards, mesh)
 
 
 def _load_model(config: Config, own: Tokenizer | None) -> tuple[Decoder, Tokenizer]:
-    section = config.model
-    dtypes = {
-        "dtype": None if section.dtype is None else jnp.dtype(section.dtype),
-        "param_dtype": jnp.dtype(section.param_dtype),
-    }
+    section, dtypes = config.model, _dtypes(config)
     if section.path is not None:
         if section.config is not None:
             raise UserError("model.config: give either model.path or model.config, not both.")
@@ -138,7 +152,7 @@ def _load_model(config: Config, own: Tokenizer | None) -> tuple[Decoder, Tokeniz
     tokenizer = own or tokenizer
     if tokenizer is None:
         raise UserError(f"model.path: {section.path} has no tokenizer, and data.name={config.data.name} brings none.")
-    return model, tokenizer
+    return model, tokenizer.with_template_variables(config.data.chat_template_args or {})
 
 
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
@@ -158,7 +172,7 @@ def claim(folder: Path, parts: Parts) -> None:
     if file.exists():
         held = yaml.safe_load(file.read_text(encoding="utf-8"))
         changed = [line for line in differences(held, as_dict(parts.config)) if not line.startswith(CHANGEABLE)]
-        if changed:
+        if changed and _newest_checkpoints(folder) is not None:  # without one, nothing is lost by starting over
             raise UserError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
                 "Use the same values to resume it, or training.output_dir=<another folder> to start anew."
@@ -191,27 +205,43 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
     step: int | None = None
     if place.name.isdigit() and place.parent.name in ("checkpoints", "sft_checkpoints"):
         step, steps_folder, place = int(place.name), place.parent, place.parent.parent
-    elif (place / "config.yaml").is_file():
-        steps_folder = _newest_checkpoints(place)
+    elif (place / "model" / "config.json").is_file():
+        found = _newest_checkpoints(place)
+        if found is None:
+            raise UserError(
+                f"{place} has no checkpoint yet; training.checkpoint_every_n_steps says when one is written."
+            )
+        steps_folder = found
     else:
         return _open_model(path, overrides, need_data)
-    config = load(place / "config.yaml", overrides)
-    dtype = None if config.model.dtype is None else jnp.dtype(config.model.dtype)
-    graphdef, abstract, model_config, tokenizer = load_description(
-        place / "model", dtype=dtype, param_dtype=jnp.dtype(config.model.param_dtype)
-    )
-    checkpoints = Checkpoints(steps_folder)
-    step = checkpoints.latest_step() if step is None else step
-    assert step is not None  # _newest_checkpoints looked
-    params = checkpoints.restore(step, {"params": abstract})[0]["params"]
-    checkpoints.close()
+    file = place / "config.yaml"  # a run of the Python interface has none
+    config = load(file, overrides) if file.is_file() else _config_without_file(path, overrides, need_data)
+    graphdef, abstract, model_config, tokenizer = load_description(place / "model", **_dtypes(config))
+    with Checkpoints(steps_folder) as checkpoints:
+        step = checkpoints.steps()[-1] if step is None else step
+        params = checkpoints.restore(step, {"params": abstract})[0]["params"]
+    tokenizer = tokenizer.with_template_variables(config.data.chat_template_args or {})
     return Trained(config, graphdef, model_config, params, tokenizer, f"{steps_folder}/{step}")
+
+
+def _dtypes(config: Config) -> dict[str, Any]:
+    """`load_model`'s dtypes; an unset compute dtype is left to the device."""
+    dtype = config.model.dtype
+    return {"dtype": None if dtype is None else jnp.dtype(dtype), "param_dtype": jnp.dtype(config.model.param_dtype)}
+
+
+def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -> Config:
+    given = {override.partition("=")[0] for override in overrides}
+    if need_data and "data.name" not in given:
+        raise UserError(f"{path} does not say what to evaluate it on; add e.g. data.name=gsm8k.")
+    return load(None, overrides)
 
 
 def evaluator_of(trained: Trained) -> Evaluator:
     """The evaluator of a trained model's config: its data's held-out rows, its rewards, its `eval` section."""
     config = trained.config
     ks_of(config.eval)
+    check_fit(trained.model_config, trained.tokenizer, config.rollout)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     if not len(source.eval):
@@ -241,28 +271,22 @@ def _evaluator(
     )
 
 
-def _newest_checkpoints(run: Path) -> Path:
+def _newest_checkpoints(run: Path) -> Path | None:
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
         found = checkpoints.latest_step()
         checkpoints.close()
         if found is not None:
             return run / name
-    raise UserError(f"{run} has no checkpoint yet; training.checkpoint_every_n_steps says when one is written.")
+    return None
 
 
 def _open_model(path: str, overrides: Sequence[str], need_data: bool) -> Trained:
-    given = {override.partition("=")[0] for override in overrides}
-    if need_data and "data.name" not in given:
-        raise UserError(f"{path} is a model, not a run: say what to evaluate it on, e.g. data.name=gsm8k.")
-    config = load(None, [f"model.path={path}", *overrides])
-    dtypes: Mapping[str, Any] = {
-        "dtype": None if config.model.dtype is None else jnp.dtype(config.model.dtype),
-        "param_dtype": jnp.dtype(config.model.param_dtype),
-    }
-    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, **dtypes)
+    config = _config_without_file(path, [f"model.path={path}", *overrides], need_data)
+    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, **_dtypes(config))
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer.")
+    tokenizer = tokenizer.with_template_variables(config.data.chat_template_args or {})
     graphdef, state = nnx.split(model)
     return Trained(config, graphdef, model.config, nnx.to_pure_dict(state), tokenizer, path)
 

@@ -24,6 +24,7 @@ from tunix_like.errors import UserError
 from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import place_params, place_prompts, prompt_parts
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.losses import Rows, Tokens, aggregation_weights
@@ -86,6 +87,9 @@ class SFTTrainer:
         self.rollout = rollout_config or RolloutConfig()
         self.training = training_config or RLTrainingConfig()
         self.tokenizer = Tokenizer.wrap(tokenizer)
+        check_fit(model.config, self.tokenizer, self.rollout)
+        # What ends an answer must end a completion too; a tokenizer's own token is the one of its chat template.
+        self.eos_id = (self.rollout.eos_tokens or [self.tokenizer.eos_id or self.tokenizer.eos_ids[0]])[0]
         self.model = model
         graphdef, state = nnx.split(model)
         self.mesh = mesh
@@ -171,7 +175,7 @@ class SFTTrainer:
             prompt_lengths=lengths,
             completion_tokens=tokens,
             completion_lengths=np.array([[len(answer)] for answer in answers], np.int32),
-            rollout_logprobs=np.zeros(tokens.shape, np.float32),
+            rollout_logprobs=None,
             rewards=np.ones((len(answers), 1), np.float32),
             scored=np.ones((len(answers), 1), bool),
         )
@@ -182,7 +186,7 @@ class SFTTrainer:
             raise UserError(
                 f"SFT needs text in the 'answer' column; the row of prompt {prompt.text!r:.60} has {answer!r}."
             )
-        return [*self.tokenizer.encode(answer, add_special_tokens=False), *self.tokenizer.eos_ids[:1]]
+        return [*self.tokenizer.encode(answer, add_special_tokens=False), self.eos_id]
 
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)

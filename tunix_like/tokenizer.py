@@ -41,6 +41,7 @@ class Tokenizer:
         pad_token: str | None = None,
         chat_template: str | None = None,
         eos_ids: Sequence[int] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
         """Wraps `backend`, which must no longer be changed by the caller.
 
@@ -49,6 +50,7 @@ class Tokenizer:
           bos_token, eos_token, pad_token: special tokens by their text.
           chat_template: jinja source, in the Hugging Face dialect.
           eos_ids: every id that ends a completion; unset means the id of `eos_token`.
+          template_variables: handed to the chat template at every rendering, e.g. `enable_thinking`.
 
         Raises:
           UserError: a special token that the vocabulary does not have.
@@ -58,7 +60,9 @@ class Tokenizer:
         self._backend = backend
         self._bos_token, self._eos_token, self._pad_token = bos_token, eos_token, pad_token
         self._chat_template = chat_template
+        self._template_variables = dict(template_variables or {})
         self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
+        self._eos_id = eos_id
         self._eos_ids = tuple(int(i) for i in eos_ids) if eos_ids is not None else () if eos_id is None else (eos_id,)
         pad_id = self._id("pad_token", pad_token)
         self._pad_id = next((i for i in (pad_id, eos_id, *self._eos_ids) if i is not None), 0)
@@ -129,14 +133,22 @@ class Tokenizer:
 
     def with_eos_ids(self, ids: Sequence[int]) -> Tokenizer:
         """The same tokenizer with this set of ids that end a completion (as generation_config.json lists them)."""
-        return Tokenizer(
-            self._backend,
-            bos_token=self._bos_token,
-            eos_token=self._eos_token,
-            pad_token=self._pad_token,
-            chat_template=self._chat_template,
-            eos_ids=ids,
-        )
+        return self._copy(eos_ids=ids)
+
+    def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
+        """The same tokenizer whose chat template always sees these variables, e.g. `enable_thinking`."""
+        return self._copy(template_variables=variables)
+
+    def _copy(self, **changed: Any) -> Tokenizer:
+        same: dict[str, Any] = {
+            "bos_token": self._bos_token,
+            "eos_token": self._eos_token,
+            "pad_token": self._pad_token,
+            "chat_template": self._chat_template,
+            "eos_ids": self._eos_ids,
+            "template_variables": self._template_variables,
+        }
+        return Tokenizer(self._backend, **(same | changed))
 
     @property
     def vocab_size(self) -> int:
@@ -152,6 +164,11 @@ class Tokenizer:
     def bos_id(self) -> int | None:
         """Id of the beginning-of-sequence token, if there is one."""
         return self._bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the tokenizer's own end-of-sequence token, if there is one: what ends a turn of its chat template."""
+        return self._eos_id
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -199,7 +216,7 @@ class Tokenizer:
         tokens = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
         named = {name: token for name, token in tokens.items() if token is not None}
         turns = _plain(messages)
-        variables = {**named, "tools": None, "documents": None, **template_variables}
+        variables = {**named, "tools": None, "documents": None} | self._template_variables | template_variables
         try:
             return _compile_template(self._chat_template).render(
                 messages=turns, add_generation_prompt=add_generation_prompt, **variables

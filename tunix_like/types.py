@@ -48,7 +48,7 @@ class GroupBatch(NamedTuple):
     prompt_lengths: Int[AnyArray, "P"]
     completion_tokens: Int[AnyArray, "P G T"]
     completion_lengths: Int[AnyArray, "P G"]
-    rollout_logprobs: Float[AnyArray, "P G T"]
+    rollout_logprobs: Float[AnyArray, "P G T"] | None
     rewards: Float[AnyArray, "P G"]
     scored: Bool[AnyArray, "P G"]
 

@@ -23,10 +23,14 @@ if [[ $EXTRA != none ]]; then
   python3 -m pip install -e "$root[$EXTRA,hub]"
 fi
 
-run=runs/qwen3_0.6b-$estimator-s0
+seed=0 run=
 for argument in "$@"; do
-  case $argument in training.output_dir=*) run=${argument#*=} ;; esac
+  case $argument in
+    training.seed=*) seed=${argument#*=} ;;
+    training.output_dir=*) run=${argument#*=} ;;
+  esac
 done
+run=${run:-runs/qwen3_0.6b-$estimator-s$seed}
 python3 -m tunix_like train "$root/examples/gsm8k/qwen3_0.6b.yaml" \
   algorithm.advantage_estimator="$estimator" "$@" training.output_dir="$run"
 python3 -m tunix_like eval "$run"

@@ -161,6 +161,7 @@ def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
         CustomConfig(advantage_estimator="half", num_generations=4),
         learner=CustomLearner,
         max_steps=5,
+        actor_optimizer=OptimizerConfig(learning_rate=1e-3),
         on_row=lambda row, total: counts.append((row["train/perf/compilations"], len(compiled))),
     )
     last = learner.train(ROWS, batch_size=4)
@@ -279,7 +280,7 @@ BAD_REWARDS = {
     "text": (lambda prompts, completions: ["1"] * 16, "'1', is not a number"),
     "infinite": (lambda prompts, completions: [float("inf")] * 16, "inf, is not within"),
     "negative": (lambda prompts, completions: [-1.0, 1.0] * 8, "maxrl divides .* non-negative.*truncation_order"),
-    "unscored": (lambda prompts, completions: [float("nan")] * 16, "no completion .* could be scored"),
+    "unscored": (lambda prompts, completions: [float("nan")] * 16, "no completion could be scored"),
     "another column": (lambda completions, gold: [1.0] * 16, "needs an argument 'gold'.*there are: answer"),
 }
 
@@ -348,17 +349,18 @@ def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
     assert make(GRPOConfig(num_generations=4), learner=GRPOLearner).ref_params is None, "beta 0 holds no reference"
 
 
-def test_a_heavy_kl_holds_the_policy_back():
-    moved = {}
-    for beta in (0.0, 5.0):
-        learner = make(
-            GRPOConfig(num_generations=4, beta=beta), learner=GRPOLearner, reward=varied, max_steps=4,
-            actor_optimizer=optax.sgd(0.1),
-        )  # fmt: skip
-        start = jax.tree.map(np.asarray, learner.params)
-        collect(learner)
-        moved[beta] = float(optax.tree.norm(jax.tree.map(jnp.subtract, learner.params, start)))
-    assert moved[5.0] < 0.9 * moved[0.0]
+def test_the_kl_alone_leads_to_the_reference():
+    """Where rewards say nothing, the KL still has a gradient, and it points at the reference."""
+    learner = make(
+        GRPOConfig(num_generations=4, beta=1.0),
+        learner=GRPOLearner,
+        ref_model=make_model(seed=7),
+        reward=lambda prompts, completions: [0.0] * len(completions),
+        max_steps=4,
+    )
+    rows = collect(learner)
+    assert 0 < rows[3]["train/kl"] < 0.9 * rows[0]["train/kl"]
+    assert rows[0]["train/loss"] == pytest.approx(rows[0]["train/kl"], rel=0.5)
 
 
 def test_kl_in_the_reward_with_another_reference():
@@ -378,14 +380,14 @@ def test_kl_in_the_reward_with_another_reference():
     learner.sampler.generate = lambda *a, **k: caught.append((a[1], generate(*a, **k))) or caught[-1][1]
     row = collect(learner)[0]
     prompts, out = caught[0]
+    texts = [[*prompts[i], *out.tokens[i, j, : out.lengths[i, j]]] for i, j in np.ndindex(4, 4)]
+    tokens = np.array([text + [0] * (16 - len(text)) for text in texts])
+    logprobs = np.asarray(jax.jit(lambda x: jax.nn.log_softmax(reference(x)))(tokens))
     kl = np.zeros((4, 4))
-    for i, j in np.ndindex(4, 4):
-        length = out.lengths[i, j]
-        tokens = jnp.asarray([[*prompts[i], *out.tokens[i, j, :length]]])
-        logprobs = np.asarray(jax.nn.log_softmax(reference(tokens)[0]))
-        places = np.arange(length) + len(prompts[i]) - 1
-        ref = logprobs[places, out.tokens[i, j, :length]]
-        kl[i, j] = (out.logprobs[i, j, :length] - ref).sum()
+    for n, (i, j) in enumerate(np.ndindex(4, 4)):
+        for t in range(out.lengths[i, j]):
+            place = len(prompts[i]) + t
+            kl[i, j] += out.logprobs[i, j, t] - logprobs[n, place - 1, tokens[n, place]]
     np.testing.assert_allclose(kept[0], tunix_like.compute_advantages(-0.5 * kl, "rloo"), rtol=1e-3, atol=1e-4)
     assert row["train/rewards/mean"] == 0.0, "the reported reward is the reward function's"
     assert "train/kl" in row and row["train/kl"] == pytest.approx(kl.sum() / out.lengths.sum(), rel=1e-3, abs=1e-5)
@@ -406,7 +408,7 @@ def test_metric_functions():
 
     row = collect(make(metric_fns=[lengths], max_steps=1))[0]
     assert calls == [(16, 16, 16, 16, 16, ["text"])]
-    assert 0 <= row["train/mine/longest"] <= 4 and row["train/mine/shortest"] == 1
+    assert 0 < row["train/mine/longest"] <= 4 * len("<unk>") and row["train/mine/shortest"] == 1
 
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"

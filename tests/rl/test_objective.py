@@ -12,7 +12,13 @@ import pytest
 from tunix_like.config import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.rl import advantages
-from tunix_like.rl.advantages import ADVANTAGE_ESTIMATORS, compute_advantages, register_advantage_estimator
+from tunix_like.rl import objective as objectives
+from tunix_like.rl.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    ZERO_WHEN_CONSTANT,
+    compute_advantages,
+    register_advantage_estimator,
+)
 from tunix_like.rl.losses import aggregation_weights, kl_estimate, ppo_clip
 from tunix_like.rl.objective import build_objective, resolve
 
@@ -41,6 +47,14 @@ class Defaults(AlgorithmConfig):
     kl_in_reward: bool | None = True
 
 
+@pytest.fixture
+def registry(monkeypatch):
+    """Copies of the registry, so that what a test registers does not outlive it."""
+    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    monkeypatch.setattr(advantages, "ZERO_WHEN_CONSTANT", zero := set(ZERO_WHEN_CONSTANT))
+    monkeypatch.setattr(objectives, "ZERO_WHEN_CONSTANT", zero)
+
+
 def test_unset_keys_take_the_learners_default():
     given = AlgorithmConfig(loss_agg_mode="seq-mean-token-sum", kl_in_reward=False, num_generations=3, beta=0.5)
     found = resolve(given, Defaults)
@@ -55,6 +69,9 @@ def test_each_function_gets_only_what_it_reads():
     assert objective.estimator_params == {"k": 2}
     assert objective.loss_params == {"epsilon": 0.1, "epsilon_c": 3.0}
     assert make(advantage_estimator="grpo", ddof=0).estimator_params == {"ddof": 0}
+    clip = {"epsilon": 0.1, "epsilon_high": None, "epsilon_c": 3.0}
+    assert objective.parameters() == {"k": 2} | clip, "what is read, with the value it has"
+    assert make(advantage_estimator="grpo", policy_loss_fn="reinforce").parameters() == {"ddof": 1}
 
 
 @pytest.mark.parametrize(
@@ -91,16 +108,21 @@ def test_the_reference_is_in_the_loss_only_when_asked():
     assert not make(beta=0.0).reference_in_loss
 
 
+def test_which_groups_can_be_left_out(registry):
+    """Constant ones, where the estimator promises zeros for them and no KL in the loss moves them all the same."""
+    assert make().needs_signal and make(beta=0.1, kl_in_reward=True).needs_signal
+    assert not make(beta=0.1).needs_signal
+    register_advantage_estimator("promises", zero_when_constant=True)(advantages.drgrpo)
+    register_advantage_estimator("does_not")(advantages.drgrpo)
+    assert make(advantage_estimator="promises").needs_signal
+    assert not make(advantage_estimator="does_not").needs_signal
+
+
 def test_advantages_are_those_of_the_named_estimator():
     for name, params in [("rloo", {}), ("maxpo", {"k": 2}), ("grpo", {"ddof": 0})]:
         found = make(advantage_estimator=name, **params).advantages(REWARDS, SCORED, LENGTHS)
         expected = compute_advantages(np.where(SCORED, REWARDS, np.nan), name, **params)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
 
 
 def test_a_users_estimator_is_masked_and_its_shape_checked(registry):

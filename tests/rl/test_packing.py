@@ -73,8 +73,30 @@ def test_pack_and_unpack(shape, groups):
         np.testing.assert_array_equal(micro.prompt_tokens[place[:2]], batch.prompt_tokens[group])
     assert sorted(seen) == [(group, sample) for group in groups for sample in range(SIZE)], "each row once"
     assert (micro.prompt_lengths > 0).all(), "padding rows still go through the model"
+    results = np.where(micro.lengths[..., None] > 0, micro.tokens, -1)  # what padding rows yield must go nowhere
     expected = np.where(np.isin(np.arange(PROMPTS), groups)[:, None, None], names, 0)
-    np.testing.assert_array_equal(unpack(micro.tokens, micro, (PROMPTS, SIZE)), expected)
+    np.testing.assert_array_equal(unpack(results, micro, (PROMPTS, SIZE)), expected)
+
+
+@pytest.mark.parametrize(
+    ("groups", "shape", "room", "count"),
+    [
+        ([1], (2, SIZE), 4, 2),
+        ([0, 3], (1, SIZE), 3, 3),
+        ([2], (1, 2), 2, 6),
+        ([], (2, SIZE), 3, 2),
+        ([1, 2], (1, SIZE), 1, 2),
+    ],
+    ids=str,
+)
+def test_room_makes_as_many_micro_batches_whatever_the_groups(groups, shape, room, count):
+    batch = make_batch()
+    micro = pack(batch, groups, shape, room)
+    assert micro.tokens.shape == (count, *shape, STEPS)
+    assert (micro.prompt_lengths > 0).all()
+    expected = np.where(np.isin(np.arange(PROMPTS), groups)[:, None], batch.completion_lengths, 0)
+    np.testing.assert_array_equal(unpack(micro.lengths, micro, (PROMPTS, SIZE)), expected)
+    assert micro.lengths.sum() == expected.sum()
 
 
 def test_no_log_probabilities_are_made_up():

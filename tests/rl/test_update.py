@@ -98,9 +98,10 @@ def step(objective="on-policy", options=PLAIN, optimizer=keep_gradient):
     return jax.jit(functools.partial(update_step, GRAPHDEF, OBJECTIVES[objective], optimizer, options))
 
 
-def data_of(shape=(PROMPTS, SIZE), groups=range(PROMPTS), batch=BATCH, **logprobs) -> UpdateInput:
+def data_of(shape=(PROMPTS, SIZE), groups=range(PROMPTS), batch=BATCH, computed=None, **packing) -> UpdateInput:
+    """One update of `groups`, of which only the `computed` ones go through the model."""
     in_update = np.isin(np.arange(PROMPTS), groups)
-    micro = pack(batch, groups, shape, **logprobs)
+    micro = pack(batch, groups if computed is None else computed, shape, **packing)
     return UpdateInput(batch.rewards, batch.scored, batch.completion_lengths, in_update, micro)
 
 
@@ -123,6 +124,12 @@ def repeated_logprobs(params, temperature: float):
     table = jax.nn.log_softmax(logits / temperature, axis=-1)
     every = np.arange(len(rows))[:, None]
     return table[every, place - 1, rows[every, place]].reshape(PROMPTS, SIZE, STEPS)
+
+
+@functools.cache
+def plain_logprobs(temperature: float = 1.0):
+    """`params -> [P G T]`, compiled."""
+    return jax.jit(functools.partial(repeated_logprobs, temperature=temperature))
 
 
 def row_values(objective, in_update) -> tuple[jax.Array, jax.Array]:
@@ -171,7 +178,7 @@ def test_shared_prefix_is_the_repeated_prompt():
 @pytest.fixture(scope="module")
 def other_logprobs() -> dict[str, np.ndarray]:
     """Log-probabilities of slightly other weights: those before an update, and those of a reference."""
-    at = jax.jit(functools.partial(repeated_logprobs, temperature=0.7))
+    at = plain_logprobs(0.7)
     nearby = lambda scale: jax.tree.map(lambda x: x * (1 + scale), PARAMS)  # noqa: E731
     return {"old_logprobs": np.asarray(at(nearby(0.03))), "ref_logprobs": np.asarray(at(nearby(-0.1)))}
 
@@ -185,7 +192,7 @@ def test_shared_prefix_with_ratio_reference_and_temperature(other_logprobs):
     assert difference(gradient, expected) <= 1e-5
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
     assert 0 < metrics["pg_clipfrac"] < 1, "some tokens are clipped, others not"
-    new = np.asarray(repeated_logprobs(PARAMS, 0.7))
+    new = np.asarray(plain_logprobs(0.7)(PARAMS))
     ratio, d = np.exp(new - old)[MASK], (new - ref)[MASK]
     assert metrics["is_ratio/mean"] == pytest.approx(ratio.mean(), rel=1e-4)
     assert metrics["is_ratio/max"] == pytest.approx(ratio.max(), rel=1e-4)
@@ -201,16 +208,16 @@ def test_logprobs_without_gradient():
     micro = pack(BATCH, range(PROMPTS), (2, 3))
     found = jax.jit(batch_logprobs, static_argnums=(0, 3))(GRAPHDEF, PARAMS, micro, PLAIN)
     whole = unpack(np.asarray(found), micro, (PROMPTS, SIZE))
-    expected = np.asarray(repeated_logprobs(PARAMS, 1.0))
+    expected = np.asarray(plain_logprobs()(PARAMS))
     np.testing.assert_allclose(whole[MASK], expected[MASK], rtol=0, atol=1e-5)
 
 
 # --- batches of every kind --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, SIZE), (1, 3), (2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, SIZE), (2, SIZE), (1, 3)], ids=str)
 def test_micro_batches_add_up(shape):
-    """Whole groups, an incomplete last one, uneven parts of a group, single rows."""
+    """Whole groups, an incomplete last one, uneven parts of a group."""
     whole, whole_metrics, _ = gradient_of(data_of())
     gradient, metrics, _ = gradient_of(data_of(shape))
     assert difference(gradient, whole) <= 1e-6
@@ -220,7 +227,7 @@ def test_micro_batches_add_up(shape):
 def test_mini_batches_follow_one_another():
     """Two updates, [0, 2] then [1]: advantages over the whole rollout batch, weights over the update's own groups,
     ratios to the weights before the first."""
-    old = np.asarray(repeated_logprobs(PARAMS, 1.0))
+    old = np.asarray(plain_logprobs()(PARAMS))
     reference = np.zeros_like(old)
     update_by = step("clipped", PLAIN, optax.sgd(0.5))
     params, expected = PARAMS, PARAMS
@@ -232,6 +239,18 @@ def test_mini_batches_follow_one_another():
         expected = jax.tree.map(lambda x, g: x - 0.5 * g, expected, gradient)
     moved = jax.tree.map(jnp.subtract, params, PARAMS)
     assert difference(moved, jax.tree.map(jnp.subtract, expected, PARAMS)) <= 1e-5
+
+
+def test_groups_without_signal_can_be_left_out():
+    """They count in the weights and nowhere else; with none left, the gradient is exactly zero."""
+    batch = BATCH._replace(rewards=np.where(np.arange(PROMPTS)[:, None] == 1, 0.7, BATCH.rewards).astype(np.float32))
+    whole, _, advantages = gradient_of(data_of(batch=batch))
+    assert not advantages[1].any()
+    left, *_ = gradient_of(data_of((1, SIZE), batch=batch, computed=[0, 2], room=PROMPTS))
+    assert difference(left, whole) <= 1e-6
+    nothing, metrics, _ = gradient_of(data_of((1, SIZE), batch=batch, computed=[], room=PROMPTS))
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nothing))
+    assert all(np.isfinite(value) for value in metrics.values())
 
 
 def test_padding_means_nothing():
@@ -311,7 +330,7 @@ def test_the_expected_gradient_is_the_true_one(estimator, loss, target):
         micro,
     )
     gradients = jax.jit(jax.vmap(one_group))(single)
-    weights = np.asarray(chances(params), np.float64)[draws].prod(axis=1)
+    weights = np.asarray(jax.jit(chances)(params), np.float64)[draws].prod(axis=1)
     assert weights.sum() == pytest.approx(1, abs=1e-5)
     found = jax.tree.map(lambda g: jnp.einsum("n,n...->...", jnp.asarray(weights, jnp.float32), g), gradients)
     true = jax.jit(jax.grad(lambda params: -target((chances(params) * SUCCESS).sum())))(params)

@@ -25,13 +25,15 @@ SOURCES: dict[str, Callable[[DataConfig], DataSource]] = {
     "hub": jsonl.load_hub,
 }
 
-_ROW_KEYS = frozenset({"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template"})
+_ROW_KEYS = frozenset(
+    {"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"}
+)
 
-# Beside data.seed, data.train_size and data.eval_size, which every source reads.
+# Beside data.train_size and data.eval_size, which every source reads.
 _READS: dict[str, frozenset[str]] = {
-    "maze": frozenset({"maze_size"}),
+    "maze": frozenset({"maze_size", "seed"}),
     "gsm8k": _ROW_KEYS,
-    "reverse_text": frozenset({"text_length"}),
+    "reverse_text": frozenset({"text_length", "seed"}),
     "jsonl": _ROW_KEYS,
     "hub": _ROW_KEYS,
 }

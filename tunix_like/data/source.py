@@ -185,8 +185,15 @@ def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:
     Raises:
       UserError: a key that is set, and that source `config.name` does not read.
     """
-    unset = {"path": None, "split": "train", "eval_split": "test", "prompt_template": None, "system_prompt": None}
-    unset |= {"apply_chat_template": None, "maze_size": None, "text_length": None}
+    unset: dict[str, Any] = {
+        "path": None,
+        "split": "train",
+        "eval_split": "test",
+        "prompt_template": None,
+        "system_prompt": None,
+    }
+    unset |= {"apply_chat_template": None, "chat_template_args": None}
+    unset |= {"maze_size": None, "text_length": None, "seed": 0}
     for key, value in unset.items():
         if key not in reads and getattr(config, key) != value:
             names = ", ".join(f"data.{name}" for name in sorted(reads)) or "none of them"

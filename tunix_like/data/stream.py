@@ -26,7 +26,7 @@ class Prompt(NamedTuple):
     columns: dict[str, Any]
 
 
-def render(row: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt:
+def render(row: Any, tokenizer: Tokenizer) -> Prompt:
     """Renders a row's `prompt`: text as it is, messages through the chat template.
 
     Raises:
@@ -45,9 +45,11 @@ def render(row: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt:
 
 
 def check_prompts(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_length: int, overlong: str, what: str
+    rows: Sequence[Any] | grain.MapDataset, tokenizer: Tokenizer, max_prompt_length: int, overlong: str, what: str
 ) -> int:
     """Tokenises up to `SCANNED_ROWS` rows and counts the prompts longer than `max_prompt_length` tokens.
+
+    What a grain filter has taken out of a `MapDataset` stands there as None, and is no row.
 
     Raises:
       UserError: no rows, no prompt that fits, or (`overlong="error"`) one that does not, naming the row.
@@ -57,7 +59,10 @@ def check_prompts(
     count = min(len(rows), SCANNED_ROWS)
     long = 0
     for index in range(count):
-        length = len(render(rows[index], tokenizer).tokens)
+        row = rows[index]
+        if row is None and isinstance(rows, grain.MapDataset):
+            continue
+        length = len(render(row, tokenizer).tokens)
         if length > max_prompt_length:
             long += 1
             if overlong == "error":

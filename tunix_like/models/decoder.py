@@ -53,7 +53,7 @@ def rotate(x: Float[Array, "... N h"], tables: tuple[Array, Array]) -> Float[Arr
 
 class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
-        self.kernel = nnx.Param(0.02 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype))
+        self.kernel = nnx.Param(inputs**-0.5 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype))
         self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
         self.dtype = dtype
 
@@ -75,7 +75,7 @@ class RMSNorm(nnx.Module):
 
 class Embedding(nnx.Module):
     def __init__(self, vocabulary: int, width: int, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
-        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
+        self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
         self.dtype = dtype
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -133,7 +133,8 @@ class Decoder(nnx.Module):
 
     Args:
       config: numbers and switches; no family name.
-      rngs: initial weights, normal with standard deviation 0.02.
+      rngs: initial weights, normal with standard deviation `inputs ** -0.5` (a constant 0.02 would suit widths near
+        2,500 and is too small for the tiny models that are trained from nothing).
       dtype: compute dtype of matrix products; norms, softmax and logits are float32 whatever it is.
       param_dtype: dtype of the stored weights.
     """

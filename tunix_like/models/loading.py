@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -116,6 +117,33 @@ def load_description(
         raise UserError(f"{folder} has no tokenizer.json.")
     graphdef, params = _abstract(config, default_dtype() if dtype is None else dtype, param_dtype)
     return graphdef, params, config, tokenizer
+
+
+def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfig) -> None:
+    """That a model, a tokenizer and the lengths to sample at go together.
+
+    Raises:
+      UserError: more tokens than the model has embeddings, longer texts than it has positions, or nothing that could
+        end a completion.
+    """
+    ends = tokenizer.eos_ids if rollout.eos_tokens is None else rollout.eos_tokens
+    if not ends or not all(0 <= end < config.vocab_size for end in ends):
+        raise UserError(
+            f"nothing can end a completion: the end-of-sequence ids are {list(ends)}, the vocabulary has "
+            f"{config.vocab_size} tokens. Set rollout.eos_tokens, or use a tokenizer that names its eos_token."
+        )
+    total = rollout.max_prompt_length + rollout.max_tokens_to_generate
+    if total > config.max_positions:
+        raise UserError(
+            f"rollout.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the model has "
+            f"{config.max_positions} positions; lower one of them."
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {config.vocab_size}: they "
+            "do not belong together. Use the model's own tokenizer, or for a random model set vocab_size to at least "
+            f"{tokenizer.vocab_size}."
+        )
 
 
 def default_dtype() -> Any:

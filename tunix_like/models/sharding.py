@@ -81,8 +81,11 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Puts parameters where the table says; without a mesh they stay where they are."""
-    return params if mesh is None else jax.device_put(params, parameter_shardings(params, mesh))
+    """Puts parameters where the table says; without a mesh they stay where they are, but bound to that device, so that
+    programs see them at every step as they come out of the first and are not compiled twice."""
+    if mesh is None:
+        return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
+    return jax.device_put(params, parameter_shardings(params, mesh))
 
 
 def prompt_parts(mesh: Mesh | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +40,20 @@ class Scores:
     by_function: dict[str, NDArray[np.float64]]
 
 
+def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], columns: Collection[str]) -> None:
+    """Raises the UserError that `score` would for rows with these columns, before there is anything to score."""
+    names = [name for name, _, _ in functions]
+    if len(set(names)) != len(names):
+        raise UserError(f"rewards.functions names one function twice ({', '.join(names)}); give one entry its weight.")
+    taken = sorted({"prompts", "completions"} & set(columns))
+    if taken:
+        raise UserError(
+            f"A data column must not be called '{taken[0]}': reward functions get the batch under that name."
+        )
+    for name, function, _ in functions:
+        _arguments(name, function, dict.fromkeys(["prompts", "completions", *columns]))
+
+
 def score(
     functions: Sequence[tuple[str, RewardFunction, float]],
     prompts: Sequence[str],
@@ -60,14 +74,7 @@ def score(
         column that is not there, returned a wrong number of values, or something other than a finite number, None or
         NaN, or a number beyond 1e15 in size.
     """
-    names = [name for name, _, _ in functions]
-    if len(set(names)) != len(names):
-        raise UserError(f"rewards.functions names one function twice ({', '.join(names)}); give one entry its weight.")
-    taken = sorted({"prompts", "completions"} & set(columns))
-    if taken:
-        raise UserError(
-            f"A data column must not be called '{taken[0]}': reward functions get the batch under that name."
-        )
+    check_arguments(functions, columns)
     total = np.zeros(len(completions))
     by_function = {}
     for name, function, weight in functions:

@@ -6,6 +6,7 @@ them back to the model it was given. It knows no file format and no command line
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,16 +21,19 @@ from tunix_like.config import AlgorithmConfig, EvalConfig, RLTrainingConfig, Rol
 from tunix_like.errors import UserError
 from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
 from tunix_like.loop import run
-from tunix_like.metrics import MetricsLog
+from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.sharding import place_params
-from tunix_like.rl.objective import resolve
+from tunix_like.rl.objective import build_objective, resolve
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.rl.update import ForwardOptions
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import RewardFunction
+
+logger = logging.getLogger("tunix_like")
 
 
 class Learner:
@@ -39,7 +43,8 @@ class Learner:
       model: a `Decoder`. The learner takes its weights over: they are donated to the compiled step, and `train` puts
         the trained ones back when it ends.
       tokenizer: ours, or a transformers fast tokenizer.
-      reward_fns: one function or several, `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
+      reward_fns: one function or several (a mapping gives them names),
+        `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
         is the reward. None or NaN means "could not be scored".
       algo_config: the learner's config class (its defaults when left out).
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
@@ -62,7 +67,7 @@ class Learner:
         *,
         model: Decoder,
         tokenizer: Any,
-        reward_fns: RewardFunction | Sequence[RewardFunction],
+        reward_fns: RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction],
         algo_config: AlgorithmConfig | None = None,
         rollout_config: RolloutConfig | None = None,
         training_config: RLTrainingConfig | None = None,
@@ -83,21 +88,33 @@ class Learner:
         self._on_row = on_row
         self.rewards = _weighted(reward_fns, reward_weights)
         self.tokenizer = Tokenizer.wrap(tokenizer)
-        self._check(model)
-        self.model = model
-        self.graphdef, state = nnx.split(model)
-        self.mesh = mesh
-        self.params = place_params(nnx.to_pure_dict(state), mesh)
+        check_fit(model.config, self.tokenizer, self.rollout_config)
+        if self.rollout_config.temperature == 0:
+            raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
+        if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
+            logger.warning("rollout.top_p and top_k cut what the policy can say: samples are no longer from the policy")
+        build_objective(self.algo, self.rollout_config.max_tokens_to_generate, updates_per_batch=1)
+        self.model, self.mesh = model, mesh
+        self.graphdef = nnx.split(model)[0]
+        self._take_weights()
         self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config, self.mesh)
         self.options = ForwardOptions(
             self.rollout_config.temperature, self.training.logprob_chunk_size, self.training.remat
         )
         self.ref_params: Any = None
         if self.algo.beta > 0:
-            given = None if ref_model is None else nnx.to_pure_dict(nnx.split(ref_model)[1])
-            self.ref_params = jax.tree.map(jnp.copy, self.params) if given is None else place_params(given, mesh)
+            # A copy, since the step takes over the weights that it trains, which may be the very same arrays.
+            given = self.params if ref_model is None else nnx.to_pure_dict(nnx.split(ref_model)[1])
+            self.ref_params = place_params(jax.tree.map(jnp.copy, given), mesh)
         self.key = jax.random.key(self.training.seed)
         self.compilations = 0
+
+    def _take_weights(self) -> None:
+        """The model's weights as they are now, placed on the mesh; the model keeps pointing at them."""
+        self.params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
+            raise UserError("the model's weights belong to a trainer that was interrupted; load the model again.")
+        nnx.update(self.model, self.params)
 
     def _resolve(self, config: AlgorithmConfig | None) -> AlgorithmConfig:
         config = self.config_class() if config is None else config
@@ -106,23 +123,13 @@ class Learner:
                 f"{type(self).__name__} takes a {self.config_class.__name__}, got a {type(config).__name__}; "
                 "each learner has its own config, which brings its loss and aggregation."
             )
+        named = self.config_class().advantage_estimator
+        if named is not None and config.advantage_estimator not in (None, named):
+            raise UserError(
+                f"{type(self).__name__} is the learner of '{named}', the config names '{config.advantage_estimator}'; "
+                "take that estimator's learner, which brings its own loss and aggregation."
+            )
         return resolve(config, self.config_class)
-
-    def _check(self, model: Decoder) -> None:
-        rollout, config = self.rollout_config, model.config
-        if rollout.temperature == 0:
-            raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
-        total = rollout.max_prompt_length + rollout.max_tokens_to_generate
-        if total > config.max_positions:
-            raise UserError(
-                f"rollout.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the model has "
-                f"{config.max_positions} positions; lower one of them."
-            )
-        if self.tokenizer.vocab_size > config.vocab_size:
-            raise UserError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model's vocabulary only "
-                f"{config.vocab_size}: they do not belong together."
-            )
 
     def train(
         self,
@@ -149,10 +156,14 @@ class Learner:
           UserError: bad data, or a reward function that failed (its completions are in `rollouts/` by then).
         """
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
+        self._take_weights()
         phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder)
         checkpoints = None
         if folder is not None:
             checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)
+            save_description(
+                self.model.config, self.tokenizer, folder / "model", jax.tree.leaves(self.params)[0].dtype.name
+            )
         last: dict[str, Any] = {}
 
         def on_row(row: dict[str, Any]) -> None:
@@ -171,18 +182,20 @@ class Learner:
             if checkpoints is not None:
                 checkpoints.close()
             nnx.update(self.model, self.params)
+        if not last and folder is not None:  # the run was finished before
+            last = [row for row in rows(folder) if phase.step_key in row][-1]
         return last
 
-    def evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Evaluation:
+    def evaluate(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluation:
         """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""
-        return self.evaluator(rows)(self.params)
+        return self.evaluator(eval_ds)(self.params)
 
-    def evaluator(self, rows: Sequence[Mapping[str, Any]]) -> Evaluator:
+    def evaluator(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluator:
         limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
         return Evaluator(
             self.sampler,
             self.tokenizer,
-            eval_problems(rows, self.tokenizer, *limits),
+            eval_problems(eval_ds, self.tokenizer, *limits),
             self.rewards,
             self.eval_config,
             self.success_threshold,
@@ -191,11 +204,15 @@ class Learner:
 
 
 def _weighted(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
-    functions = [functions] if callable(functions) else list(functions)
+    named = functions if isinstance(functions, Mapping) else None
+    functions = [functions] if callable(functions) else list(functions.values() if named else functions)
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if not functions:
         raise UserError("reward_fns: give at least one reward function.")
     if len(weights) != len(functions):
         raise UserError(f"reward_weights: got {len(weights)} for {len(functions)} reward functions.")
+    if named:
+        return list(zip(named, functions, weights, strict=True))
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+    names = [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
     return list(zip(names, functions, weights, strict=True))

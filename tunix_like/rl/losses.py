@@ -82,7 +82,10 @@ def ppo_clip(
     loss = jnp.maximum(-ratio * advantages, -clipped * advantages)
     if epsilon_c is not None:
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -epsilon_c * advantages), loss)
-    return loss, {"pg_clipfrac": (-clipped * advantages > -ratio * advantages).astype(jnp.float32), "is_ratio": ratio}
+    return loss, {
+        "pg_clipfrac": (-clipped * advantages > -ratio * advantages).astype(jnp.float32),
+        "is_ratio/mean": ratio,
+    }
 
 
 @register_policy_loss_fn("reinforce")

@@ -28,6 +28,7 @@ class MicroBatches(NamedTuple):
     lengths: Int[AnyArray, "M p g"]
     group: Int[AnyArray, "M p"]
     sample: Int[AnyArray, "M p g"]
+    rollout_logprobs: Float[AnyArray, "M p g T"] | None
     old_logprobs: Float[AnyArray, "M p g T"] | None
     ref_logprobs: Float[AnyArray, "M p g T"] | None
 
@@ -85,6 +86,7 @@ def pack(
         lengths=rows(np.asarray(batch.completion_lengths)) * real.reshape(count, prompts, size),
         group=group.reshape(count, prompts),
         sample=sample.reshape(count, prompts, size),
+        rollout_logprobs=None if batch.rollout_logprobs is None else rows(np.asarray(batch.rollout_logprobs)),
         old_logprobs=None if old_logprobs is None else rows(old_logprobs),
         ref_logprobs=None if ref_logprobs is None else rows(ref_logprobs),
     )

@@ -32,9 +32,11 @@ from tunix_like.rl.packing import MicroBatches, pack, split_shape, unpack
 from tunix_like.rl.rollouts import (
     Rollout,
     completion_texts,
+    cut_rollouts,
     mixed_groups,
     repeat_columns,
     rollout_metrics,
+    saved_on_failure,
     score_completions,
     to_batch,
     write_rollouts,
@@ -117,6 +119,8 @@ class RLPhase:
         self.learner.params, self.opt_state = state["params"], state["opt_state"]
         if self.iterator is None:
             next(itertools.islice(self.batches, step, step), None)
+        if self.folder is not None:
+            cut_rollouts(self.folder / "rollouts", step)
 
     def finished(self, row: dict[str, Any]) -> bool:
         return False
@@ -124,21 +128,30 @@ class RLPhase:
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
         every = self.learner.training.eval_every_n_steps
         due = step == 0 or last or (every is not None and step % every == 0)
-        return self.evaluator(self.learner.params).metrics if self.evaluator is not None and due else {}
+        if self.evaluator is None or not due:
+            return {}
+        kept = None if self.folder is None else self.folder / "rollouts" / "eval"
+        return self.evaluator(self.learner.params, rollouts=kept, step=step).metrics
 
     def advance(self, step: int) -> dict[str, float] | None:
         clock = _Clock()
         prompts: list[Prompt] | None = next(self.batches, None)
+        if prompts is None and step == 1:
+            raise UserError(
+                f"the training data has fewer than {self.batch_size} usable prompts, which make one step; lower the "
+                "batch size (data.batch_size)."
+            )
         if prompts is None:
             return None
         first = (step - 1) * self.batch_size
         problems = [Problem(first + i, *prompt) for i, prompt in enumerate(prompts)]
         clock.lap("data")
-        rollout, batch, ref = self._collect(step, problems, clock)
-        metrics = rollout_metrics(rollout, self.learner.success_threshold)
+        rollout, batch, ref, kl_metrics = self._collect(step, problems, clock)
+        metrics = rollout_metrics(rollout, self.learner.success_threshold) | kl_metrics
         advantages, update_metrics = self._update(batch, ref, clock)
         metrics |= update_metrics | _advantage_metrics(advantages)
-        metrics["learning_rate"] = float(self.schedule((step - 1) * self.updates_per_step))
+        if self.schedule is not None:
+            metrics["learning_rate"] = float(self.schedule((step - 1) * self.updates_per_step))
         metrics |= clock.seconds
         tokens = int(batch.completion_lengths.sum())
         metrics["perf/generation_tokens_per_sec"] = tokens / max(clock.seconds["time/rollout"], 1e-9)
@@ -154,7 +167,7 @@ class RLPhase:
 
     def _collect(
         self, step: int, problems: list[Problem], clock: _Clock
-    ) -> tuple[Rollout, GroupBatch, np.ndarray | None]:
+    ) -> tuple[Rollout, GroupBatch, np.ndarray | None, dict[str, float]]:
         """Samples and scores; a failing reward function leaves the completions in `rollouts/`."""
         learner, rollout = self.learner, self.learner.rollout_config
         completions = learner.sampler.generate(
@@ -168,7 +181,7 @@ class RLPhase:
         clock.lap("rollout")
         texts = completion_texts(completions, learner.tokenizer)
         shape = completions.lengths.shape
-        try:
+        with saved_on_failure(None if self.folder is None else self.folder / "rollouts", step, problems, texts):
             scores = score_completions(learner.rewards, problems, texts, learner.algo.num_generations)
             total = scores.total.reshape(shape)
             check_rewards(
@@ -177,21 +190,18 @@ class RLPhase:
                 total,
                 scores.scored.reshape(shape),
             )
-        except UserError as error:
-            if self.folder is not None:
-                file = write_rollouts(self.folder / "rollouts", step, problems, texts, {})
-                raise UserError(f"{error} The completions of step {step} are in {file}.") from error
-            raise
+            if step == 1 and not scores.scored.any():
+                raise UserError("no completion could be scored: every reward is None or NaN. Check rewards.functions.")
         clock.lap("reward")
         sampled = Rollout(problems, texts, completions, scores)
         batch = to_batch(sampled, total, rollout.max_prompt_length, rollout.max_tokens_to_generate)
-        ref = None
+        ref, metrics = None, {}
         if learner.ref_params is not None:
             ref = self._logprobs(learner.ref_params, batch)
             if learner.algo.kl_in_reward:
-                batch = self._kl_into_reward(batch, ref)
+                batch, metrics["kl"] = self._kl_into_reward(batch, ref)
             clock.lap("reference")
-        return sampled, batch, ref
+        return sampled, batch, ref, metrics
 
     def _pack(
         self, batch: GroupBatch, groups: Sequence[int], room: int | None = None, **extra: np.ndarray | None
@@ -202,13 +212,15 @@ class RLPhase:
         micro = self._pack(batch, range(len(batch.prompt_lengths)))
         return unpack(np.asarray(self.logprobs(params, micro)), micro, batch.completion_lengths.shape)
 
-    def _kl_into_reward(self, batch: GroupBatch, ref: np.ndarray) -> GroupBatch:
-        """`r - beta sum_t kl_t`, with the trainer's own log-probabilities, before the estimator."""
+    def _kl_into_reward(self, batch: GroupBatch, ref: np.ndarray) -> tuple[GroupBatch, float]:
+        """`r - beta sum_t kl_t`, with the trainer's own log-probabilities, before the estimator; and the mean KL per
+        token."""
         mask = np.arange(ref.shape[-1]) < batch.completion_lengths[..., None]
         own = self._logprobs(self.learner.params, batch)
         tokens = kl_estimate(str(self.learner.algo.kl_loss_mode), jnp.asarray(own), jnp.asarray(ref), jnp.asarray(mask))
         kl = np.where(mask, np.asarray(tokens), 0.0)
-        return batch._replace(rewards=(batch.rewards - self.learner.algo.beta * kl.sum(-1)).astype(np.float32))
+        rewards = (batch.rewards - self.learner.algo.beta * kl.sum(-1)).astype(np.float32)
+        return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
 
     def _update(self, batch: GroupBatch, ref: np.ndarray | None, clock: _Clock) -> tuple[np.ndarray, dict[str, float]]:
         """All optimizer updates of one rollout batch; metrics are their mean."""
@@ -241,11 +253,14 @@ class RLPhase:
         return out
 
 
-def _optimizer(training: RLTrainingConfig, total: int | None) -> tuple[optax.Schedule, optax.GradientTransformation]:
+def _optimizer(
+    training: RLTrainingConfig, total: int | None
+) -> tuple[optax.Schedule | None, optax.GradientTransformation]:
+    """The optimizer, and its learning rate where that is known."""
     chosen = training.actor_optimizer or OptimizerConfig()
     if isinstance(chosen, OptimizerConfig):
         return build_schedule(chosen, total), build_optimizer(chosen, total)
-    return (lambda step: float("nan")), chosen
+    return None, chosen
 
 
 def _advantage_metrics(advantages: np.ndarray) -> dict[str, float]:

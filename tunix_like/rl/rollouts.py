@@ -6,14 +6,16 @@ back. This module knows no loss and no optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from tunix_like.errors import UserError
 from tunix_like.rewards import Scores, score
 from tunix_like.sampling.sampler import Completions, length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
@@ -92,7 +94,7 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
         "rewards/std": float(seen.std()) if seen.size else float("nan"),
         "rewards/min": float(seen.min()) if seen.size else float("nan"),
         "rewards/max": float(seen.max()) if seen.size else float("nan"),
-        "pass@1": _mean(seen >= threshold),
+        "pass@1": _mean(succeeds(seen, threshold)),
         "reward/unscored_frac": 1.0 - float(scored.mean()),
         "groups/mixed_frac": float(mixed_groups(total, scored).mean()),
         "completions/mean_length": float(completions.lengths.mean()),
@@ -101,6 +103,11 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
         "completions/clipped_ratio": 1.0 - float(completions.finished.mean()),
     }
     return metrics
+
+
+def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
+    """Whether a total reward reaches the threshold; 0.7 + 0.2 + 0.1 is 1, whatever floats make of it."""
+    return rewards >= threshold - 1e-6
 
 
 def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
@@ -130,6 +137,27 @@ def write_rollouts(
             row |= {name: _plain(values[index]) for name, values in flat.items()}
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
     return file
+
+
+@contextlib.contextmanager
+def saved_on_failure(
+    folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
+) -> Iterator[None]:
+    """Around scoring: where it fails, the completions are written to `folder` (None: nowhere) and the error says so."""
+    try:
+        yield
+    except UserError as error:
+        if folder is None:
+            raise
+        file = write_rollouts(folder, step, problems, texts, {})
+        raise UserError(f"{error} The completions are in {file}.") from error
+
+
+def cut_rollouts(folder: Path, last: int) -> None:
+    """Removes the files of steps after `last`, which a resumed run will do again."""
+    for file in folder.glob("step_*.jsonl"):
+        if int(file.stem.removeprefix("step_")) > last:
+            file.unlink()
 
 
 def _plain(value: Any) -> Any:

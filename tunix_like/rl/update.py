@@ -94,12 +94,16 @@ def micro_loss(
     row_weights = jnp.where(micro.lengths > 0, weights[micro.group[:, None], micro.sample], 0.0)[..., None]
     old = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
     token_loss, token_metrics = objective.token_loss(logprobs, old, micro.ref_logprobs, row_advantages, mask)
-    ratio = token_metrics.get("is_ratio")
-    sums = {
-        name: jnp.where(mask, value, 0.0).sum() for name, value in (token_metrics | {"entropy": entropy}).items()
-    } | {"tokens": mask.sum().astype(jnp.float32)}
-    largest = jnp.float32(0) if ratio is None else jnp.max(jnp.where(mask, ratio, 0.0))
-    return (row_weights * token_loss).sum(), {"sums": jax.lax.stop_gradient(sums), "is_ratio_max": largest}
+    largest: dict[str, Array] = {}
+    if micro.rollout_logprobs is not None:  # how far the sampler's arithmetic is from the trainer's
+        gap = jnp.abs(jax.lax.stop_gradient(old) - micro.rollout_logprobs)
+        token_metrics |= {"logprob_gap/mean": gap}
+        largest["logprob_gap/max"] = jnp.where(mask, gap, 0.0).max()
+    if "is_ratio/mean" in token_metrics:
+        largest["is_ratio/max"] = jnp.where(mask, token_metrics["is_ratio/mean"], 0.0).max()
+    sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in token_metrics.items()}
+    sums |= {"entropy": jnp.where(mask, entropy, 0.0).sum(), "tokens": mask.sum().astype(jnp.float32)}
+    return (row_weights * token_loss).sum(), {"sums": jax.lax.stop_gradient(sums), "largest": largest}
 
 
 def update_step(
@@ -133,6 +137,5 @@ def update_step(
     sums = {name: parts.sum() for name, parts in extra["sums"].items()}
     tokens = jnp.maximum(sums.pop("tokens"), 1.0)
     metrics = {name: total / tokens for name, total in sums.items()}
-    if "is_ratio" in metrics:
-        metrics |= {"is_ratio/mean": metrics.pop("is_ratio"), "is_ratio/max": extra["is_ratio_max"].max()}
+    metrics |= {name: parts.max() for name, parts in extra["largest"].items()}
     return params, opt_state, metrics | {"loss": losses.sum(), "grad_norm": optax.tree.norm(grads)}, advantages

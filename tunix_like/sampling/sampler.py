@@ -76,6 +76,7 @@ class Sampler:
       graphdef: of a `Decoder` (`nnx.split(model)`).
       eos_ids: a completion ends with the first of these, which belongs to it.
       max_prompt_length, max_tokens: limits, in tokens.
+      max_concurrent_rows: completions sampled at once (at least one whole group); None is all of them.
       mesh: prompts are split over its `fsdp` axis; None is one device.
     """
 
@@ -86,12 +87,14 @@ class Sampler:
         *,
         max_prompt_length: int,
         max_tokens: int,
+        max_concurrent_rows: int | None = None,
         mesh: Mesh | None = None,
     ):
         self.graphdef = graphdef
         self.eos_ids = tuple(int(i) for i in eos_ids)
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_tokens
+        self.max_concurrent_rows = max_concurrent_rows
         self.mesh = mesh
 
     def generate(
@@ -111,33 +114,37 @@ class Sampler:
           numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
         """
         width = length_bucket(max(len(p) for p in prompts), self.max_prompt_length)
-        inputs = (
-            pad_tokens(prompts, width),
-            np.array([len(p) for p in prompts], np.int32),
-            np.asarray(numbers, np.uint32),
-        )
-        prompt_tokens, lengths, places = place_prompts(inputs, self.mesh, axis=0)
+        size = len(prompts)
+        if self.max_concurrent_rows is not None:
+            size = min(size, max(1, self.max_concurrent_rows // num_generations))
+        parts = []
+        for start in range(0, len(prompts), size):
+            part, places = list(prompts[start : start + size]), list(numbers[start : start + size])
+            missing = size - len(part)  # made up, so that every part has one shape
+            inputs = (
+                pad_tokens(part + part[-1:] * missing, width),
+                np.array([len(p) for p in part + part[-1:] * missing], np.int32),
+                np.array(places + places[-1:] * missing, np.uint32),
+            )
+            out = self._generate(params, place_prompts(inputs, self.mesh, axis=0), num_generations, key, sampling)
+            parts.append(Completions(*(values[: len(part)] for values in out)))
+        return parts[0] if len(parts) == 1 else Completions(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _generate(
+        self, params: Any, inputs: tuple[Any, Any, Any], num_generations: int, key: Array, sampling: SamplingParams
+    ) -> Completions:
+        tokens, lengths, numbers = inputs
         room = min(FIRST_CACHE, self.max_tokens)
         state, prompt_cache, keys = _start(
-            self.graphdef,
-            params,
-            prompt_tokens,
-            lengths,
-            places,
-            key,
-            num_generations,
-            self.max_tokens,
-            room,
+            self.graphdef, params, tokens, lengths, numbers, key, num_generations, self.max_tokens, room
         )
         while True:
             state = _advance(self.graphdef, params, prompt_cache, lengths, keys, state, sampling, self.eos_ids)
             if room == self.max_tokens or bool(state.done.all()):
                 break
-            grown = min(2 * room, self.max_tokens)
-            state = _grow(state, grown)
-            room = grown
-        tokens, logprobs, lengths_out, done = jax.device_get((state.tokens, state.logprobs, state.lengths, state.done))
-        return Completions(tokens, lengths_out, logprobs, done)
+            room = min(2 * room, self.max_tokens)
+            state = _grow(state, room)
+        return Completions(*jax.device_get((state.tokens, state.lengths, state.logprobs, state.done)))
 
 
 def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
@@ -147,6 +154,7 @@ def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, me
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
+        max_concurrent_rows=rollout.max_concurrent_rows,
         mesh=mesh,
     )
 

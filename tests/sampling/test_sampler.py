@@ -1,0 +1,187 @@
+"""Sampled rows against the full forward, and against each other: what a row is depends on nothing beside it.
+
+The stream without end-of-sequence tokens is the oracle of the one with them, since random numbers go by position.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from tunix_like.config import RolloutConfig
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.sampling.logits import SamplingParams
+from tunix_like.sampling.sampler import FIRST_CACHE, Sampler, length_bucket, make_sampler, pad_tokens
+from tunix_like.tokenizer import Tokenizer
+
+VOCABULARY, SIZE, TEMPERATURE = 19, 2, 0.7
+RNG = np.random.default_rng(0)
+A, B, C, LONG = (RNG.integers(0, VOCABULARY, length).tolist() for length in (5, 1, 11, 20))
+KEY, WARM = jax.random.key(5), SamplingParams(TEMPERATURE)
+
+
+def make_model() -> tuple:
+    """(graphdef, params): two query heads for each key head, and weights large enough for logits that differ."""
+    config = DecoderConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qkv_bias=True,
+        qk_norm=True,
+    )
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    spread = lambda x: x + jnp.asarray(0.3 * RNG.normal(size=x.shape), x.dtype)  # noqa: E731
+    return graphdef, jax.tree.map(spread, nnx.to_pure_dict(state))
+
+
+GRAPHDEF, PARAMS = make_model()
+
+
+def sample(prompts=(A, B, C), numbers=(3, 8, 1), size=SIZE, key=KEY, sampling=WARM, eos_ids=(), max_tokens=12):
+    sampler = Sampler(GRAPHDEF, eos_ids, max_prompt_length=24, max_tokens=max_tokens)
+    return sampler.generate(PARAMS, prompts, numbers, size, key, sampling)
+
+
+def full_logits(prompts, tokens: np.ndarray) -> np.ndarray:
+    """`[P G T V]`: what the plain model predicts at every place of complete rows."""
+    count, size, steps = tokens.shape
+    rows = [[*prompts[p], *tokens[p, i].tolist()] for p, i in np.ndindex(count, size)]
+    padded = pad_tokens(rows, max(map(len, rows)))
+    real = np.arange(padded.shape[1]) < np.array([len(row) for row in rows])[:, None]
+    logits = np.asarray(jax.jit(nnx.merge(GRAPHDEF, PARAMS).__call__)(jnp.asarray(padded), jnp.asarray(real)))
+    logits = logits.reshape(count, size, *logits.shape[1:])
+    return np.stack([logits[p, :, len(prompts[p]) - 1 :][:, :steps] for p in range(count)])
+
+
+def chosen_logprobs(logits: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
+    scaled = logits.astype(np.float64) / temperature
+    table = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+    return np.take_along_axis(table, tokens[..., None], axis=-1)[..., 0]
+
+
+@pytest.fixture(scope="module")
+def endless():
+    """Twelve tokens of every row; no token ends one."""
+    return sample()
+
+
+def test_logprobs_are_those_of_the_full_forward():
+    """Over 70 tokens, so that the cache grows once on the way."""
+    found = sample(max_tokens=70)
+    assert found.tokens.shape == (3, SIZE, 70) and FIRST_CACHE < 70
+    logits = full_logits([A, B, C], found.tokens)
+    assert logits.std() > 0.5, "flat logits would agree with anything"
+    expected = chosen_logprobs(logits, found.tokens, TEMPERATURE)
+    np.testing.assert_allclose(found.logprobs, expected, rtol=0, atol=1e-4)
+    assert (found.lengths == 70).all() and not found.finished.any()
+
+
+def test_cached_decode_is_the_full_forward(endless):
+    """All logits at every step, from `prefill` and `decode`, on tokens that are given."""
+    steps = endless.tokens.shape[-1]
+
+    @jax.jit
+    def logits_of(params, prompts, lengths, tokens):
+        model = nnx.merge(GRAPHDEF, params)
+        first, prompt_cache = model.prefill(prompts, lengths)
+        empty = [tuple(jnp.zeros((3, SIZE, steps, *x.shape[2:])) for x in layer) for layer in prompt_cache]
+
+        def one(cache, step):
+            hidden, cache = model.decode(tokens[:, :, step], step, lengths, prompt_cache, cache)
+            return cache, hidden
+
+        _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))
+        first = jnp.broadcast_to(first[None, :, None], (1, *hidden.shape[1:]))
+        return model.logits(jnp.moveaxis(jnp.concatenate([first, hidden]), 0, 2))
+
+    lengths = jnp.asarray([len(A), len(B), len(C)])
+    found = logits_of(PARAMS, jnp.asarray(pad_tokens([A, B, C], 16)), lengths, jnp.asarray(endless.tokens))
+    np.testing.assert_allclose(found, full_logits([A, B, C], endless.tokens), rtol=0, atol=1e-4)
+
+
+def test_greedy_tokens_are_the_argmax():
+    found = sample(sampling=SamplingParams(temperature=0.0))
+    logits = full_logits([A, B, C], found.tokens)
+    np.testing.assert_array_equal(found.tokens, logits.argmax(axis=-1))
+    np.testing.assert_array_equal(found.tokens[:, 0], found.tokens[:, 1])
+    np.testing.assert_allclose(found.logprobs, chosen_logprobs(logits, found.tokens, 1.0), rtol=0, atol=1e-4)
+
+
+def test_a_row_depends_on_nothing_beside_it(endless):
+    """Another order, other neighbours; then a longer prompt among them (another padded width) and another group size:
+    the same number has the same rows."""
+    swapped = sample(prompts=(C, [4, 4], A), numbers=(1, 9, 3))
+    wider = sample(prompts=(LONG, C, A), numbers=(7, 1, 3), size=SIZE + 1)
+    for other, places in ((swapped, {2: 0, 0: 2}), (wider, {0: 2, 2: 1})):
+        for here, there in places.items():
+            np.testing.assert_array_equal(other.tokens[there, :SIZE], endless.tokens[here])
+            np.testing.assert_allclose(other.logprobs[there, :SIZE], endless.logprobs[here], rtol=0, atol=1e-5)
+
+
+def test_number_sample_position_and_key_all_draw_anew(endless):
+    """Equal prompts, so that equal draws would be equal rows."""
+    same = sample(prompts=(A, A, A), numbers=(0, 1, 3))
+    other = sample(prompts=(A, A, A), numbers=(0, 1, 3), key=jax.random.fold_in(KEY, 1))
+    np.testing.assert_array_equal(same.tokens[2], endless.tokens[0])
+    rows = [tuple(row) for row in np.concatenate([same.tokens, other.tokens]).reshape(-1, 12).tolist()]
+    assert len(set(rows)) == len(rows)
+    uniform = SamplingParams(temperature=1e6)  # every token as likely: a number used twice would be a token used twice
+    flat = sample(prompts=(A, A, A), numbers=(0, 1, 3), sampling=uniform).tokens
+    assert (np.diff(flat, axis=-1) != 0).mean() > 0.8, "positions"
+    assert (flat[0] != flat[1]).mean() > 0.7, "numbers"
+    assert (flat[:, 0] != flat[:, 1]).mean() > 0.7, "samples"
+
+
+def test_any_of_several_tokens_ends_a_row_and_belongs_to_it(endless):
+    eos_ids = tuple({int(endless.tokens[0, 0, 4]), int(endless.tokens[1, 1, 7]), int(endless.tokens[2, 0, 0])})
+    found = sample(eos_ids=eos_ids)
+    ends = np.isin(endless.tokens, eos_ids)
+    finished = ends.any(axis=-1)
+    lengths = np.where(finished, ends.argmax(axis=-1) + 1, 12)
+    inside = np.arange(12) < lengths[..., None]
+    assert 1 in lengths and len(set(endless.tokens[ends & inside].tolist())) > 1, "several of them, one at the start"
+    np.testing.assert_array_equal(found.lengths, lengths)
+    np.testing.assert_array_equal(found.finished, finished)
+    np.testing.assert_array_equal(found.tokens, np.where(inside, endless.tokens, 0))
+    np.testing.assert_allclose(found.logprobs, np.where(inside, endless.logprobs, 0), rtol=0, atol=1e-6)
+
+
+def test_an_end_at_the_last_place_is_an_end(endless):
+    eos = int(endless.tokens[0, 0, -1])
+    found = sample(eos_ids=(eos,))
+    first = endless.tokens[0, 0].tolist().index(eos)
+    assert found.finished[0, 0] and found.lengths[0, 0] == first + 1
+
+
+def test_length_buckets():
+    """16, 24, 32, 48, 64, ...: at or above the length, at most half as much again, few of them, held to the limit."""
+    assert [length_bucket(n) for n in (1, 16, 17, 24, 25, 33, 48, 49, 64, 65, 97)] == [
+        16, 16, 24, 24, 32, 48, 48, 64, 64, 96, 128,
+    ]  # fmt: skip
+    buckets = {length_bucket(n) for n in range(1, 2049)}
+    assert len(buckets) == 15
+    assert all(n <= length_bucket(n) < max(1.5 * n, 17) for n in range(1, 2049))
+    assert [length_bucket(n, 20) for n in (1, 16, 17, 20)] == [16, 16, 20, 20]
+    assert length_bucket(30, 20) == 30
+
+
+def test_pad_tokens():
+    np.testing.assert_array_equal(pad_tokens([[3, 4], [], [5]], 3), [[3, 4, 0], [0, 0, 0], [5, 0, 0]])
+
+
+def test_make_sampler_takes_the_configs_end_tokens_before_the_tokenizers():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1, "b": 2}, unk_token="a"))
+    tokenizer = Tokenizer(backend, eos_token="<eos>")
+    rollout = RolloutConfig(max_prompt_length=9, max_tokens_to_generate=4)
+    plain = make_sampler(GRAPHDEF, tokenizer, rollout)
+    assert (plain.eos_ids, plain.max_prompt_length, plain.max_tokens) == ((1,), 9, 4)
+    assert make_sampler(GRAPHDEF, tokenizer, RolloutConfig(eos_tokens=[2, 0])).eos_ids == (2, 0)

@@ -1,0 +1,418 @@
+"""The command line in real processes: one short run that many tests look at, what is made of it, and runs that are
+killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+import tunix_like
+from tunix_like import cli
+from tunix_like.config_file import load
+from tunix_like.metrics import rows as metric_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+YAML = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
+SCRIPT = str(Path(sys.executable).with_name("tunix-like"))
+RUN = "runs/reverse_text-maxrl-s0"
+SMALL = (
+    "model.config.hidden_size=16",
+    "model.config.intermediate_size=16",
+    "model.config.num_hidden_layers=1",
+    "data.batch_size=4",
+    "data.train_size=50",
+    "data.eval_size=8",
+    "algorithm.num_generations=4",
+    "sft.max_steps=4",
+    "sft.batch_size=8",
+    "eval.batch_size=8",
+    "training.max_steps=3",
+    "training.log_rollouts_every_n_steps=2",
+)
+
+
+def call(*argv, cwd, code=0, **environment):
+    """Runs a program to its end and returns what it said; `code` is the exit status it must end with."""
+    done = subprocess.run(
+        argv, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, f"{argv}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+MANY = """
+import contextlib, io, json, sys
+from tunix_like.cli import main
+results = []
+for argv in json.load(sys.stdin):
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            code = main(argv)
+        except SystemExit as stopped:
+            code = stopped.code
+    results.append([code, out.getvalue(), error.getvalue()])
+print(json.dumps(results))
+"""
+
+
+def call_many(*commands, cwd):
+    """Runs several commands in one process, to pay for its imports once; `[(code, stdout, stderr), ...]`."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY], input=json.dumps(commands), cwd=cwd, capture_output=True, text=True, timeout=300,
+        check=True,
+    )  # fmt: skip
+    return [tuple(result) for result in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The folder that the shared run's commands are typed in."""
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def first(home):
+    """The shared run: 4 supervised steps, 3 of MaxRL, in its default folder; what it said."""
+    return call(SCRIPT, "train", YAML, *SMALL, cwd=home).stdout
+
+
+@pytest.fixture(scope="module")
+def made(home, first):
+    """What is made of the shared run, all in one process: (code, stdout, stderr) by name."""
+    commands = {
+        "eval": ["eval", RUN],
+        "eval again": ["eval", RUN, "eval.samples=4", "eval.k=[2]"],
+        "eval checkpoint": ["eval", f"{RUN}/checkpoints/3"],
+        "eval sft": ["eval", f"{RUN}/sft_checkpoints/4", "eval.max_problems=3"],
+        "generate": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
+        "generate again": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
+        "export": ["export", RUN, "exported"],
+        "eval exported": [
+            "eval", "exported", "data.name=reverse_text", "data.eval_size=8", "data.train_size=50", "eval.samples=4",
+            "eval.batch_size=8", "rollout.max_prompt_length=16", "rollout.max_tokens_to_generate=8",
+        ],
+        "eval without data": ["eval", "exported"],
+        "generate exported": [
+            "generate", "exported", "--prompt", "abc>", "rollout.temperature=0", "rollout.max_prompt_length=16",
+            "rollout.max_tokens_to_generate=8",
+        ],
+        "export of an export": ["export", "exported", "twice"],
+        "doctor": ["doctor"],
+        "no such run": ["eval", "runs/nothing"],
+        "no such step": ["eval", f"{RUN}/checkpoints/2"],
+    }  # fmt: skip
+    return dict(zip(commands, call_many(*commands.values(), cwd=home), strict=True))
+
+
+def test_what_a_run_says(first):
+    for piece in (
+        "learner: MaxRLLearner (maxrl)",
+        "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+        "batch: 4 prompts x 4 completions = 16 a step, 1 optimizer update(s)",
+        f"folder: {RUN}",
+        "training: 50 prompts",
+        "evaluation: 8 prompts",
+    ):
+        assert piece in first, first
+    assert re.search(r"prompt: '\w+>'\n +ids: \[1, \d+, .*4\]\n", first), "one rendered prompt with its ids"
+    for step in (1, 2, 3):
+        assert re.search(
+            rf"^train {step}/3  reward \d\.\d+  pass@1 .*length .*loss .*tok/s [\d,]+ .* s \(", first, re.M
+        )
+    assert re.search(r"^sft 4/4 ", first, re.M)
+    table = first[first.index("MaxRLLearner, 8 held-out problems, 4 samples each") :]
+    assert re.search(r"step 0.*step 3", table) and re.search(r"pass@4 .*%.*%", table)
+    assert f"run folder: {RUN} (tunix-like eval | generate | export {RUN})" in table
+
+
+def test_config_of_the_run_is_whole(home, first):
+    """config.yaml loads to the very config that ran, with the learner's defaults filled in."""
+    config = load(home / RUN / "config.yaml")
+    asked = load(YAML, SMALL)
+    for section in ("model", "data", "rollout", "optimizer", "sft", "eval", "training", "mesh"):
+        assert getattr(config, section) == getattr(asked, section), section
+    algorithm = config.algorithm
+    assert (algorithm.loss_agg_mode, algorithm.policy_loss_fn, algorithm.epsilon) == ("token-mean", "ppo_clip", 0.2)
+    assert config.rewards.functions == [{"name": "exact_match", "weight": 1.0}]
+    raw = yaml.safe_load((home / RUN / "config.yaml").read_text())
+    assert set(raw) == set(yaml.safe_load((ROOT / "tunix_like" / "base_config.yaml").read_text()))
+
+
+METRICS = (
+    [f"rewards/{name}" for name in ("mean", "min", "max", "std", "exact_match")]
+    + [f"completions/{name}" for name in ("mean_length", "max_length", "min_length", "clipped_ratio")]
+    + [f"advantage/{name}" for name in ("abs_mean", "max", "min", "nonzero_frac")]
+    + [f"time/{name}" for name in ("data", "rollout", "reward", "update")]
+    + ["is_ratio/mean", "is_ratio/max", "pg_clipfrac", "entropy", "loss", "grad_norm", "learning_rate"]
+    + ["step_time_sec", "pass@1", "reward/unscored_frac", "groups/mixed_frac", "perf/compilations"]
+    + ["perf/generation_tokens_per_sec", "perf/training_tokens_per_sec"]
+)
+
+
+def test_metrics_of_the_run(home, first):
+    rows = metric_rows(home / RUN)[:8]
+    assert [row.get("sft/step") for row in rows] == [1, 2, 3, 4, None, None, None, None]
+    assert [row.get("step") for row in rows] == [None] * 4 + [0, 1, 2, 3]
+    assert all(
+        {"sft/loss", "sft/grad_norm", "sft/learning_rate", "sft/step_time_sec"} <= row.keys() for row in rows[:4]
+    )
+    for row in rows[5:]:
+        missing = {f"train/{name}" for name in METRICS} - row.keys()
+        assert not missing
+        assert all(isinstance(value, int | float) for value in row.values()), row
+        assert 0 <= row["train/completions/clipped_ratio"] <= 1 <= row["train/completions/min_length"] <= 8
+    assert rows[7]["train/perf/compilations"] == rows[5]["train/perf/compilations"] == 1
+    for row in (rows[4], rows[7]):
+        assert {"eval/pass@1", "eval/pass@4", "eval/rewards/mean", "eval/unscored_frac"} <= row.keys()
+    assert "eval/pass@1" not in rows[5] and "eval/pass@1" not in rows[6]
+
+
+def test_rollouts_of_the_run(home, first):
+    files = sorted(path.name for path in (home / RUN / "rollouts").iterdir())
+    assert files[:2] == ["step_000001.jsonl", "step_000002.jsonl"]
+    rows = [json.loads(line) for line in (home / RUN / "rollouts" / files[0]).read_text().splitlines()]
+    assert len(rows) == 16
+    fields = {"step", "problem", "sample", "prompt", "completion", "reward", "advantage", "reward/exact_match"}
+    assert all(set(row) == fields for row in rows)
+    assert [(row["problem"], row["sample"]) for row in rows] == [(p, s) for p in range(4) for s in range(4)]
+    assert all(row["reward"] == float(row["completion"] == row["prompt"][-2::-1]) for row in rows)
+    rewards = np.reshape([row["reward"] for row in rows], (4, 4))
+    advantages = np.reshape([row["advantage"] for row in rows], (4, 4))
+    np.testing.assert_allclose(advantages, tunix_like.compute_advantages(rewards, "maxrl"), rtol=1e-6)
+
+
+def numbers(table):
+    """The rows of a printed table: name -> first value."""
+    return dict(re.findall(r"[│|] +([\w@/]+) +[│|] +([\d.]+%?) ", table))
+
+
+def test_evaluation(home, made):
+    code, said, _ = made["eval"]
+    assert code == 0 and f"{RUN}/checkpoints/3: 8 problems, 4 samples each" in said
+    last = next(row for row in metric_rows(home / RUN) if row.get("step") == 3)
+    assert numbers(said)["pass@1"] == f"{last['eval/pass@1']:.1%}"
+    assert numbers(said)["mean_length"] == f"{last['eval/mean_length']:.3g}", "the same draws as the run's own"
+    assert numbers(made["eval checkpoint"][1]) == numbers(said)
+    assert "pass@2" in numbers(made["eval again"][1]) and "pass@1" not in numbers(made["eval again"][1])
+    code, said, _ = made["eval sft"]
+    assert code == 0 and f"{RUN}/sft_checkpoints/4: 3 problems" in said
+
+
+def test_the_export_is_a_hugging_face_folder(home, made):
+    import torch
+    import transformers
+
+    assert made["export"][0] == 0 and f"{RUN}/checkpoints/3" in made["export"][1]
+    folder = home / "exported"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model, tokenizer = tunix_like.load_model(folder)
+    tokens = np.random.default_rng(0).integers(0, tokenizer.vocab_size, (2, 12))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=0, atol=1e-4)
+    assert np.abs(expected).max() > 0.05, "logits near zero would agree whatever the weights"
+    other = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("abc>", "h>", "hgfedcba>", ""):
+        assert other(text)["input_ids"] == tokenizer.encode(text)
+    assert other.decode([5, 6, 7]) == tokenizer.decode([5, 6, 7]) == "abc"
+    assert theirs.generation_config.eos_token_id == tokenizer.eos_ids[0] == other.eos_token_id
+
+
+def test_an_export_is_a_model_like_any_other(home, made):
+    code, said, _ = made["eval exported"]
+    assert code == 0 and numbers(said) == numbers(made["eval"][1]), "the weights, the data and the draws are the same"
+    code, _, error = made["eval without data"]
+    assert code == 2 and "data.name=" in error
+    assert made["generate exported"][:2] == made["generate"][:2] == made["generate again"][:2]
+    assert made["generate"][0] == 0 and re.fullmatch(r"[a-h<>unk]+\n", made["generate"][1])
+    assert made["export of an export"][0] == 0
+    one, two = (load_file(home / name / "model.safetensors") for name in ("exported", "twice"))
+    assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_doctor_and_things_that_are_not_there(made):
+    code, said, _ = made["doctor"]
+    assert code == 0 and all(name in said for name in ("jax", "flax", "device 0", "a compiled program", "GiB"))
+    code, _, error = made["no such run"]
+    assert code == 2 and error.startswith("error: runs/nothing")
+    code, _, error = made["no such step"]
+    assert code == 2 and "no checkpoint of step 2; there are: [3]" in error
+
+
+@pytest.fixture(scope="module")
+def resumed(home, made):
+    """The shared run, asked for again as it is, and then for two more steps; what both said."""
+    again = call(sys.executable, "-m", "tunix_like", "train", YAML, *SMALL, cwd=home).stdout
+    before = (home / RUN / "metrics.jsonl").read_text()
+    more = call(SCRIPT, "train", YAML, *SMALL, "training.max_steps=5", cwd=home)
+    return again, before, more.stdout, more.stderr
+
+
+def test_a_finished_run_shows_its_table_and_how_to_go_on(resumed, first):
+    again, before, _, _ = resumed
+    assert not re.search(r"^(train|sft) \d", again, re.M), "nothing was trained"
+    table = again[again.index("MaxRLLearner, 8 held-out") :]
+    assert table == first[first.index("MaxRLLearner, 8 held-out") :]
+    assert "raise training.max_steps" in table and "another training.output_dir" in table
+    assert len(before.splitlines()) == 8
+
+
+def test_raising_max_steps_goes_on(home, resumed):
+    _, before, more, error = resumed
+    assert re.findall(r"^train (\d)/5 ", more, re.M) == ["4", "5"] and "sft 4/4" not in more
+    assert "follows the new number" in error, "the schedule follows the new value, and the log says so"
+    text = (home / RUN / "metrics.jsonl").read_text()
+    assert text.startswith(before), "what was there stays as it was"
+    steps = [row["step"] for row in metric_rows(home / RUN) if "step" in row]
+    assert steps == [0, 1, 2, 3, 4, 5]
+    assert load(home / RUN / "config.yaml").training.max_steps == 5
+    assert re.search(r"step 0 .*step 5", more)
+
+
+def run_main(capsys, *argv):
+    code = cli.main(list(argv))
+    return code, *capsys.readouterr()
+
+
+def test_another_config_is_refused(home, first, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
+    code, _, error = run_main(capsys, "train", YAML, *SMALL, "algorithm.num_generations=8", "optimizer.b2=0.9")
+    assert code == 2 and error.startswith(f"error: {RUN} holds a run with another config")
+    assert "algorithm.num_generations: 4 -> 8" in error and "optimizer.b2: 0.99 -> 0.9" in error
+    assert "training.output_dir=" in error
+    assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
+
+
+def test_dry_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, said, _ = run_main(capsys, "train", YAML, *SMALL, "--dry-run", "algorithm.advantage_estimator=rloo")
+    assert code == 0 and "RLOOLearner" in said and "reinforce, aggregation seq-mean-token-sum" in said
+    assert said.rstrip().endswith("nothing was trained.") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["", "train", "sft", "eval", "generate", "export", "doctor"])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command.split(), "--help"])
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0 and said.startswith("usage: tunix-like") and "example: tunix-like" in said
+    assert command or all(name in said for name in ("train", "sft", "eval", "generate", "export", "doctor"))
+
+
+def test_bad_usage(capsys):
+    for argv in ([], ["trian"], ["train"], ["generate", "x"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(argv)
+        assert stopped.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+def test_sft_alone(home, first):
+    said = call(SCRIPT, "sft", YAML, *SMALL, "sft.stop_at_success=0.9", cwd=home).stdout
+    folder = "runs/reverse_text-sft-s0"
+    assert f"tunix-like eval {folder}" in said and re.search(r"^sft 4/4 .*eval/pass@1", said, re.M)
+    assert [row["sft/step"] for row in metric_rows(home / folder)] == [1, 2, 3, 4]
+    assert not (home / folder / "checkpoints").exists()
+    losses = [[row["sft/loss"] for row in metric_rows(home / name) if "sft/loss" in row] for name in (folder, RUN)]
+    assert losses[0] == losses[1], "the same steps as the first phase of a whole run"
+
+
+# A reward that stops the world: at its call number STOP_AT it says so and waits until it is killed or told to go on.
+REWARD = """
+import os, pathlib, time
+
+calls = 0
+
+def reward(prompts, completions, answer):
+    global calls
+    calls += len(prompts) == 16  # an evaluation asks for half as many
+    if calls == int(os.environ.get("STOP_AT", -1)):
+        pathlib.Path("reached").touch()
+        while not pathlib.Path("go").exists():
+            time.sleep(0.01)
+    return [0.5 * (len(c) % 2) + 0.25 * (c[:1] == a[:1]) for c, a in zip(completions, answer)]
+"""
+LONG = (
+    *SMALL,
+    "algorithm.advantage_estimator=grpo",
+    "algorithm.beta=0.05",
+    "rewards.functions=[{name: reward.py:reward}]",
+    "eval.samples=1",
+    "eval.k=[1]",
+    "training.max_steps=20",
+    "training.checkpoint_every_n_steps=5",
+    "training.output_dir=run",
+)
+
+
+def exported(folder):
+    call(SCRIPT, "export", "run", "out", cwd=folder)
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def unkilled(tmp_path_factory):
+    """The exported weights and the metrics of 20 steps in one go."""
+    folder = tmp_path_factory.mktemp("unkilled")
+    (folder / "reward.py").write_text(REWARD)
+    call(SCRIPT, "train", YAML, *LONG, cwd=folder)
+    return exported(folder), metric_rows(folder / "run")
+
+
+def stopped_in_step_12(folder, number):
+    """Starts the run, sends it the signal in the middle of step 12, and returns its exit status and words."""
+    (folder / "reward.py").write_text(REWARD)
+    with subprocess.Popen(
+        [SCRIPT, "train", YAML, *LONG], cwd=folder, env=os.environ | {"STOP_AT": "12"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        for _ in range(3000):
+            if (folder / "reached").exists() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        if number == signal.SIGKILL:  # the checkpoint of step 10 is written in the background
+            for _ in range(600):
+                if (folder / "run" / "checkpoints" / "10" / "_CHECKPOINT_METADATA").exists():
+                    break
+                time.sleep(0.1)
+        process.send_signal(number)
+        time.sleep(0.1)
+        (folder / "go").touch()
+        said, _ = process.communicate(timeout=120)
+    return process.returncode, said
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if "time" not in k and "perf" not in k} for row in rows]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(name, tmp_path, unkilled):
+    """Killed after a checkpoint, or told to stop: started again, weights and metrics are bitwise those of one go."""
+    code, said = stopped_in_step_12(tmp_path, signal.Signals[name])
+    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
+    if name == "SIGKILL":
+        assert code == -signal.SIGKILL and steps[-1] == "10", said
+    else:
+        assert code == 75 and steps[-1] == "12", said
+    again = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout
+    began = int(re.search(r"^train +(\d+)/20", again, re.M).group(1))
+    assert began == int(steps[-1]) + 1 and "sft 4/4" not in again
+    weights, rows = unkilled
+    found = exported(tmp_path)
+    assert found.keys() == weights.keys() and all(np.array_equal(found[key], weights[key]) for key in weights)
+    assert without_times(metric_rows(tmp_path / "run")) == without_times(rows)
+    assert rows[-1]["train/kl"] > 0 and {row.get("step") for row in rows} >= set(range(21))

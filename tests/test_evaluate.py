@@ -1,0 +1,150 @@
+"""pass@k against every subset, and an evaluation whose sampler and answers are written down."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from tunix_like.config import EvalConfig
+from tunix_like.errors import UserError
+from tunix_like.evaluate import Evaluator, eval_problems, ks_of, pass_at_k
+from tunix_like.sampling.logits import SamplingParams
+from tunix_like.sampling.sampler import Completions, Sampler
+from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import Problem
+
+WORDS = {"<eos>": 0, "yes": 1, "no": 2, "unclear": 3, "half": 4}
+REWARDS = {"yes": 1.0, "no": 0.0, "unclear": None, "half": 0.5}
+ANSWERS = [
+    ["yes", "no", "no", "no"],
+    ["yes", "yes", "half", "no"],
+    ["no", "no", "no", "no"],
+    ["unclear", "yes", "no", "unclear"],
+    ["unclear", "unclear", "unclear", "yes"],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="no"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<eos>"])
+    return Tokenizer(backend, eos_token="<eos>")
+
+
+class Scripted(Sampler):
+    """Answers problem `n` with the words of `ANSWERS[n]`, each followed by an end of sequence but for "half"."""
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+
+    def generate(self, params, prompts, numbers, num_generations, key, sampling):
+        self.calls.append((params, [list(p) for p in prompts], list(numbers), num_generations, key, sampling))
+        words = np.array([[WORDS[word] for word in ANSWERS[n][:num_generations]] for n in numbers], np.int32)
+        cut = words == WORDS["half"]
+        tokens = np.stack([words, np.zeros_like(words)], axis=-1)
+        return Completions(tokens, 2 - cut.astype(np.int32), np.zeros(tokens.shape, np.float32), ~cut)
+
+
+def score(prompts, completions, **columns):
+    assert all(prompt == f"problem {number}" for prompt, number in zip(prompts, columns["which"], strict=True))
+    return [REWARDS[text] for text in completions]
+
+
+def make(tokenizer, sampler=None, problems=(0, 1, 2, 3, 4), threshold=1.0, **settings) -> Evaluator:
+    settings = {"samples": 4, "k": [1, 2, 4], "batch_size": 2} | settings
+    return Evaluator(
+        sampler or Scripted(),
+        tokenizer,
+        [Problem(n, f"problem {n}", [1] * (n + 1), {"which": n}) for n in problems],
+        [("score", score, 1.0)],
+        EvalConfig(**settings),
+        threshold,
+        jax.random.key(0),
+    )
+
+
+def test_pass_at_k_is_a_mean_over_subsets():
+    for samples in range(1, 8):
+        for successes in range(samples + 1):
+            for k in range(1, samples + 1):
+                subsets = list(itertools.combinations(range(samples), k))
+                expected = np.mean([min(subset) < successes for subset in subsets])
+                assert pass_at_k(samples, successes, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples():
+    exact = 1 - math.comb(2000, 256) / math.comb(2048, 256)
+    assert pass_at_k(2048, 48, 256) == pytest.approx(exact, rel=1e-9)
+
+
+def test_which_k():
+    assert ks_of(EvalConfig(samples=16)) == [1, 4, 16]
+    assert ks_of(EvalConfig(samples=15)) == [1, 4]
+    assert ks_of(EvalConfig(samples=1)) == [1]
+    assert ks_of(EvalConfig(samples=8, k=[8, 1, 3])) == [1, 3, 8]
+    for bad in ([0], [1, 9], [-1]):
+        message = f"eval.k: got {bad[-1]}; each k must lie between 1 and eval.samples .8"
+        with pytest.raises(UserError, match=message):
+            ks_of(EvalConfig(samples=8, k=bad))
+
+
+def test_an_evaluation(tokenizer):
+    """Unscored completions leave their problem's count; a problem with fewer than k scored ones leaves pass@k."""
+    found = make(tokenizer)("weights")
+    assert found.texts == ANSWERS
+    assert found.scored.tolist() == [4, 4, 4, 2, 1]
+    assert found.successes.tolist() == [1, 2, 0, 1, 1]
+    metrics = found.metrics
+    assert metrics["eval/pass@1"] == pytest.approx(np.mean([1 / 4, 2 / 4, 0, 1 / 2, 1]))
+    assert metrics["eval/pass@2"] == pytest.approx(np.mean([1 / 2, 5 / 6, 0, 1]))
+    assert metrics["eval/pass@4"] == pytest.approx(np.mean([1, 1, 0]))
+    assert metrics["eval/rewards/mean"] == pytest.approx(5.5 / 15)
+    assert metrics["eval/unscored_frac"] == pytest.approx(5 / 20)
+    assert metrics["eval/mean_length"] == pytest.approx(39 / 20)
+    assert metrics["eval/clipped_ratio"] == pytest.approx(1 / 20)
+    np.testing.assert_array_equal(found.rewards[1], [1, 1, 0.5, 0])
+    assert math.isnan(found.rewards[3][0])
+
+
+def test_success_is_reaching_the_threshold(tokenizer):
+    assert make(tokenizer, threshold=0.5)("weights").successes.tolist() == [1, 3, 0, 1, 1]
+    assert make(tokenizer, threshold=1.5)("weights").successes.tolist() == [0] * 5
+
+
+def test_the_sampler_is_asked_in_equal_batches(tokenizer):
+    """The last one filled up, and what filled it up not counted; the same key and settings every time."""
+    sampler, done = Scripted(), []
+    make(tokenizer, sampler, temperature=0.5, top_p=0.9)("weights", done.append)
+    assert done == [2, 2, 1]
+    assert [call[2] for call in sampler.calls] == [[0, 1], [2, 3], [4, 4]]
+    for params, prompts, numbers, samples, key, sampling in sampler.calls:
+        assert prompts == [[1] * (n + 1) for n in numbers]
+        assert (params, samples, sampling) == ("weights", 4, SamplingParams(0.5, 0.9))
+        assert key == jax.random.key(0)
+
+
+def test_what_cannot_be_known(tokenizer):
+    """No problem with k scored completions: the value is missing, not zero. Nothing scored at all: an error."""
+    assert math.isnan(make(tokenizer, problems=[3, 4])("weights").metrics["eval/pass@4"])
+    with pytest.raises(UserError, match="no completion could be scored; check rewards.functions"):
+        make(tokenizer, problems=[4], samples=2, k=[1])("weights")
+
+
+def test_the_problems_of_an_evaluation(tokenizer):
+    """The first ones that fit, numbered from 0 without gaps, with their columns."""
+    rows = [{"prompt": "yes " * n, "answer": n} for n in (2, 5, 1, 3, 2)]
+    found = eval_problems(rows, tokenizer, 3, 3)
+    assert [(p.number, len(p.tokens), p.columns) for p in found] == [
+        (0, 2, {"answer": 2}),
+        (1, 1, {"answer": 1}),
+        (2, 3, {"answer": 3}),
+    ]
+    assert len(eval_problems(rows, tokenizer, 3, None)) == 4
+    with pytest.raises(UserError, match="none of 5 evaluation prompts fits in rollout.max_prompt_length=0"):
+        eval_problems(rows, tokenizer, 0, None)

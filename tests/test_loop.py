@@ -1,0 +1,252 @@
+"""What the loop does when, on a phase that counts: rows before checkpoints, resuming, every way to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_like import loop
+from tunix_like.checkpoints import Checkpoints
+from tunix_like.errors import UserError
+from tunix_like.loop import EXIT_STOPPED, Stopped, run
+from tunix_like.metrics import MetricsLog, rows
+
+
+class Counting:
+    """Adds the step's number to a sum; `at` maps a step to what happens within it."""
+
+    name, step_key, iterator = "count", "count/step", None
+
+    def __init__(self, total=5, *, at=None, data=None, evaluate_every=None, end_at=None, **identity):
+        self.total, self.at, self.data = total, at or {}, data
+        self.evaluate_every, self.end_at, self.identity = evaluate_every, end_at, {"seed": 1, "lr": 0.1} | identity
+        self.sum, self.seen, self.loaded = jnp.zeros(()), [], None
+
+    def state(self):
+        return {"sum": self.sum}
+
+    def load_state(self, state, step):
+        self.sum, self.loaded = state["sum"], step
+
+    def advance(self, step):
+        if self.data is not None and step > self.data:
+            return None
+        self.seen.append(step)
+        self.at.get(step, lambda: None)()
+        self.sum = self.sum + step
+        return {"sum": np.float32(self.sum)}
+
+    def evaluate(self, step, last):
+        every = self.evaluate_every
+        return {"eval/sum": self.sum} if every is not None and (last or step % every == 0) else {}
+
+    def finished(self, row):
+        return bool(row["count/sum"] == self.end_at)
+
+
+class Watched(Checkpoints):
+    """Asserts at every save that the row of its step is on disk."""
+
+    def save(self, step, state, iterator=None, meta=None):
+        assert rows(self.folder.parent)[-1]["count/step"] == step
+        super().save(step, state, iterator, meta)
+
+
+def go(phase, folder, *, every=2, seen=None) -> int:
+    with Watched(folder / "checkpoints", 10) as checkpoints:
+        on_row = (lambda row: None) if seen is None else seen.append
+        return run(phase, checkpoints=checkpoints, log=MetricsLog(folder), checkpoint_every=every, on_row=on_row)
+
+
+def saved(folder) -> list[int]:
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        return checkpoints.steps()
+
+
+def sums(folder) -> dict[int, float]:
+    found = [(row["count/step"], row["count/sum"]) for row in rows(folder) if "count/sum" in row]
+    assert len(dict(found)) == len(found), "a step has one row"
+    return dict(found)
+
+
+ALL = {1: 1, 2: 3, 3: 6, 4: 10, 5: 15}
+
+
+def fail():
+    raise RuntimeError("the machine is gone")
+
+
+def term():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_whole_run(tmp_path):
+    """Rows with the phase's prefix, plain numbers; a checkpoint every second step and at the end."""
+    seen = []
+    assert go(Counting(), tmp_path, seen=seen) == 5
+    assert sums(tmp_path) == ALL and saved(tmp_path) == [2, 4, 5]
+    assert [set(row) for row in rows(tmp_path)] == [{"count/step", "count/sum", "count/step_time_sec"}] * 5
+    assert [row["count/sum"] for row in seen] == list(ALL.values())
+    assert all(type(row["count/sum"]) is float and row["count/step_time_sec"] >= 0 for row in seen)
+
+
+def test_without_files():
+    seen = []
+    done = run(
+        Counting(3), checkpoints=None, log=MetricsLog(None), checkpoint_every=1, on_row=lambda row: seen.append(row)
+    )
+    assert done == 3 and [row["count/step"] for row in seen] == [1, 2, 3]
+
+
+def test_evaluations(tmp_path):
+    """At step 0, when due, and at the last step, each in the row of its step."""
+    go(Counting(evaluate_every=2), tmp_path)
+    assert {row["count/step"]: row["eval/sum"] for row in rows(tmp_path) if "eval/sum" in row} == {
+        0: 0.0, 2: 3.0, 4: 10.0, 5: 15.0,
+    }  # fmt: skip
+    assert rows(tmp_path)[0] == {"count/step": 0, "eval/sum": 0.0}
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
+    """The row of step 3 came after the checkpoint of step 2: it is cut, and step 3 is done again."""
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        go(Counting(evaluate_every=4, at={4: fail}), tmp_path)
+    assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2]
+    again, seen = Counting(evaluate_every=4), []
+    assert go(again, tmp_path, seen=seen) == 5
+    assert again.loaded == 2 and again.seen == [3, 4, 5]
+    assert sums(tmp_path) == ALL and [row["count/step"] for row in seen] == [3, 4, 5]
+    assert [row["count/step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4, 5], "no second evaluation at step 0"
+
+
+def test_rows_without_a_checkpoint_are_cut_too(tmp_path):
+    with pytest.raises(RuntimeError):
+        go(Counting(at={2: fail}), tmp_path)
+    MetricsLog(tmp_path).write({"other/step": 9})
+    go(Counting(), tmp_path)
+    assert sums(tmp_path) == ALL and rows(tmp_path)[0] == {"other/step": 9}
+
+
+def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path):
+    go(Counting(3), tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    again = Counting(3)
+    assert go(again, tmp_path) == 3 and again.seen == []
+    assert float(again.sum) == 6, "its state is loaded all the same"
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    longer = Counting(5)
+    assert go(longer, tmp_path) == 5 and longer.seen == [4, 5]
+    assert sums(tmp_path) == ALL
+
+
+def test_the_data_is_used_up(tmp_path):
+    """Only then is the last step known: its evaluation is a row of its own, and its state is saved."""
+    phase = Counting(None, data=3, evaluate_every=100)
+    assert go(phase, tmp_path) == 3
+    assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
+    assert rows(tmp_path)[-1] == {"count/step": 3, "eval/sum": 6.0}
+
+
+def test_data_that_ends_with_a_checkpoint_is_saved_once(tmp_path):
+    assert go(Counting(None, data=4), tmp_path) == 4
+    assert saved(tmp_path) == [2, 4]
+
+
+def test_an_early_end_is_an_end(tmp_path):
+    """The row says so (here: the sum is 6); the checkpoint remembers it."""
+    assert go(Counting(end_at=6), tmp_path) == 3
+    assert saved(tmp_path) == [2, 3]
+    again = Counting(end_at=6)
+    assert go(again, tmp_path) == 3 and again.seen == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_saves_and_stops(tmp_path, number):
+    """The step is finished, its row and its checkpoint are written, the exit status is 75, and the handlers are those
+    of before."""
+    before = signal.getsignal(number)
+    phase = Counting(at={3: lambda: os.kill(os.getpid(), number)})
+    with pytest.raises(Stopped) as stopped:
+        go(phase, tmp_path)
+    assert stopped.value.code == EXIT_STOPPED == 75
+    assert phase.seen == [1, 2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
+    assert signal.getsignal(number) is before
+    again = Counting()
+    assert go(again, tmp_path) == 5 and again.seen == [4, 5]
+    assert sums(tmp_path) == ALL
+
+
+def test_the_checkpoint_is_whole_before_stopped_is_raised(tmp_path):
+    with Watched(tmp_path / "checkpoints", 10) as checkpoints:
+        waits = []
+        wait, save = checkpoints.wait, checkpoints.save
+        checkpoints.wait = lambda: (wait(), waits.append("wait"))
+        checkpoints.save = lambda *a, **k: (save(*a, **k), waits.append("save"))
+        with pytest.raises(Stopped):
+            run(
+                Counting(at={1: term}),
+                checkpoints=checkpoints,
+                log=MetricsLog(tmp_path),
+                checkpoint_every=10,
+                on_row=lambda row: None,
+            )
+    assert waits[waits.index("save") + 1] == "wait"
+
+
+def test_a_signal_between_two_questions_is_not_lost(tmp_path, monkeypatch):
+    """However often the loop asks within a step, what it stops at is what it saved."""
+
+    @contextlib.contextmanager
+    def answers():
+        asked = iter([False] * 3 + [True] * 100)
+        yield lambda: next(asked)
+
+    monkeypatch.setattr(loop, "_stop_signals", answers)
+    phase = Counting(100)
+    with pytest.raises(Stopped):
+        go(phase, tmp_path, every=100)
+    assert saved(tmp_path) == phase.seen[-1:]
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
+    assert go(Counting(at={5: term}), tmp_path) == 5
+    assert saved(tmp_path) == [2, 4, 5]
+
+
+def test_a_signal_without_checkpoints_stops_too():
+    with pytest.raises(Stopped):
+        run(
+            Counting(at={1: term}),
+            checkpoints=None,
+            log=MetricsLog(None),
+            checkpoint_every=1,
+            on_row=lambda row: None,
+        )
+
+
+def test_a_second_signal_acts_at_once(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("now"))
+    try:
+        with pytest.raises(Stopped):
+            go(Counting(at={1: lambda: (term(), heard.append("first"), term(), heard.append("second"))}), tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == ["first", "now", "second"]
+
+
+def test_the_checkpoint_of_another_run_is_refused(tmp_path):
+    """What differs is named with both values, no step is done and nothing is lost."""
+    go(Counting(3), tmp_path)
+    other = Counting(5, lr=0.2)
+    with pytest.raises(UserError, match="the checkpoint is of another run: lr .0.1 there, 0.2 now.") as refused:
+        go(other, tmp_path)
+    assert str(tmp_path / "checkpoints") in str(refused.value)
+    assert other.seen == [] and saved(tmp_path) == [2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
+    with pytest.raises(UserError, match="new .None there, 7 now."):
+        go(Counting(5, new=7), tmp_path)

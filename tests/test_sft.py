@@ -1,0 +1,182 @@
+"""Supervised fine-tuning: what the loss counts, where it stops, what it asks of its rows, and resuming."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tunix_like
+from tunix_like import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig, SFTTrainer, Tokenizer, UserError
+from tunix_like.data import reverse_text
+from tunix_like.data.stream import render
+from tunix_like.metrics import rows as metric_rows
+from tunix_like.rl.losses import aggregation_weights
+from tunix_like.rl.packing import pack
+from tunix_like.rl.update import ForwardOptions, micro_loss
+from tunix_like.sft import _Likelihood
+
+TEXTS = ["ab", "cde", "efgh", "gh", "bad", "dc", "feed", "hg"]
+ROWS = [reverse_text.record(text) for text in TEXTS]
+HF = {
+    "model_type": "qwen2",
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+TOKENIZER = reverse_text.tokenizer()
+ROLLOUT = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8)
+
+
+def make_model():
+    return tunix_like.load_model(HF, init="random")[0]
+
+
+def params_of(model):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.split(model)[1]))
+
+
+def make(max_steps=2, *, rollout=ROLLOUT, evaluate=None, sft=None, model=None, tokenizer=TOKENIZER, **training):
+    settings = {"batch_size": 8, "max_steps": max_steps, "optimizer": OptimizerConfig(learning_rate=1e-2)}
+    return SFTTrainer(
+        model=make_model() if model is None else model,
+        tokenizer=tokenizer,
+        sft_config=SFTConfig(**settings | (sft or {})),
+        rollout_config=rollout,
+        training_config=RLTrainingConfig(**training),
+        evaluate=evaluate,
+    )
+
+
+def naive_nll(model, rows, limit=8, bos=True):
+    """Mean of -log p over the answers' tokens and their end-of-sequence token, by the plain forward."""
+    eos = TOKENIZER.eos_ids[0]
+    prompts = [TOKENIZER.encode(row["prompt"], add_special_tokens=bos) for row in rows]
+    answers = [[*TOKENIZER.encode(row["answer"], add_special_tokens=False), eos][:limit] for row in rows]
+    tokens = np.zeros((len(rows), 16), int)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        tokens[row, : len(prompt) + len(answer)] = prompt + answer
+    logprobs = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))(model, tokens)
+    counted = [
+        logprobs[row, len(prompt) + i - 1, token]
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        for i, token in enumerate(answer)
+    ]
+    return -jnp.mean(jnp.stack(counted))
+
+
+def test_loss_is_the_answers_likelihood_and_the_model_gets_the_weights():
+    model = make_model()
+    before, expected = params_of(model), float(naive_nll(model, ROWS))
+    rows = []
+    last = make(model=model, train_micro_batch_size=3).train(ROWS, on_row=lambda row: rows.append(dict(row)))
+    assert [row["sft/step"] for row in rows] == [1, 2]
+    assert rows[0]["sft/loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert rows[0]["sft/learning_rate"] == pytest.approx(1e-2) and "sft/grad_norm" in rows[0]
+    assert last == rows[-1] and last["sft/loss"] < expected
+    after = params_of(model)
+    assert not np.array_equal(before["norm"]["scale"], after["norm"]["scale"])
+    assert last["sft/loss"] > naive_nll(model, ROWS), "the model handed in is the one that was trained"
+
+
+def test_long_answers_are_cut_without_an_end():
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=3)
+    row = make(1, rollout=rollout).train(ROWS)
+    assert row["sft/loss"] == pytest.approx(float(naive_nll(make_model(), ROWS, limit=3)), rel=1e-5)
+
+
+def test_the_gradient_is_that_of_the_answers_likelihood():
+    """Prompt tokens have no share in the loss: the gradient is the one of `naive_nll`, in every parameter."""
+    trainer = make()
+    batch = trainer._batch([render(row, TOKENIZER) for row in ROWS])
+    eos = TOKENIZER.eos_ids[0]
+    letters = TOKENIZER.encode("edc", add_special_tokens=False)
+    np.testing.assert_array_equal(batch.completion_tokens[1, 0], [*letters, eos, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.completion_lengths[:3, 0], [3, 4, 5])
+
+    graphdef, _ = nnx.split(trainer.model)
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), pack(batch, range(8), (8, 1)))
+    weights = aggregation_weights("token-mean", *map(jnp.asarray, (batch.completion_lengths, batch.scored)), 1)
+    options = ForwardOptions(1.0, 1024, False)
+
+    def loss(params):
+        return micro_loss(params, graphdef, _Likelihood(), options, micro, jnp.asarray(batch.rewards), weights)[0]
+
+    got = jax.jit(jax.grad(loss))(trainer.params)
+    expected = jax.jit(jax.grad(lambda params: naive_nll(nnx.merge(graphdef, params), ROWS)))(trainer.params)
+    distance = optax.tree.norm(jax.tree.map(jnp.subtract, got, expected)) / optax.tree.norm(expected)
+    assert distance < 1e-5
+
+
+def test_stops_at_success():
+    calls = []
+
+    def evaluate(params):
+        calls.append(params["norm"]["scale"].shape)
+        return {"eval/pass@1": 0.2 * len(calls)}
+
+    sft = {"stop_at_success": 0.4, "eval_every_n_steps": 3}
+    last = make(20, evaluate=evaluate, sft=sft).train(ROWS)
+    assert (last["sft/step"], last["sft/eval/pass@1"], len(calls)) == (6, 0.4, 2)
+    calls.clear()
+    last = make(4, evaluate=evaluate).train(ROWS)
+    assert len(calls) == 1 and last["sft/step"] == 4, "without a target only the end is evaluated"
+
+
+def test_resumed_is_uninterrupted(tmp_path):
+    whole = make(6, output_dir=str(tmp_path / "whole"), checkpoint_every_n_steps=2)
+    whole.train(ROWS)
+    make(3, output_dir=str(tmp_path / "parts"), checkpoint_every_n_steps=2).train(ROWS)
+    second, began = make(6, output_dir=str(tmp_path / "parts")), []
+    second.train(ROWS, on_row=lambda row: began.append(row["sft/step"]))
+    assert began == [4, 5, 6]
+    jax.tree.map(np.testing.assert_array_equal, params_of(second.model), params_of(whole.model))
+    assert [row["sft/loss"] for row in metric_rows(tmp_path / "parts")] == [
+        row["sft/loss"] for row in metric_rows(tmp_path / "whole")
+    ]
+    assert sorted(path.name for path in tmp_path.joinpath("parts").iterdir()) == ["metrics.jsonl", "sft_checkpoints"]
+    with pytest.raises(UserError, match="another run: seed .0 there, 1 now.*another output_dir"):
+        make(6, output_dir=str(tmp_path / "parts"), seed=1).train(ROWS)
+
+
+def test_one_that_stopped_early_stays_so(tmp_path):
+    sft = {"stop_at_success": 0.5, "eval_every_n_steps": 2}
+    first = make(20, evaluate=lambda params: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))
+    assert first.train(ROWS)["sft/step"] == 2
+    again = make(20, evaluate=lambda params: pytest.fail("evaluated again"), sft=sft, output_dir=str(tmp_path))
+    assert again.train(ROWS) == {}
+    jax.tree.map(np.testing.assert_array_equal, params_of(again.model), params_of(first.model))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "ab>"}], "needs an 'answer' column; the rows have prompt"),
+        ([{"prompt": "ab>", "answer": 7}], "text in the 'answer' column.*'ab>' has 7"),
+        ([{"prompt": "ab>", "answer": "ba"}, {"prompt": "cd>", "answer": None}], "'cd>' has None"),
+        ([{"prompt": "ab>", "answer": ""}], "'ab>' has ''"),
+        ([], "the training data is empty"),
+        ([{"prompt": "abcdefgh>", "answer": "x"}], "longer than rollout.max_prompt_length=8; raise it"),
+    ],
+)
+def test_rows_it_cannot_use(rows, message):
+    with pytest.raises(UserError, match=message):
+        make().train(rows)
+
+
+def test_chat_and_data_smaller_than_a_batch():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
+    chat = Tokenizer(
+        reverse_text.tokenizer()._backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
+        chat_template=template,
+    )  # fmt: skip
+    last = make(1, tokenizer=chat).train([{"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"}] * 3)
+    # A rendered chat brings its own special tokens, so none are added here.
+    expected = naive_nll(make_model(), [{"prompt": "ab>", "answer": "ba"}], bos=False)
+    assert last["sft/loss"] == pytest.approx(float(expected), rel=1e-5)
