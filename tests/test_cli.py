@@ -403,14 +403,14 @@ def without_times(rows):
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(name, tmp_path, unkilled):
     """Killed after a checkpoint, or told to stop: started again, weights and metrics are bitwise those of one go."""
     code, said = stopped_in_step_12(tmp_path, signal.Signals[name])
-    steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
+    steps = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
     if name == "SIGKILL":
-        assert code == -signal.SIGKILL and steps[-1] == "10", said
+        assert code == -signal.SIGKILL and steps[-1] == 10, said
     else:
-        assert code == 75 and steps[-1] == "12", said
+        assert code == 75 and steps[-1] == 12, said
     again = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout
     began = int(re.search(r"^train +(\d+)/20", again, re.M).group(1))
-    assert began == int(steps[-1]) + 1 and "sft 4/4" not in again
+    assert began == steps[-1] + 1 and "sft 4/4" not in again
     weights, rows = unkilled
     found = exported(tmp_path)
     assert found.keys() == weights.keys() and all(np.array_equal(found[key], weights[key]) for key in weights)

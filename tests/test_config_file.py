@@ -112,7 +112,7 @@ def test_text_keys_take_overrides_as_typed():
         ("data: {name: \x00}", ["run.yaml"]),
         ("? [1]\n: 2", ["run.yaml, line 1"]),
         ("optimizer: {learning_rate: 0}", ["optimizer.learning_rate: got 0.0; it must be above 0"]),
-        ("sft: {optimizer: {b1: 2}}", ["sft.optimizer.b1: got 2.0; it must be at most 1"]),
+        ("sft: {optimizer: {b1: 2}}", ["sft.optimizer.b1: got 2.0; it must be below 1"]),
         ("optimizer: {schedule: cosin}", ["optimizer.schedule", "'cosin'", "Did you mean 'cosine'?"]),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 
 import jax
@@ -115,6 +117,9 @@ def test_an_evaluation(tokenizer):
 def test_success_is_reaching_the_threshold(tokenizer):
     assert make(tokenizer, threshold=0.5)("weights").successes.tolist() == [1, 3, 0, 1, 1]
     assert make(tokenizer, threshold=1.5)("weights").successes.tolist() == [0] * 5
+    assert make(tokenizer, threshold=0.7 + 0.2 + 0.1 + 1e-9)("weights").successes.tolist() == [1, 2, 0, 1, 1], (
+        "a rounding"
+    )
 
 
 def test_the_sampler_is_asked_in_equal_batches(tokenizer):
@@ -134,6 +139,17 @@ def test_what_cannot_be_known(tokenizer):
     assert math.isnan(make(tokenizer, problems=[3, 4])("weights").metrics["eval/pass@4"])
     with pytest.raises(UserError, match="no completion could be scored; check rewards.functions"):
         make(tokenizer, problems=[4], samples=2, k=[1])("weights")
+
+
+def test_a_failing_reward_leaves_its_completions(tokenizer, tmp_path):
+    def broken(prompts, completions, **columns):
+        raise RuntimeError("no verifier")
+
+    evaluator = dataclasses.replace(make(tokenizer), rewards=[("broken", broken, 1.0)])
+    with pytest.raises(UserError, match="'broken' raised RuntimeError: no verifier.*step_000007.jsonl"):
+        evaluator("weights", rollouts=tmp_path / "kept", step=7)
+    lines = (tmp_path / "kept" / "step_000007.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completion"] for line in lines] == ANSWERS[0] + ANSWERS[1]
 
 
 def test_the_problems_of_an_evaluation(tokenizer):

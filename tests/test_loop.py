@@ -138,6 +138,7 @@ def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path):
     again = Counting(3)
     assert go(again, tmp_path) == 3 and again.seen == []
     assert float(again.sum) == 6, "its state is loaded all the same"
+    assert go(Counting(2), tmp_path) == 3, "nor taken back"
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     longer = Counting(5)
     assert go(longer, tmp_path) == 5 and longer.seen == [4, 5]
@@ -174,6 +175,7 @@ def test_a_signal_saves_and_stops(tmp_path, number):
     with pytest.raises(Stopped) as stopped:
         go(phase, tmp_path)
     assert stopped.value.code == EXIT_STOPPED == 75
+    assert stopped.value.message == "stopped by a signal after step 3, which is saved"
     assert phase.seen == [1, 2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert signal.getsignal(number) is before
     again = Counting()
@@ -219,7 +221,7 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
 
 
 def test_a_signal_without_checkpoints_stops_too():
-    with pytest.raises(Stopped):
+    with pytest.raises(Stopped) as stopped:
         run(
             Counting(at={1: term}),
             checkpoints=None,
@@ -227,6 +229,7 @@ def test_a_signal_without_checkpoints_stops_too():
             checkpoint_every=1,
             on_row=lambda row: None,
         )
+    assert stopped.value.message == "stopped by a signal after step 1, nothing is saved"
 
 
 def test_a_second_signal_acts_at_once(tmp_path):

@@ -310,7 +310,7 @@ def _read(path: Path) -> Mapping[Any, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # _Loader is a SafeLoader
     except OSError as error:
-        raise UserError(f"{path}: cannot read this config file ({error.strerror}).") from None
+        raise UserError(f"{path}: cannot read this config file ({error.strerror}); name a YAML file.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}{_problem(error)}") from None
     if values is None:

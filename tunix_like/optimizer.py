@@ -71,7 +71,7 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params
     """The optimizer's state, its moments lying where their parameters lie."""
     place = jax.tree.leaves(params)[0].sharding
     if not isinstance(place, NamedSharding):
-        return jax.jit(optimizer.init)(params)
+        return jax.device_put(jax.jit(optimizer.init)(params), place)  # bound to it, as the parameters are
     everywhere = NamedSharding(place.mesh, PartitionSpec())
     state = jax.eval_shape(optimizer.init, params)
     shardings = optax.tree.map_params(

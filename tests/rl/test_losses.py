@@ -76,7 +76,7 @@ def test_ppo_clip(params):
 
     loss, metrics = ppo_clip(*on_device(NEW, OLD, ADVANTAGES, MASK), **params)
     assert_same(loss, by_token(slow, NEW, OLD, ADVANTAGES))
-    assert_same(metrics["is_ratio"], by_token(ratio_of, NEW, OLD))
+    assert_same(metrics["is_ratio/mean"], by_token(ratio_of, NEW, OLD))
     clipped = lambda n, o, a: float(a * (ratio_of(n, o) - min(max(ratio_of(n, o), 1 - low), 1 + high)) > 0)  # noqa: E731
     assert_same(metrics["pg_clipfrac"], by_token(clipped, NEW, OLD, ADVANTAGES))
 

@@ -23,7 +23,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.rl import update
 from tunix_like.rl.objective import build_objective
 from tunix_like.rl.packing import pack, unpack
-from tunix_like.rl.update import ForwardOptions, UpdateInput, batch_logprobs, micro_loss, update_step
+from tunix_like.rl.update import ForwardOptions, UpdateInput, batch_logprobs, micro_logprobs, micro_loss, update_step
 from tunix_like.sampling import sampler
 from tunix_like.types import GroupBatch
 
@@ -111,13 +111,13 @@ def gradient_of(data: UpdateInput, **how) -> tuple:
     return gradient, {name: float(value) for name, value in metrics.items()}, np.asarray(advantages)
 
 
-def repeated_logprobs(params, temperature: float):
+def repeated_logprobs(params, temperature: float, lengths=LENGTHS):
     """`[P G T]` by the plain model: each completion behind its own copy of its prompt, padded right."""
     rows, real = np.zeros((2, PROMPTS * SIZE, WIDTH + STEPS), np.int32)
     place = np.zeros((PROMPTS * SIZE, STEPS), np.int32)
     for row, (p, i) in enumerate(np.ndindex(PROMPTS, SIZE)):
         length = int(PROMPT_LENGTHS[p])
-        tokens = [*BATCH.prompt_tokens[p, :length], *BATCH.completion_tokens[p, i, : LENGTHS[p, i]]]
+        tokens = [*BATCH.prompt_tokens[p, :length], *BATCH.completion_tokens[p, i, : lengths[p, i]]]
         rows[row, : len(tokens)], real[row, : len(tokens)] = tokens, 1
         place[row] = np.minimum(length + np.arange(STEPS), WIDTH + STEPS - 1)
     logits = nnx.merge(GRAPHDEF, params)(jnp.asarray(rows), jnp.asarray(real))
@@ -132,21 +132,22 @@ def plain_logprobs(temperature: float = 1.0):
     return jax.jit(functools.partial(repeated_logprobs, temperature=temperature))
 
 
-def row_values(objective, in_update) -> tuple[jax.Array, jax.Array]:
+def row_values(objective, in_update, lengths=LENGTHS) -> tuple[jax.Array, jax.Array]:
     """Advantages and weights `[P G]`, which have tests of their own."""
-    rewards, scored, lengths = (jnp.asarray(x) for x in (BATCH.rewards, BATCH.scored, LENGTHS))
+    rewards, scored, lengths = (jnp.asarray(x) for x in (BATCH.rewards, BATCH.scored, lengths))
     return objective.advantages(rewards, scored, lengths), objective.weights(scored, lengths, in_update)
 
 
 @functools.cache
-def repeated(objective: str = "on-policy", temperature: float = 1.0):
-    """`(params, in_update, old, ref) -> (loss, gradient)` of the repeated-prompt loss."""
-    objective = OBJECTIVES[objective]
+def repeated(objective: str = "on-policy", temperature: float = 1.0, longest: int = STEPS):
+    """`(params, in_update, old, ref) -> (loss, gradient)` of the repeated-prompt loss, completions cut at `longest`."""
+    objective, lengths = OBJECTIVES[objective], np.minimum(LENGTHS, longest)
+    mask = jnp.asarray(np.arange(STEPS) < lengths[..., None])
 
     def loss(params, in_update, old, ref):
-        advantages, weights = (values[..., None] for values in row_values(objective, in_update))
-        new = repeated_logprobs(params, temperature)
-        token_loss, _ = objective.token_loss(new, new if old is None else old, ref, advantages, jnp.asarray(MASK))
+        advantages, weights = (values[..., None] for values in row_values(objective, in_update, lengths))
+        new = repeated_logprobs(params, temperature, lengths)
+        token_loss, _ = objective.token_loss(new, new if old is None else old, ref, advantages, mask)
         return (weights * token_loss).sum()
 
     return jax.jit(jax.value_and_grad(loss))
@@ -175,6 +176,17 @@ def test_shared_prefix_is_the_repeated_prompt():
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient)), "every parameter is reached"
 
 
+def test_completions_of_one_token():
+    """Of width one: nothing but the prompt goes through the layers."""
+    short = BATCH._replace(
+        completion_tokens=BATCH.completion_tokens[..., :1], completion_lengths=np.minimum(LENGTHS, 1)
+    )
+    gradient, metrics, _ = gradient_of(data_of(batch=short))
+    loss, expected = repeated(longest=1)(PARAMS, EVERYONE, None, None)
+    assert difference(gradient, expected) <= 1e-5
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def other_logprobs() -> dict[str, np.ndarray]:
     """Log-probabilities of slightly other weights: those before an update, and those of a reference."""
@@ -197,10 +209,23 @@ def test_shared_prefix_with_ratio_reference_and_temperature(other_logprobs):
     assert metrics["is_ratio/mean"] == pytest.approx(ratio.mean(), rel=1e-4)
     assert metrics["is_ratio/max"] == pytest.approx(ratio.max(), rel=1e-4)
     assert metrics["kl"] == pytest.approx((np.exp(-d) + d - 1).mean(), rel=1e-3)
+    above = data._replace(micro=data.micro._replace(old_logprobs=data.micro.old_logprobs + 3))
+    most = gradient_of(above, objective="clipped", options=PLAIN._replace(temperature=0.7))[1]["is_ratio/max"]
+    assert most == pytest.approx(ratio.max() * np.exp(-3), rel=1e-4), "places beyond the end have no ratio"
     slower = ForwardOptions(temperature=0.7, chunk=7, remat=True)
     other, other_metrics, _ = gradient_of(data, objective="clipped", options=slower)
     assert difference(other, gradient) <= 1e-6
     assert other_metrics == pytest.approx(metrics, rel=1e-5)
+
+
+def test_remat_recomputes_each_layer():
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), data_of().micro)
+
+    def recomputed(remat: bool) -> int:
+        run = functools.partial(micro_logprobs, GRAPHDEF, micro=micro, options=PLAIN._replace(remat=remat))
+        return sum(equation.primitive.name in ("remat2", "checkpoint") for equation in jax.make_jaxpr(run)(PARAMS).eqns)
+
+    assert recomputed(True) == recomputed(False) + 2
 
 
 def test_logprobs_without_gradient():

@@ -113,11 +113,14 @@ def test_an_even_grid_draws_each_token_in_proportion(size):
 
 
 def test_a_token_of_weight_zero_is_never_drawn():
-    """At both ends of the unit interval, wherever the zeros stand, and with weights that differ by 1e30."""
+    """At both ends of the unit interval: a few tokens among zeros with weights that differ by 1e30, and many tokens
+    with zeros behind them, whose running sum may by rounding end below their sum."""
     rng = np.random.default_rng(0)
-    weights = np.zeros((90, 600), np.float32)
-    for row, alive in zip(weights, [1, 2, 5] * 30, strict=True):
+    sparse = np.zeros((90, 600), np.float32)
+    for row, alive in zip(sparse, [1, 2, 5] * 30, strict=True):
         row[rng.choice(600, alive, replace=False)] = 10.0 ** rng.uniform(-30, 0, alive)
+    dense = rng.uniform(size=(90, 600)).astype(np.float32) * (np.arange(600) < rng.integers(100, 600, (90, 1)))
+    weights = np.concatenate([sparse, dense.astype(np.float32)])
     for uniform in (0.0, 1e-30, 0.5, 1 - 2.0**-24):
         tokens = np.asarray(inverse_cdf(jnp.asarray(weights), jnp.full(len(weights), uniform, jnp.float32)))
         assert (weights[np.arange(len(weights)), tokens] > 0).all()
@@ -146,6 +149,13 @@ def test_top_p_of_few_tokens():
     found = keep_top_p(probs, 0.6)
     np.testing.assert_array_equal(found > 0, [[1, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]])
     assert (np.asarray(keep_top_p(probs, 1e-6)) > 0).sum(axis=1).tolist() == [1, 1, 1]
+
+
+def test_top_p_tells_neighbouring_floats_apart():
+    below = np.nextafter(np.float32(0.3), np.float32(0))
+    probs = jnp.asarray([[0.4, 0.3, below, 0.0], [below, 0.3, below, 0.1]], jnp.float32)
+    np.testing.assert_array_equal(keep_top_p(probs, 0.65) > 0, [[1, 1, 0, 0], [1, 1, 1, 0]])
+    np.testing.assert_array_equal(keep_top_p(probs, 0.2) > 0, [[1, 0, 0, 0], [0, 1, 0, 0]])
 
 
 def test_top_k_keeps_k_and_ties():

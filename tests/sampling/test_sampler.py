@@ -127,6 +127,14 @@ def test_a_row_depends_on_nothing_beside_it(endless):
             np.testing.assert_allclose(other.logprobs[there, :SIZE], endless.logprobs[here], rtol=0, atol=1e-5)
 
 
+def test_rows_at_once_change_nothing(endless):
+    """Two prompts at a time, the last part filled up; the same rows in the same order."""
+    found = sample(max_concurrent_rows=2 * SIZE + 1)
+    for values, expected in zip(found, endless, strict=True):
+        assert values.dtype == expected.dtype
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+
+
 def test_number_sample_position_and_key_all_draw_anew(endless):
     """Equal prompts, so that equal draws would be equal rows."""
     same = sample(prompts=(A, A, A), numbers=(0, 1, 3))

@@ -84,9 +84,11 @@ class JsonlRows(Sequence[Record]):
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({error}); write one object per line.") from error
+        # json counts lines within the row, which would be mistaken for the file's
+        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{where}: not valid JSON ({problem}); write one object per line.") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}.")
     return row

@@ -52,7 +52,10 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
     if len(shape) != len(config.axis_names) or min(shape) < 1:
         raise UserError(f"mesh.shape: {shape} must give one positive number per axis of {config.axis_names}.")
     if math.prod(shape) != len(devices):
-        raise UserError(f"mesh.shape: {shape} needs {math.prod(shape)} devices, there are {len(devices)}.")
+        raise UserError(
+            f"mesh.shape: {shape} needs {math.prod(shape)} devices, there are {len(devices)}; set auto, or numbers "
+            "with that product."
+        )
     if len(devices) == 1:
         return None
     return jax.make_mesh(shape, config.axis_names, axis_types=(AxisType.Auto,) * len(shape))

@@ -226,7 +226,7 @@ def _check_tensor(name: str, file: Path, reader: Any, shape: tuple[int, ...]) ->
     if tuple(header.get_shape()) != shape:
         raise UserError(
             f"{file}: tensor {name} has shape {tuple(header.get_shape())}, config.json asks for {shape}. The weights"
-            " are of another model than the config."
+            " are of another model than the config: use the files of one model."
         )
     if header.get_dtype() not in _FLOATS:
         raise UserError(

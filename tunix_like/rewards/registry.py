@@ -79,7 +79,7 @@ def resolve(name: str) -> RewardFunction:
 def _load_file(path: Path, name: str) -> ModuleType:
     """The module in a file, run once per process however many of its functions are named."""
     if not path.is_file():
-        raise UserError(f"Reward '{name}': the file {path.absolute()} does not exist.")
+        raise UserError(f"Reward '{name}': the file {path.absolute()} does not exist; write path/to/file.py:function.")
     full = path.resolve()
     key = f"tunix_like_user_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
     if key in sys.modules:

@@ -1,0 +1,334 @@
+"""What a user can get wrong is said in one line that names the key, file or row and what to do: before anything is
+compiled or written wherever no completion is needed to know it, and with nothing lost where one is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import tunix_like
+from tunix_like import cli
+from tunix_like.config_file import load, save
+from tunix_like.data import reverse_text
+from tunix_like.metrics import rows as metric_rows
+from tunix_like.models.loading import export_model
+from tunix_like.sampling.sampler import Sampler
+
+ROOT = Path(__file__).resolve().parents[1]
+REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
+
+OWN_DATA = """
+model: {path: model}
+data: {name: jsonl, path: good.jsonl, batch_size: 2}
+algorithm: {advantage_estimator: maxrl, num_generations: 4}
+rollout: {max_prompt_length: 8, max_tokens_to_generate: 4}
+training: {max_steps: 1, output_dir: out}
+"""
+REWARDS = """
+def short(prompts, completions):
+    return [1.0]
+
+def negative(prompts, completions):
+    return [-1.0 for _ in completions]
+
+def needs_gold(completions, gold):
+    return [1.0 for _ in completions]
+"""
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+GOOD = [{"prompt": f"{a}{b}>", "answer": f"{b}{a}"} for a in "abcd" for b in "efgh"]
+FILES = {
+    "own.yaml": OWN_DATA,
+    "unknown_key.yaml": "algorithm: {num_generation: 4}\n",
+    "wrong_type.yaml": "data: {batch_size: four}\n",
+    "no_section.yaml": "learning_rate: 1\n",
+    "torn.yaml": "data: [\n",
+    "good.jsonl": jsonl(GOOD),
+    "torn.jsonl": jsonl(GOOD[:2]) + '{"prompt": "ab>", "answer"\n',
+    "no_prompt.jsonl": jsonl([*GOOD[:2], {"question": "ab", "answer": "ba"}]),
+    "no_answer.jsonl": jsonl([{"prompt": "ab>"}] * 12),
+    "empty.jsonl": "",
+    "one_long.jsonl": jsonl([*GOOD, {"prompt": "abcdefgh>", "answer": "a"}]),
+    "all_long.jsonl": jsonl([{"prompt": "abcdefgh>", "answer": "a"}] * 12),
+    "rewards.py": REWARDS,
+    "broken.py": "def reward(:\n",
+    "not_a_run/notes.txt": "precious",
+    "no_config/tokenizer.json": "{}",
+    "run_without_checkpoint/config.yaml": OWN_DATA,
+    "run_without_checkpoint/model/config.json": "{}",
+    "run/checkpoints/1/_CHECKPOINT_METADATA": "{}",
+    "run/checkpoints/1/state/_METADATA": "{}",
+}
+HF = {
+    "model_type": "qwen2",
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with files of every kind of mistake, and models: whole, without a tensor, mis-shaped, too small."""
+    place = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    model, _ = tunix_like.load_model(HF, init="random")
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    for name in ("model", "missing_tensor", "mis_shaped", "small_vocabulary", "odd_field", "no_weights"):
+        export_model(params, model.config, reverse_text.tokenizer(), place / name)
+    tensors = load_file(place / "model" / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k != NORM}, place / "missing_tensor" / "model.safetensors")
+    save_file(tensors | {NORM: np.ones(9, np.float32)}, place / "mis_shaped" / "model.safetensors")
+    (place / "no_weights" / "model.safetensors").unlink()
+    for name, change in (("small_vocabulary", {"vocab_size": 12}), ("odd_field", {"attn_logit_softcapping": 50})):
+        file = place / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    save(load(place / "own.yaml"), place / "run" / "config.yaml")
+    return place
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """No sampling, no training step: each of them would be compiled."""
+    monkeypatch.setattr(Sampler, "generate", lambda *_, **__: pytest.fail("sampled"))
+    for module in ("rl.phase", "sft"):
+        monkeypatch.setattr(f"tunix_like.{module}.update_step", lambda *_, **__: pytest.fail("compiled a step"))
+
+
+def listing(folder):
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+REVERSED = ("train", REVERSE)
+OWN = ("train", "own.yaml")
+
+# what is typed -> what must be in the one line that comes back
+MISTAKES = {
+    # keys and values
+    "unknown key": ((*REVERSED, "training.max_step=3"), ["'training.max_step'", "Did you mean 'training.max_steps'"]),
+    "unknown key in a file": (
+        ("train", "unknown_key.yaml"),
+        ["unknown_key.yaml", "'algorithm.num_generation'", "Did you mean 'algorithm.num_generations'"],
+    ),
+    "key without section": (("train", "no_section.yaml"), ["'learning_rate'", "'optimizer.learning_rate'"]),
+    "wrong type": ((*REVERSED, "data.batch_size=four"), ["data.batch_size", "'four' (string)", "expected: integer"]),
+    "wrong type in a file": (("train", "wrong_type.yaml"), ["wrong_type.yaml", "data.batch_size", "expected: integer"]),
+    "no value": ((*REVERSED, "data.batch_size"), ["override 'data.batch_size'", "write it as section.key=value"]),
+    "no YAML file": (("train", "nowhere.yaml"), ["nowhere.yaml", "cannot read", "name a YAML file"]),
+    "no YAML": (("train", "torn.yaml"), ["torn.yaml, line"]),
+    "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
+    "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
+    "key of another source": ((*REVERSED, "data.maze_size=9"), ["data.maze_size", "data.name=reverse_text", "remove"]),
+    "mesh": ((*REVERSED, "mesh.shape=[3, 1]"), ["mesh.shape", "needs 3 devices, there are 4; set auto"]),
+    # algorithms
+    "unknown estimator": (
+        (*REVERSED, "algorithm.advantage_estimator=rlo"),
+        ["algorithm.advantage_estimator", "'rlo'", "Did you mean 'rloo'", "drgrpo, grpo, maxpo, maxrl, rloo"],
+    ),
+    "no estimator": (
+        (*REVERSED, "algorithm.advantage_estimator=null"),
+        ["algorithm.advantage_estimator: choose one", "drgrpo, grpo, maxpo, maxrl, rloo"],
+    ),
+    "maxpo with k = G": (
+        (*REVERSED, "algorithm.advantage_estimator=maxpo", "algorithm.k=8"),
+        ["algorithm.k: got 8", "1 <= k <= 7", "algorithm.num_generations (8)"],
+    ),
+    "maxpo without k": ((*REVERSED, "algorithm.advantage_estimator=maxpo"), ["algorithm.k", "Set algorithm.k="]),
+    "k with rloo": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.k=2"),
+        ["algorithm.k", "'rloo' does not read it", "Unset it"],
+    ),
+    "truncation order = G": ((*REVERSED, "algorithm.truncation_order=8"), ["algorithm.truncation_order", "<= 7"]),
+    "one generation": ((*REVERSED, "algorithm.num_generations=1"), ["algorithm.num_generations", "at least 2"]),
+    "epsilon with reinforce": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.epsilon=0.2"),
+        ["algorithm.epsilon", "'reinforce' does not read it", "Unset it"],
+    ),
+    "two iterations of reinforce": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.num_iterations=2"),
+        ["num_iterations", "make 2", "Use ppo_clip"],
+    ),
+    "unknown loss": ((*REVERSED, "algorithm.policy_loss_fn=ppo"), ["algorithm.policy_loss_fn", "'ppo'", "ppo_clip"]),
+    "unknown aggregation": (
+        (*REVERSED, "algorithm.loss_agg_mode=token_mean"),
+        ["algorithm.loss_agg_mode", "Did you mean 'token-mean'"],
+    ),
+    "negative rewards by KL": (
+        (*REVERSED, "algorithm.beta=0.1", "algorithm.kl_in_reward=true"),
+        ["algorithm.kl_in_reward", "Set algorithm.truncation_order, or algorithm.kl_in_reward=false"],
+    ),
+    # sampling and evaluation
+    "negative temperature": ((*REVERSED, "rollout.temperature=-1"), ["rollout.temperature", "at least 0"]),
+    "greedy training": ((*REVERSED, "rollout.temperature=0"), ["rollout.temperature", "needs it above 0"]),
+    "k beyond the samples": ((*REVERSED, "eval.k=[1, 8]"), ["eval.k: got 8", "eval.samples (4)"]),
+    "no room": (
+        (*REVERSED, "rollout.max_tokens_to_generate=60"),
+        ["max_prompt_length + rollout.max_tokens_to_generate is 76", "64 positions", "lower one"],
+    ),
+    # models
+    "no model": ((*REVERSED, "model.config=null"), ["model.path: name a model folder or hub id"]),
+    "two models": ((*REVERSED, "model.path=model"), ["model.config", "either model.path or model.config"]),
+    "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
+    "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, qwen2, qwen3"]),
+    "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "take it out"]),
+    "unsupported value": ((*REVERSED, "model.config.hidden_act=gelu"), ["'hidden_act' = 'gelu'", 'only "silu" is']),
+    "small vocabulary": (
+        (*REVERSED, "model.config.vocab_size=12"),
+        ["tokenizer has 13 tokens", "vocabulary only 12", "set vocab_size"],
+    ),
+    "no model folder": ((*OWN, "model.path=./nowhere"), ["nowhere: no such folder", "Give a model folder, or a hub"]),
+    "no config.json": ((*OWN, "model.path=no_config"), ["no_config/config.json: no such file"]),
+    "no weights": ((*OWN, "model.path=no_weights"), ["no_weights", "no model.safetensors", "'random'"]),
+    "missing tensor": ((*OWN, "model.path=missing_tensor"), ["missing_tensor", NORM, "a file is missing"]),
+    "mis-shaped tensor": ((*OWN, "model.path=mis_shaped"), ["mis_shaped/", NORM, "(9,)", "(8,)", "use the files"]),
+    "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'attn_logit_softcapping' = 50", "take"]),
+    "tokenizer too large": (
+        (*OWN, "model.path=small_vocabulary"),
+        ["small_vocabulary", "tokenizer has 13 tokens", "vocab_size = 12", "use the model's own tokenizer"],
+    ),
+    # data
+    "no data file": ((*OWN, "data.path=nowhere.jsonl"), ["nowhere.jsonl does not exist", "data.path must name"]),
+    "no data path": ((*OWN, "data.path=null"), ["data.path is required", "JSON-lines file"]),
+    "row that does not parse": ((*OWN, "data.path=torn.jsonl"), ["torn.jsonl:3", "at column 27", "write one object"]),
+    "missing column": (
+        (*OWN, "data.path=no_prompt.jsonl"),
+        ["no_prompt.jsonl:3", "a row needs column 'prompt'", "the row has: answer, question"],
+    ),
+    "template with a missing column": (
+        (*OWN, "data.prompt_template={question}>"),
+        ["good.jsonl:1", "data.prompt_template names column 'question'", "the row has: answer, prompt"],
+    ),
+    "empty data": ((*OWN, "data.path=empty.jsonl"), ["empty.jsonl is empty", "one JSON object per line"]),
+    "too little data": ((*OWN, "data.train_size=99"), ["data.train_size=99", "only 15 rows", "lower it"]),
+    "long prompt as an error": (
+        (*OWN, "data.path=one_long.jsonl", "data.eval_size=2", "data.overlong_prompts=error"),
+        ["row", "has 10 tokens", "rollout.max_prompt_length is 8", "Raise it, or set data.overlong_prompts=skip"],
+    ),
+    "long prompts only": ((*OWN, "data.path=all_long.jsonl"), ["all 11 training prompts", "max_prompt_length=8; "]),
+    "no chat template": ((*OWN, "data.system_prompt=Think."), ["no chat template", "data.apply_chat_template=false"]),
+    # rewards
+    "no reward file": (
+        (*REVERSED, "rewards.functions=[{name: nowhere.py:f}]"),
+        ["'nowhere.py:f'", "nowhere.py does not exist", "write path/to/file.py:function"],
+    ),
+    "no such function": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:long}]"),
+        ["rewards.py has no function 'long'", "it has: needs_gold, negative, short"],
+    ),
+    "broken reward file": ((*REVERSED, "rewards.functions=[{name: broken.py:reward}]"), ["broken.py", "SyntaxError"]),
+    "unknown reward": (
+        (*REVERSED, "rewards.functions=[{name: exact}]"),
+        ["'exact' is unknown", "exact_match", "path/to/file.py:function"],
+    ),
+    "reward without its column": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:needs_gold}]"),
+        ["'rewards.py:needs_gold' needs an argument 'gold'", "there are: answer, completions, prompts, text"],
+    ),
+    "reward twice": (
+        (*REVERSED, "rewards.functions=[{name: exact_match}, {name: exact_match}]"),
+        ["exact_match is named twice", "give it one weight"],
+    ),
+    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ..., weight:"]),
+    "reward weight": ((*REVERSED, "rewards.functions=[{name: exact_match, weight: x}]"), ["[0].weight", "a finite"]),
+    "no rewards": ((*REVERSED, "rewards.functions=[]"), ["rewards.functions", "leave it unset"]),
+    # folders
+    "folder that is no run": (
+        (*REVERSED, "training.output_dir=not_a_run"),
+        ["not_a_run is not empty and holds no run", "choose another training.output_dir"],
+    ),
+    "run of another config": (
+        (*OWN, "training.output_dir=run", "optimizer.learning_rate=1e-3"),
+        ["run holds a run with another config", "optimizer.learning_rate: 1e-06 -> 0.001", "training.output_dir="],
+    ),
+    "run without a checkpoint": (("eval", "run_without_checkpoint"), ["no checkpoint yet", "checkpoint_every_n_steps"]),
+    "no run": (("eval", "nowhere", "data.name=maze"), ["nowhere: no such folder", "Give a model folder"]),
+    "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
+    "export of nothing": (("export", "nowhere", "out"), ["nowhere: no such folder"]),
+    "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "lower one"]),
+    "nothing to fine-tune": (("sft", REVERSE, "sft.max_steps=0"), ["sft.max_steps", "e.g. sft.max_steps="]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_line_before_anything_is_compiled(name, place, monkeypatch, capsys, nothing_runs):
+    monkeypatch.chdir(place)
+    argv, words = MISTAKES[name]
+    before = listing(place)
+    code = cli.main(list(argv))
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith("error: ") and "Traceback" not in error
+    for word in words:
+        assert word in error, error
+    assert listing(place) == before, "a mistake leaves no trace"
+
+
+def test_a_long_prompt_is_skipped_and_counted(place, monkeypatch, capsys, nothing_runs):
+    monkeypatch.chdir(place)
+    code = cli.main([*OWN, "--dry-run", "data.path=one_long.jsonl", "data.eval_size=2"])
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "training: 15 prompts\n" in said
+    assert "evaluation: 2 prompts, 1 of them longer than 8 tokens and skipped" in said
+
+
+def test_sft_without_answers(place, monkeypatch, capsys, nothing_runs, tmp_path):
+    monkeypatch.chdir(place)
+    argv = [
+        "train",
+        "own.yaml",
+        "data.path=no_answer.jsonl",
+        "sft.max_steps=5",
+        f"training.output_dir={tmp_path / 'x'}",
+    ]
+    assert cli.main([*argv, "rewards.functions=[{name: rewards.py:short}]"]) == 2
+    assert "SFT needs an 'answer' column; the rows have prompt" in capsys.readouterr().err
+
+
+SMALL = (
+    "model.config.hidden_size=16",
+    "model.config.num_hidden_layers=1",
+    "sft.max_steps=0",
+    "data.batch_size=4",
+    "algorithm.num_generations=4",
+    "eval.batch_size=4",
+    "eval.max_problems=4",
+    "training.max_steps=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("reward", "word"),
+    [("short", "'rewards.py:short' returned 1 values for 16 completions"), ("negative", "non-negative rewards only")],
+)
+def test_a_bad_reward_loses_nothing(reward, word, place, monkeypatch, capsys, tmp_path):
+    """What needs completions to be known stops the run at once, with those completions kept."""
+    monkeypatch.chdir(place)
+    folder = tmp_path / "run"
+    code = cli.main([*REVERSED, *SMALL, f"rewards.functions=[{{name: rewards.py:{reward}}}]",
+                     f"training.output_dir={folder}"])  # fmt: skip
+    error = capsys.readouterr().err
+    assert code == 2 and word in error
+    # The first evaluation asks the reward function first; it may return negative numbers, which MaxRL may not.
+    kept = folder / "rollouts" / ("eval/step_000000.jsonl" if reward == "short" else "step_000001.jsonl")
+    assert str(kept) in error
+    assert len([json.loads(line) for line in kept.read_text().splitlines()]) == 16
+    assert [row["step"] for row in metric_rows(folder)] == ([] if reward == "short" else [0])
+    again = cli.main([*REVERSED, *SMALL, "--dry-run", f"training.output_dir={folder}"])
+    assert again == 0, "a dry run looks at nothing on disk"

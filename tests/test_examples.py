@@ -1,0 +1,189 @@
+"""What is shipped under examples/ works as its header says: every YAML, the library script, both text jobs for every
+learner, and GSM8K on its real rows with a tiny model, from the weights to a folder that transformers loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+import tunix_like
+from tunix_like.config_file import load
+from tunix_like.metrics import rows as metric_rows
+from tunix_like.rl.learners import LEARNERS
+from tunix_like.runs import check_config
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+GSM8K = Path(os.environ.get("TUNIX_LIKE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
+SCRIPT = str(Path(sys.executable).with_name("tunix-like"))
+YAMLS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml"))
+
+
+def call(*argv, cwd, **environment):
+    done = subprocess.run(
+        argv, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{argv}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_there_are_examples():
+    assert {"maze.yaml", "debug/reverse_text.yaml", "gsm8k/qwen2.5_0.5b.yaml", "gsm8k/qwen3_0.6b.yaml"} <= set(YAMLS)
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_every_yaml_loads_for_every_learner(name):
+    """It says its command, leaves loss and aggregation to the learner, and takes every estimator by one override."""
+    text = (EXAMPLES / name).read_text()
+    assert f"tunix-like train examples/{name}" in text, "the header says the command"
+    unset = {"loss_agg_mode", "policy_loss_fn"}
+    assert not unset & set(yaml.safe_load(text)["algorithm"])
+    named = load(EXAMPLES / name).algorithm.advantage_estimator
+    for estimator, learner in LEARNERS.items():
+        k = ["algorithm.k=4"] if estimator == "maxpo" else []
+        asked = load(EXAMPLES / name, [] if estimator == named else [f"algorithm.advantage_estimator={estimator}", *k])
+        config, found = check_config(asked)
+        assert found is learner
+        default = learner.config_class(**({"k": 4} if k else {}))
+        assert config.algorithm.loss_agg_mode == default.loss_agg_mode
+        assert config.algorithm.policy_loss_fn == default.policy_loss_fn
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_library_use(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = module("library_use").main()
+    assert result["after"] > result["before"] + 0.3
+    assert re.search(r"pass@1 0\.\d\d -> [01]\.\d\d after 60 steps", capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == [], "no folder is written unless one is asked for"
+
+
+DEFAULTS = {
+    "grpo": "loss: ppo_clip, aggregation sequence-mean-token-mean, KL none (beta 0)",
+    "drgrpo": "loss: ppo_clip, aggregation sequence-mean-token-scale, KL none (beta 0)",
+    "rloo": "loss: reinforce, aggregation seq-mean-token-sum, KL none (beta 0)",
+    "maxrl": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "maxpo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+}
+
+
+def test_reverse_text_trains_by_every_learner(tmp_path):
+    """One override each, all in one process; the name of the learner, its loss and aggregation are printed."""
+    yaml_file = str(EXAMPLES / "debug" / "reverse_text.yaml")
+    small = ["sft.max_steps=0", "training.max_steps=3", "data.batch_size=4", "eval.max_problems=8", "eval.batch_size=8",
+             "model.config.num_hidden_layers=1"]  # fmt: skip
+    commands = [
+        ["train", yaml_file, *small, f"algorithm.advantage_estimator={name}"]
+        + (["algorithm.k=4"] if name == "maxpo" else [])
+        for name in DEFAULTS
+    ]
+    code = "import json, sys; from tunix_like.cli import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
+    said = call(sys.executable, "-c", code, json.dumps(commands), cwd=tmp_path)
+    parts = said.split("  learner: ")[1:]
+    for part, (name, line) in zip(parts, DEFAULTS.items(), strict=True):
+        assert part.startswith(f"{LEARNERS[name].__name__} ({name})\n") and line in part
+        rows = [row for row in metric_rows(tmp_path / "runs" / f"reverse_text-{name}-s0") if "step" in row]
+        assert [row["step"] for row in rows] == [0, 1, 2, 3]
+        assert all(np.isfinite(row["train/loss"]) for row in rows[1:]) and "eval/pass@1" in rows[3]
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory):
+    """A folder with the two tiny models; the rows stay where they are."""
+    if not (GSM8K / "train.jsonl").is_file():
+        pytest.skip(f"GSM8K is not in {GSM8K}; set TUNIX_LIKE_GSM8K to its folder")
+    home = tmp_path_factory.mktemp("gsm8k")
+    (home / "odd.py").write_text(ODD)
+    for family in ("qwen2", "qwen3"):
+        maker = str(EXAMPLES / "gsm8k" / "make_tiny_model.py")
+        call(sys.executable, maker, "--data", str(GSM8K), "--out", f"tiny_{family}", "--family", family, cwd=home)
+    return home
+
+
+SMALL = (
+    "model.init=random",
+    f"data.path={GSM8K}",
+    "data.batch_size=2",
+    "algorithm.num_generations=2",
+    "rollout.max_tokens_to_generate=16",
+    "eval.max_problems=4",
+    "eval.samples=2",
+    "eval.k=[1, 2]",
+    "eval.batch_size=4",
+    "training.max_steps=3",
+    "training.remat=false",
+    "rollout.max_prompt_length=256",
+    "rewards.functions=[{name: gsm8k}, {name: odd.py:odd, weight: 0.1}]",
+)
+# A random model never solves a problem; this gives the steps something to learn from.
+ODD = """
+def odd(completions):
+    return [float(len(completion) % 2) for completion in completions]
+"""
+
+
+def check_run(said, folder, learner):
+    """Three steps on the real rows, evaluated before and after; too long prompts counted."""
+    assert f"learner: {learner}" in said
+    assert re.search(r"training: 7473 prompts, \d+ of them longer than 256 tokens and skipped", said)
+    assert "Reason step by step" in said and "<|im_start|>assistant" in said, "the prompt is shown as the model sees it"
+    rows = [row for row in metric_rows(folder) if "step" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "eval/pass@2" in rows[0] and "eval/pass@2" in rows[3]
+    rollout = json.loads((folder / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert rollout["prompt"].startswith("<|im_start|>system") and rollout["reward/gsm8k"] in (0.0, 1.0)
+    assert any(row["train/grad_norm"] > 0 for row in rows[1:])
+
+
+def check_export(run, out, cwd, family):
+    """transformers loads the exported folder: equal logits, equal ids."""
+    import torch
+    import transformers
+
+    call(SCRIPT, "export", run, out, cwd=cwd)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(cwd / out, dtype=torch.float32)
+    assert theirs.config.model_type == family
+    model, tokenizer = tunix_like.load_model(cwd / out)
+    question = "Natalia sold 48 clips to her friends in April. How many did she sell altogether?"
+    ids = tokenizer.encode(question)
+    assert transformers.AutoTokenizer.from_pretrained(cwd / out)(question)["input_ids"] == ids
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits.numpy()
+    np.testing.assert_allclose(model(jnp.asarray([ids])), expected, rtol=0, atol=1e-4)
+    assert np.abs(expected).max() > 0.05
+
+
+def test_gsm8k_by_the_script(gsm8k):
+    """examples/gsm8k/run_qwen3.sh: installs nothing here, trains on the real rows, evaluates."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    argv = [str(EXAMPLES / "gsm8k" / "run_qwen3.sh"), "rloo", "model.path=tiny_qwen3", *SMALL]
+    said = call(*argv, cwd=gsm8k, EXTRA="none", PATH=path)
+    folder = gsm8k / "runs" / "qwen3_0.6b-rloo-s0"
+    check_run(said, folder, "RLOOLearner (rloo)")
+    assert "checkpoints/3: 4 problems, 2 samples each" in said, "the script evaluates what it has trained"
+    check_export(str(folder), "out_qwen3", gsm8k, "qwen3")
+
+
+def test_gsm8k_by_the_command(gsm8k):
+    """examples/gsm8k/qwen2.5_0.5b.yaml with another learner by one override."""
+    override = "algorithm.advantage_estimator=grpo"
+    yaml_file = str(EXAMPLES / "gsm8k" / "qwen2.5_0.5b.yaml")
+    said = call(SCRIPT, "train", yaml_file, "model.path=tiny_qwen2", override, *SMALL, cwd=gsm8k)
+    run = "runs/qwen2.5_0.5b-grpo-s0"
+    check_run(said, gsm8k / run, "GRPOLearner (grpo)")
+    check_export(run, "out_qwen2", gsm8k, "qwen2")
