@@ -359,7 +359,7 @@ LONG = (
 
 
 def exported(folder):
-    call(SCRIPT, "export", "run", "out", cwd=folder)
+    assert cli.main(["export", str(folder / "run"), str(folder / "out")]) == 0
     return load_file(folder / "out" / "model.safetensors")
 
 
