@@ -180,7 +180,7 @@ MISTAKES = {
     "k beyond the samples": ((*REVERSED, "eval.k=[1, 8]"), ["eval.k: got 8", "eval.samples (4)"]),
     "no room": (
         (*REVERSED, "rollout.max_tokens_to_generate=60"),
-        ["max_prompt_length + rollout.max_tokens_to_generate is 76", "64 positions", "lower one"],
+        ["max_prompt_length + rollout.max_tokens_to_generate is 76", "64 positions", "Set both"],
     ),
     # models
     "no model": ((*REVERSED, "model.config=null"), ["model.path: name a model folder or hub id"]),
@@ -261,7 +261,7 @@ MISTAKES = {
     "no run": (("eval", "nowhere", "data.name=maze"), ["nowhere: no such folder", "Give a model folder"]),
     "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
     "export of nothing": (("export", "nowhere", "out"), ["nowhere: no such folder"]),
-    "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "lower one"]),
+    "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Set both"]),
     "nothing to fine-tune": (("sft", REVERSE, "sft.max_steps=0"), ["sft.max_steps", "e.g. sft.max_steps="]),
 }  # fmt: skip
 

@@ -282,6 +282,12 @@ def test_raising_max_steps_goes_on(home, resumed):
     assert re.search(r"step 0 .*step 5", more)
 
 
+def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
+    cli._closing_table(tmp_path, None)
+    said = capsys.readouterr().out
+    assert "no evaluation" in said and f"run folder: {tmp_path}" in said
+
+
 def run_main(capsys, *argv):
     code = cli.main(list(argv))
     return code, *capsys.readouterr()

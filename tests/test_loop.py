@@ -134,7 +134,7 @@ def test_rows_without_a_checkpoint_are_cut_too(tmp_path):
     assert sums(tmp_path) == ALL and rows(tmp_path)[0] == {"other/step": 9}
 
 
-def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path):
+def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path, caplog):
     go(Counting(3), tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = Counting(3)
@@ -143,7 +143,9 @@ def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path):
     assert go(Counting(2), tmp_path) == 3, "nor taken back"
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     longer = Counting(5)
+    caplog.clear()
     assert go(longer, tmp_path) == 5 and longer.seen == [4, 5]
+    assert "5 steps now, 3 when the checkpoint was written" in caplog.text
     assert sums(tmp_path) == ALL
 
 
@@ -246,12 +248,13 @@ def test_a_second_signal_acts_at_once(tmp_path):
 
 
 def test_the_checkpoint_of_another_run_is_refused(tmp_path):
-    """What differs is named with both values, no step is done and nothing is lost."""
-    go(Counting(3), tmp_path)
-    other = Counting(5, lr=0.2)
+    """What differs is named with both values, no step is done and nothing is lost, rows beyond it included."""
+    with pytest.raises(RuntimeError):
+        go(Counting(at={4: fail}), tmp_path)
+    other = Counting(lr=0.2)
     with pytest.raises(UserError, match="the checkpoint is of another run: lr .0.1 there, 0.2 now.") as refused:
         go(other, tmp_path)
     assert str(tmp_path / "checkpoints") in str(refused.value)
-    assert other.seen == [] and saved(tmp_path) == [2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
+    assert other.seen == [] and saved(tmp_path) == [2] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
     with pytest.raises(UserError, match="new .None there, 7 now."):
-        go(Counting(5, new=7), tmp_path)
+        go(Counting(new=7), tmp_path)

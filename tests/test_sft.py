@@ -91,6 +91,16 @@ def test_long_answers_are_cut_without_an_end():
     assert row["sft/loss"] == pytest.approx(float(naive_nll(make_model(), ROWS, limit=3)), rel=1e-5)
 
 
+def test_what_ends_an_answer():
+    """`rollout.eos_tokens`, else the tokenizer's own token, be its id 0, else the first that ends a completion."""
+    backend = reverse_text.tokenizer()._backend
+    pad = Tokenizer(backend, bos_token="<bos>", eos_token="<pad>", eos_ids=[2, 0])
+    assert make(tokenizer=pad)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 0]
+    assert make(tokenizer=Tokenizer(backend, eos_ids=[3, 2]))._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 3]
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, eos_tokens=[9])
+    assert make(tokenizer=pad, rollout=rollout)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 9]
+
+
 def test_the_gradient_is_that_of_the_answers_likelihood():
     """Prompt tokens have no share in the loss: the gradient is the one of `naive_nll`, in every parameter."""
     trainer = make()

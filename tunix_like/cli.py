@@ -210,18 +210,23 @@ def _closing_table(folder: Path, parts: Parts) -> None:
     from tunix_like import metrics
 
     found = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]
-    if len(found) < 2:
-        return
-    before, after = found[0], found[-1]
-    names = [name for name in after if name.startswith("eval/")]
-    size = len(parts.source.eval) if parts.config.eval.max_problems is None else parts.config.eval.max_problems
-    rows = [(name.removeprefix("eval/"), *(_number(name, row.get(name)) for row in (before, after))) for name in names]
-    title = f"{parts.learner.__name__}, {size} held-out problems, {parts.config.eval.samples} samples each"
-    console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
+    if len(found) > 1:
+        _before_and_after(found[0], found[-1], parts)
+    elif not found:
+        console.say("no evaluation: the data has no held-out rows")
     console.say(
         f"run folder: {folder} (tunix-like eval | generate | export {folder}). To go on, raise training.max_steps; "
         "to start anew, give another training.output_dir or delete the folder."
     )
+
+
+def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
+    limit, settings = len(parts.source.eval), parts.config.eval
+    names = [name for name in after if name.startswith("eval/")]
+    rows = [(name.removeprefix("eval/"), *(_number(name, row.get(name)) for row in (before, after))) for name in names]
+    size = min(settings.max_problems or limit, limit)
+    title = f"{parts.learner.__name__}, {size} held-out problems, {settings.samples} samples each"
+    console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
 
 
 def _number(name: str, value: Any) -> str:

@@ -126,8 +126,8 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     """Loads the newest checkpoint into the phase; returns its step (0: none) and whether the phase ended early
     there."""
     step = checkpoints.latest_step() if checkpoints is not None else None
-    log.cut(phase.step_key, step if step is not None else -1)
     if checkpoints is None or step is None:
+        log.cut(phase.step_key, -1)
         return 0, False
     meta = checkpoints.meta(step)
     changed = [key for key, value in phase.identity.items() if meta["identity"].get(key) != value]
@@ -137,7 +137,8 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
             f"({meta['identity'].get(changed[0])!r} there, {phase.identity[changed[0]]!r} now). "
             "Use another output_dir, or the settings it was made with."
         )
-    if meta["total"] != phase.total:
+    log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
+    if meta["total"] != phase.total and not _complete(phase, step):
         message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"
         logger.warning(message, phase.total, meta["total"])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), phase.state())

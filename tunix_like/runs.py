@@ -22,7 +22,7 @@ from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import Config, EvalConfig
 from tunix_like.config_file import as_dict, differences, load, save
 from tunix_like.data import DataSource, load_source
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, nearest
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_description, load_model, save_description
@@ -100,7 +100,10 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
     for i, entry in enumerate(entries):
         unknown = set(entry) - {"name", "weight"}
         if unknown or not isinstance(entry.get("name"), str):
-            raise UserError(f"rewards.functions[{i}]: expected {{name: ..., weight: ...}}, got {entry}.")
+            hint = f" {nearest(str(min(unknown)), ('name', 'weight'))}" if unknown else ""
+            raise UserError(
+                f"rewards.functions[{i}]: expected {{name: ...}} and, if not 1, a weight; got {entry}.{hint}"
+            )
         weight = entry.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise UserError(f"rewards.functions[{i}].weight: expected a finite number, got {weight!r}.")
@@ -233,7 +236,8 @@ def _dtypes(config: Config) -> dict[str, Any]:
 def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -> Config:
     given = {override.partition("=")[0] for override in overrides}
     if need_data and "data.name" not in given:
-        raise UserError(f"{path} does not say what to evaluate it on; add e.g. data.name=gsm8k.")
+        missing = "" if Path(path).exists() else f"There is no folder {path}. For a hub id: "
+        raise UserError(f"{missing}{path} does not say what to evaluate it on; add e.g. data.name=gsm8k.")
     return load(None, overrides)
 
 
@@ -245,7 +249,10 @@ def evaluator_of(trained: Trained) -> Evaluator:
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     if not len(source.eval):
-        raise UserError(f"data.name={config.data.name} has no held-out rows; set data.eval_split or data.eval_size.")
+        raise UserError(
+            f"data.name={config.data.name} keeps no held-out rows. Evaluate on rows that were not trained on: "
+            "data.path=<another file or folder>."
+        )
     mesh = build_mesh(config.mesh)
     return _evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, mesh)
 
@@ -304,6 +311,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
+        ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
         ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
     ]

@@ -89,7 +89,8 @@ class SFTTrainer:
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout)
         # What ends an answer must end a completion too; a tokenizer's own token is the one of its chat template.
-        self.eos_id = (self.rollout.eos_tokens or [self.tokenizer.eos_id or self.tokenizer.eos_ids[0]])[0]
+        own = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        self.eos_id = (self.rollout.eos_tokens or own)[0]
         self.model = model
         graphdef, state = nnx.split(model)
         self.mesh = mesh

@@ -118,7 +118,7 @@ def test_four_things_are_enough(monkeypatch, tmp_path):
 
     # 64 positions, so the default lengths (512 + 256) do not fit: the error says which keys to lower.
     arguments = {"model": make_model(), "tokenizer": TOKENIZER, "reward_fns": [score]}
-    with pytest.raises(UserError, match="max_prompt_length.*768.*64 positions; lower"):
+    with pytest.raises(UserError, match="max_prompt_length.*768.*64 positions. Set both"):
         MaxRLLearner(**arguments, algo_config=MaxRLConfig(num_generations=4))
     arguments["model"] = tunix_like.load_model(HF | {"max_position_embeddings": 1024}, init="random")[0]
     before = params_of(arguments["model"])
@@ -489,6 +489,8 @@ def test_small_and_empty_data():
     assert row["train/perf/compilations"] == 1 and row["step"] == 1
     with pytest.raises(UserError, match="the training data is empty"):
         make().train([])
+    with pytest.raises(UserError, match="fewer than 4 usable prompts.*lower the batch size"):
+        make().train(plain(ROWS[:3]), batch_size=4)
     for bad, message in ((7, "got int"), ({"prompt": "ab>"}, "needs a 'prompt' column.*it is a str")):
         with pytest.raises(UserError, match=message):
             make().train(bad)

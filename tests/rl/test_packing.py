@@ -20,7 +20,7 @@ def make_batch() -> GroupBatch:
         prompt_lengths=np.arange(1, PROMPTS + 1, dtype=np.int32),
         completion_tokens=names,
         completion_lengths=1 + (p + i)[..., 0].astype(np.int32) % STEPS,
-        rollout_logprobs=np.zeros(names.shape, np.float32),
+        rollout_logprobs=names.astype(np.float32) / 500,
         rewards=np.zeros((PROMPTS, SIZE), np.float32),
         scored=np.ones((PROMPTS, SIZE), bool),
     )
@@ -67,6 +67,7 @@ def test_pack_and_unpack(shape, groups):
         seen.append((group, sample))
         assert micro.lengths[place] == batch.completion_lengths[group, sample]
         np.testing.assert_array_equal(micro.tokens[place], names[group, sample])
+        np.testing.assert_array_equal(micro.rollout_logprobs[place], batch.rollout_logprobs[group, sample])
         np.testing.assert_array_equal(micro.old_logprobs[place], old[group, sample])
         np.testing.assert_array_equal(micro.ref_logprobs[place], old[group, sample] + 1)
         assert micro.prompt_lengths[place[:2]] == batch.prompt_lengths[group]
@@ -100,5 +101,5 @@ def test_room_makes_as_many_micro_batches_whatever_the_groups(groups, shape, roo
 
 
 def test_no_log_probabilities_are_made_up():
-    micro = pack(make_batch(), range(PROMPTS), (1, SIZE))
-    assert micro.old_logprobs is None and micro.ref_logprobs is None
+    micro = pack(make_batch()._replace(rollout_logprobs=None), range(PROMPTS), (1, SIZE))
+    assert micro.old_logprobs is None and micro.ref_logprobs is None and micro.rollout_logprobs is None

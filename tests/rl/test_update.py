@@ -66,7 +66,7 @@ def make_batch() -> GroupBatch:
         prompt_lengths=PROMPT_LENGTHS,
         completion_tokens=rng.integers(0, VOCABULARY, (PROMPTS, SIZE, STEPS)).astype(np.int32),
         completion_lengths=LENGTHS,
-        rollout_logprobs=np.zeros((PROMPTS, SIZE, STEPS), np.float32),
+        rollout_logprobs=rng.uniform(-3, 0, (PROMPTS, SIZE, STEPS)).astype(np.float32),
         rewards=np.where(scored, rng.normal(size=(PROMPTS, SIZE)), 0).astype(np.float32),
         scored=scored,
     )
@@ -174,6 +174,9 @@ def test_shared_prefix_is_the_repeated_prompt():
     assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(expected)), rel=1e-5)
     np.testing.assert_allclose(advantages, row_values(OBJECTIVES["on-policy"], EVERYONE)[0], atol=1e-6)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient)), "every parameter is reached"
+    gap = np.abs(np.asarray(plain_logprobs()(PARAMS)) - BATCH.rollout_logprobs)[MASK]
+    assert metrics["logprob_gap/mean"] == pytest.approx(gap.mean(), rel=1e-4)
+    assert metrics["logprob_gap/max"] == pytest.approx(gap.max(), rel=1e-4)
 
 
 def test_completions_of_one_token():
@@ -214,18 +217,21 @@ def test_shared_prefix_with_ratio_reference_and_temperature(other_logprobs):
     assert most == pytest.approx(ratio.max() * np.exp(-3), rel=1e-4), "places beyond the end have no ratio"
     slower = ForwardOptions(temperature=0.7, chunk=7, remat=True)
     other, other_metrics, _ = gradient_of(data, objective="clipped", options=slower)
-    assert difference(other, gradient) <= 1e-6
+    assert difference(other, gradient) <= 5e-6
     assert other_metrics == pytest.approx(metrics, rel=1e-5)
 
 
-def test_remat_recomputes_each_layer():
+def test_less_memory_is_really_asked_for():
+    """By remat and by chunks, which change no value: each layer is recomputed, and log-probabilities go in a loop."""
     micro = jax.tree.map(lambda x: jnp.asarray(x[0]), data_of().micro)
 
-    def recomputed(remat: bool) -> int:
-        run = functools.partial(micro_logprobs, GRAPHDEF, micro=micro, options=PLAIN._replace(remat=remat))
-        return sum(equation.primitive.name in ("remat2", "checkpoint") for equation in jax.make_jaxpr(run)(PARAMS).eqns)
+    def count(names: set[str], **options) -> int:
+        run = functools.partial(micro_logprobs, GRAPHDEF, micro=micro, options=PLAIN._replace(**options))
+        return sum(equation.primitive.name in names for equation in jax.make_jaxpr(run)(PARAMS).eqns)
 
-    assert recomputed(True) == recomputed(False) + 2
+    recomputed = {"remat2", "checkpoint"}
+    assert count(recomputed, remat=True) == count(recomputed) + 2
+    assert count({"scan"}, chunk=7) == 1 and count({"scan"}) == 0
 
 
 def test_logprobs_without_gradient():

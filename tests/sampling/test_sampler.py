@@ -15,6 +15,7 @@ from flax import nnx
 from tunix_like.config import RolloutConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.sampling import sampler
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import FIRST_CACHE, Sampler, length_bucket, make_sampler, pad_tokens
 from tunix_like.tokenizer import Tokenizer
@@ -50,8 +51,8 @@ forward = jax.jit(lambda params, tokens, real: nnx.merge(GRAPHDEF, params)(token
 def sample(
     prompts=(A, B, C), numbers=(3, 8, 1), size=SIZE, key=KEY, sampling=WARM, eos_ids=(), max_tokens=12, **limits
 ):
-    sampler = Sampler(GRAPHDEF, eos_ids, max_prompt_length=24, max_tokens=max_tokens, **limits)
-    return sampler.generate(PARAMS, prompts, numbers, size, key, sampling)
+    made = Sampler(GRAPHDEF, eos_ids, max_prompt_length=24, max_tokens=max_tokens, **limits)
+    return made.generate(PARAMS, prompts, numbers, size, key, sampling)
 
 
 def full_logits(prompts, tokens: np.ndarray) -> np.ndarray:
@@ -130,9 +131,12 @@ def test_a_row_depends_on_nothing_beside_it(endless):
             np.testing.assert_allclose(other.logprobs[there, :SIZE], endless.logprobs[here], rtol=0, atol=1e-5)
 
 
-def test_rows_at_once_change_nothing(endless):
+def test_rows_at_once_change_nothing(endless, monkeypatch):
     """Two prompts at a time, the last part filled up; the same rows in the same order."""
+    start, shapes = sampler._start, []
+    monkeypatch.setattr(sampler, "_start", lambda *inputs: shapes.append(inputs[2].shape) or start(*inputs))
     found = sample(max_concurrent_rows=2 * SIZE + 1)
+    assert shapes == [(2, 16), (2, 16)]
     for values, expected in zip(found, endless, strict=True):
         assert values.dtype == expected.dtype
         np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)

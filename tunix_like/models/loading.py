@@ -136,7 +136,7 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
     if total > config.max_positions:
         raise UserError(
             f"rollout.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the model has "
-            f"{config.max_positions} positions; lower one of them."
+            f"{config.max_positions} positions. Set both (RolloutConfig in Python) so that their sum fits."
         )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
