@@ -245,7 +245,7 @@ MISTAKES = {
         (*REVERSED, "rewards.functions=[{name: exact_match}, {name: exact_match}]"),
         ["exact_match is named twice", "give it one weight"],
     ),
-    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ..., weight:"]),
+    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ...} and"]),
     "reward weight": ((*REVERSED, "rewards.functions=[{name: exact_match, weight: x}]"), ["[0].weight", "a finite"]),
     "no rewards": ((*REVERSED, "rewards.functions=[]"), ["rewards.functions", "leave it unset"]),
     # folders

@@ -236,8 +236,8 @@ def _dtypes(config: Config) -> dict[str, Any]:
 def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -> Config:
     given = {override.partition("=")[0] for override in overrides}
     if need_data and "data.name" not in given:
-        missing = "" if Path(path).exists() else f"There is no folder {path}. For a hub id: "
-        raise UserError(f"{missing}{path} does not say what to evaluate it on; add e.g. data.name=gsm8k.")
+        missing = "" if Path(path).exists() else " (There is no folder of that name; it is taken for a hub id.)"
+        raise UserError(f"{path} does not say what to evaluate it on; add e.g. data.name=gsm8k.{missing}")
     return load(None, overrides)
 
 
