@@ -246,9 +246,9 @@ def test_logprobs_without_gradient():
 # --- batches of every kind --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(1, SIZE), (2, SIZE), (1, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(1, SIZE), (2, 3)], ids=str)
 def test_micro_batches_add_up(shape):
-    """Whole groups, an incomplete last one, uneven parts of a group."""
+    """Whole groups; uneven parts of groups, two at a time."""
     whole, whole_metrics, _ = gradient_of(data_of())
     gradient, metrics, _ = gradient_of(data_of(shape))
     assert difference(gradient, whole) <= 1e-6
