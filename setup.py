@@ -17,6 +17,7 @@ CORE = [
     "math-verify>=0.9.0",  # equality of mathematical answers where comparing numbers does not settle it
     "pyyaml>=6.0.3",  # configuration files
     "rich>=15.0.0",  # tables and progress bars on a terminal
+    "matplotlib>=3.9",  # the picture of `tunix-like advantages --plot`; loaded only when it is drawn
 ]
 
 EXTRAS = {

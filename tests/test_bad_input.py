@@ -29,6 +29,14 @@ algorithm: {advantage_estimator: maxrl, num_generations: 4}
 rollout: {max_prompt_length: 8, max_tokens_to_generate: 4}
 training: {max_steps: 1, output_dir: out}
 """
+ESTIMATORS = """
+def good(rewards, *, scored, lengths, power=1.0):
+    return rewards
+
+def blind(rewards, *, lengths):
+    return rewards
+"""
+NAMES = "drgrpo, grpo, maxpo, maxrl, opo, passk, pkpo, reinforce_pp, rloo"
 REWARDS = """
 def short(prompts, completions):
     return [1.0]
@@ -60,6 +68,7 @@ FILES = {
     "one_long.jsonl": jsonl([*GOOD, {"prompt": "abcdefgh>", "answer": "a"}]),
     "all_long.jsonl": jsonl([{"prompt": "abcdefgh>", "answer": "a"}] * 12),
     "rewards.py": REWARDS,
+    "estimators.py": ESTIMATORS,
     "broken.py": "def reward(:\n",
     "not_a_run/notes.txt": "precious",
     "no_config/tokenizer.json": "{}",
@@ -140,12 +149,47 @@ MISTAKES = {
     # algorithms
     "unknown estimator": (
         (*REVERSED, "algorithm.advantage_estimator=rlo"),
-        ["algorithm.advantage_estimator", "'rlo'", "Did you mean 'rloo'", "drgrpo, grpo, maxpo, maxrl, rloo"],
+        ["algorithm.advantage_estimator", "'rlo'", "Did you mean 'rloo'", NAMES, "path/to/file.py:function"],
     ),
     "no estimator": (
         (*REVERSED, "algorithm.advantage_estimator=null"),
-        ["algorithm.advantage_estimator: choose one", "drgrpo, grpo, maxpo, maxrl, rloo"],
+        ["algorithm.advantage_estimator: choose one", NAMES],
     ),
+    "no estimator file": (
+        (*REVERSED, "algorithm.advantage_estimator=nowhere.py:f"),
+        ["algorithm.advantage_estimator 'nowhere.py:f'", "nowhere.py does not exist", "write path/to/file.py:function"],
+    ),
+    "no such estimator in its file": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:best"),
+        ["estimators.py has no function 'best'", "it has: blind, good"],
+    ),
+    "no such module": (
+        (*REVERSED, "algorithm.advantage_estimator=no_such_module.f"),
+        ["module no_such_module failed to import", "path/to/file.py:function"],
+    ),
+    "broken estimator file": ((*REVERSED, "algorithm.advantage_estimator=broken.py:f"), ["broken.py", "SyntaxError"]),
+    "estimator of another form": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:blind"),
+        ["'estimators.py:blind'", "no keyword 'scored'", "def f(rewards, *, scored, lengths"],
+    ),
+    "parameter that one's own has not": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.estimator_params.pover=1"),
+        ["algorithm.estimator_params.pover", "no such keyword-only parameter", "it has: power"],
+    ),
+    "k for one's own": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.k=2"),
+        ["algorithm.k", "'estimators.py:good' does not read it", "it reads power", "Unset it"],
+    ),
+    "passk with k = G": (
+        (*REVERSED, "algorithm.advantage_estimator=passk", "algorithm.k=8"),
+        ["algorithm.k: got 8", "'passk' needs 1 <= k <= 7"],
+    ),
+    "pkpo with k > G": (
+        (*REVERSED, "algorithm.advantage_estimator=pkpo", "algorithm.k=9"),
+        ["algorithm.k: got 9", "'pkpo' needs 1 <= k <= 8"],
+    ),
+    "ddof with maxrl": ((*REVERSED, "algorithm.ddof=0"), ["algorithm.ddof", "'maxrl' does not read it", "Unset it"]),
+    "ddof = 2": ((*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.ddof=2"), ["ddof", "at most 1"]),
     "maxpo with k = G": (
         (*REVERSED, "algorithm.advantage_estimator=maxpo", "algorithm.k=8"),
         ["algorithm.k: got 8", "1 <= k <= 7", "algorithm.num_generations (8)"],
@@ -169,6 +213,46 @@ MISTAKES = {
     "unknown aggregation": (
         (*REVERSED, "algorithm.loss_agg_mode=token_mean"),
         ["algorithm.loss_agg_mode", "Did you mean 'token-mean'"],
+    ),
+    "key of another loss": (
+        (*REVERSED, "algorithm.dppo_mask_low=0.1"), ["algorithm.dppo_mask_low", "'ppo_clip' does not read it"],
+    ),
+    "correction of a ratio to the sampler": (
+        (*REVERSED, "algorithm.policy_loss_fn=dppo", "algorithm.sampler_is=token"),
+        ["algorithm.sampler_is", "'dppo' takes its ratio to the sampler already", "Unset it"],
+    ),
+    "bound of no correction": (
+        (*REVERSED, "algorithm.sampler_is_threshold=3"), ["algorithm.sampler_is_threshold", "set that, or unset this"],
+    ),
+    "penalty without a buffer": (
+        (*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.overlong=penalty"),
+        ["algorithm.overlong_buffer", "tokens over which the penalty grows"],
+    ),
+    "buffer without a penalty": (
+        (*REVERSED, "algorithm.overlong=mask", "algorithm.overlong_buffer=2"), ["only with algorithm.overlong=penalty"],
+    ),
+    "buffer beyond the limit": (
+        (*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.overlong=penalty", "algorithm.overlong_buffer=99"),
+        ["algorithm.overlong_buffer: got 99", "at most rollout.max_tokens_to_generate (8)"],
+    ),
+    "negative rewards by penalty": (
+        (*REVERSED, "algorithm.overlong=penalty", "algorithm.overlong_buffer=2"),
+        ["algorithm.overlong=penalty", "maxrl", "algorithm.truncation_order, or algorithm.binarize=true"],
+    ),
+    "negative weight": (
+        (*REVERSED, "rewards.functions=[{name: exact_match, weight: -1}]"),
+        ["rewards.functions[0].weight=-1", "maxrl", "algorithm.truncation_order, or a weight of at least 0"],
+    ),
+    "KL in a reward that is a success": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.beta=0.1", "algorithm.binarize=true"),
+        ["algorithm.kl_in_reward", "the threshold would swallow the KL", "Set algorithm.kl_in_reward=false"],
+    ),
+    "cap of no dynamic sampling": (
+        (*REVERSED, "algorithm.max_extra_batches=2"), ["algorithm.max_extra_batches", "algorithm.dynamic_sampling"],
+    ),
+    "schedule without an end": (
+        (*REVERSED, "algorithm.dynamic_sampling=true", "training.max_steps=null", "optimizer.schedule=cosine"),
+        ["optimizer.schedule", "no known end", "set training.max_steps, or use 'constant'"],
     ),
     "negative rewards by KL": (
         (*REVERSED, "algorithm.beta=0.1", "algorithm.kl_in_reward=true"),

@@ -22,6 +22,7 @@ import tunix_like
 from tunix_like import cli
 from tunix_like.config_file import load
 from tunix_like.metrics import rows as metric_rows
+from tunix_like.runs import check_config, run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 YAML = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
@@ -301,6 +302,48 @@ def test_another_config_is_refused(home, first, monkeypatch, capsys):
     assert "algorithm.num_generations: 4 -> 8" in error and "optimizer.b2: 0.99 -> 0.9" in error
     assert "training.output_dir=" in error
     assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("maxrl", "maxrl"),
+        ("reinforce_pp", "reinforce_pp"),
+        ("sft", "sft"),
+        ("own/my.estimators.py:best", "best"),
+        ("../own/my estimators.py:best_1", "best_1"),
+        ("package.module.best", "best"),
+        ("package.module:best", "best"),
+    ],
+)
+def test_the_folder_of_a_run(kind, name):
+    """An estimator that is named by its place gives the run its function's name, in one folder below runs/."""
+    config = load(None, ["training.seed=3"])
+    assert run_folder(config, "somewhere/a.b.yaml", kind) == Path("runs") / f"a.b-{name}-s3"
+    assert run_folder(load(None, ["training.output_dir=out"]), "a.yaml", kind) == Path("out")
+
+
+OWN = """
+def best(rewards, *, scored, lengths, k, beta=0.3, epsilon=1e-6, kl_tau=7.0):
+    return rewards - rewards.mean(axis=1, keepdims=True)
+"""
+
+
+def test_parameters_of_ones_own_estimator_are_no_keys(tmp_path, monkeypatch, capsys):
+    """An estimator's own `beta` is not the KL's, its `epsilon` not the clip's: both keep what they mean elsewhere. The
+    file is found from the folder one starts in, and names the run."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    argv = [*SMALL, "algorithm.advantage_estimator=own.py:best", "algorithm.estimator_params={k: 2, kl_tau: 1.0}"]
+    asked = load(YAML, argv)
+    config, learner = check_config(asked)
+    algorithm = config.algorithm
+    assert learner is tunix_like.CustomLearner and algorithm.estimator_params == {"k": 2, "kl_tau": 1.0}
+    assert (algorithm.beta, algorithm.epsilon, algorithm.k, algorithm.kl_tau) == (0.0, 0.2, None, None)
+    assert check_config(config)[0] == config, "a run's own config.yaml means the same run"
+    code, said, _ = run_main(capsys, "train", YAML, *argv, "--dry-run")
+    assert code == 0 and "learner: CustomLearner (own.py:best)" in said and "KL none (beta 0)" in said
+    assert "folder: runs/reverse_text-best-s0\n" in said
 
 
 def test_dry_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys):

@@ -67,6 +67,10 @@ def test_free_mapping_by_file_and_by_sub_key(tmp_path):
     config = from_text(tmp_path, text, "model.config.hidden_size=64", "model.config.rope_scaling.factor=8.0")
     assert config.model.config == {"model_type": "qwen2", "hidden_size": 64, "rope_scaling": {"factor": 8.0}}
     assert config_file.load(None, ["model.config.hidden_size=64"]).model.config == {"hidden_size": 64}
+    own = ["algorithm.advantage_estimator=../my own.py:best", "algorithm.estimator_params.power=0.5"]
+    algorithm = from_text(tmp_path, "algorithm: {estimator_params: {power: 1, top: true}}", *own).algorithm
+    assert algorithm.advantage_estimator == "../my own.py:best"
+    assert algorithm.estimator_params == {"power": 0.5, "top": True}
     assert "model.config.hidden_size holds 32" in message(tmp_path, text, "model.config.hidden_size.x=1")
 
 

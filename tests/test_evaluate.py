@@ -15,6 +15,8 @@ import tokenizers
 from tunix_like.config import EvalConfig
 from tunix_like.errors import UserError
 from tunix_like.evaluate import Evaluator, eval_problems, ks_of, pass_at_k
+from tunix_like.rewards import Scores
+from tunix_like.rl.rollouts import Rollout, rollout_metrics
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Completions, Sampler
 from tunix_like.tokenizer import Tokenizer
@@ -112,6 +114,64 @@ def test_an_evaluation(tokenizer):
     assert metrics["eval/clipped_ratio"] == pytest.approx(1 / 20)
     np.testing.assert_array_equal(found.rewards[1], [1, 1, 0.5, 0])
     assert math.isnan(found.rewards[3][0])
+
+
+def of_sources(evaluator, *labels, **more):
+    """The evaluator with its problems said to be of these data sources (None: of none)."""
+    named = [{} if label is None else {"data_source": label} for label in labels]
+    problems = [
+        dataclasses.replace(problem, columns={**problem.columns, **own, **more})
+        for problem, own in zip(evaluator.problems, named, strict=True)
+    ]
+    return dataclasses.replace(evaluator, problems=problems)
+
+
+def test_an_evaluation_of_several_sources(tokenizer):
+    """pass@k of each beside the overall one, over that source's problems alone; nothing more for a single source."""
+    whole = make(tokenizer)("weights").metrics
+    found = of_sources(make(tokenizer), "a", "a", "b/c", "a", "b/c")("weights").metrics
+    assert {name: value for name, value in found.items() if name in whole} == whole
+    assert {name: value for name, value in found.items() if name not in whole} == {
+        "eval/pass@1/a": pytest.approx((1 / 4 + 2 / 4 + 1 / 2) / 3),
+        "eval/pass@2/a": pytest.approx((1 / 2 + 5 / 6 + 1) / 3),
+        "eval/pass@4/a": pytest.approx(1.0),
+        "eval/pass@1/b/c": pytest.approx(1 / 2),
+        "eval/pass@2/b/c": 0.0,
+        "eval/pass@4/b/c": 0.0,
+    }
+    assert of_sources(make(tokenizer), *"aaaaa")("weights").metrics == whole
+    assert of_sources(make(tokenizer), None, None, None, None, 3)("weights").metrics == whole
+    alone = of_sources(make(tokenizer), *"aaaaa", source_reward="score")("weights").metrics
+    assert alone["eval/pass@1/a"] == whole["eval/pass@1"], "a mix, of which only one source has held-out rows"
+    unscored = of_sources(make(tokenizer, problems=[0, 4]), "a", "b")("weights").metrics
+    assert math.isnan(unscored["eval/pass@2/b"]) and unscored["eval/pass@2/a"] == 0.5
+
+
+def test_the_metrics_of_a_step_by_source():
+    """Means over a source's scored completions, against loops."""
+    rewards = np.array([[1, 0, np.nan], [0.5, 1, 1], [np.nan] * 3, [0, 0, 2.0]])
+    labels = ["b", "a", "none scored", "b"]
+
+    def metrics(labels, **more):
+        problems = [Problem(i, "", [1], {"data_source": label, **more}) for i, label in enumerate(labels)]
+        lengths = np.ones((4, 3), np.int32)
+        drawn = Completions(lengths[..., None], lengths, np.zeros((4, 3, 1), np.float32), lengths > 0)
+        flat = rewards.reshape(-1)
+        return rollout_metrics(Rollout(problems, [""] * 12, drawn, Scores(flat, ~np.isnan(flat), {"r": flat})), 1.0)
+
+    plain = metrics([None] * 4)
+    found = {name: value for name, value in metrics(labels).items() if name not in plain}
+    assert found == {
+        "pass@1/a": pytest.approx(2 / 3),
+        "rewards/mean/a": pytest.approx(2.5 / 3),
+        "pass@1/b": pytest.approx(2 / 5),
+        "rewards/mean/b": pytest.approx(3 / 5),
+        "pass@1/none scored": pytest.approx(math.nan, nan_ok=True),
+        "rewards/mean/none scored": pytest.approx(math.nan, nan_ok=True),
+    }
+    assert metrics(["a"] * 4) == plain
+    of_a_mix = metrics(["a"] * 4, source_reward="r")
+    assert of_a_mix["pass@1/a"] == plain["pass@1"] and of_a_mix["rewards/mean/a"] == plain["rewards/mean"]
 
 
 def test_success_is_reaching_the_threshold(tokenizer):

@@ -1,5 +1,6 @@
-"""What is shipped under examples/ works as its header says: every YAML, the library script, both text jobs for every
-learner, and GSM8K on its real rows with a tiny model, from the weights to a folder that transformers loads."""
+"""What is shipped under examples/ works as its header says: every YAML, the library script, the text job for every
+learner, an estimator of one's own, and GSM8K on its real rows with a tiny model, from the weights to a folder that
+transformers loads."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ import pytest
 import yaml
 
 import tunix_like
+from tunix_like import cli
 from tunix_like.config_file import load
 from tunix_like.metrics import rows as metric_rows
-from tunix_like.rl.learners import LEARNERS
+from tunix_like.rl.learners import LEARNERS, CustomLearner
 from tunix_like.runs import check_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,20 +39,31 @@ def call(*argv, cwd, **environment):
     return done.stdout
 
 
+OWN = "own_estimator/maze.yaml"
+PLAIN = ("maze.yaml", "debug/reverse_text.yaml", "gsm8k/qwen2.5_0.5b.yaml", "gsm8k/qwen3_0.6b.yaml", OWN)
+"""Examples that name an estimator and leave the rest of the algorithm to its learner."""
+NEED_K = ("maxpo", "pkpo", "passk")
+
+
 def test_there_are_examples():
-    assert {"maze.yaml", "debug/reverse_text.yaml", "gsm8k/qwen2.5_0.5b.yaml", "gsm8k/qwen3_0.6b.yaml"} <= set(YAMLS)
+    assert set(PLAIN) <= set(YAMLS)
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_every_yaml_loads_for_every_learner(name):
-    """It says its command, leaves loss and aggregation to the learner, and takes every estimator by one override."""
-    text = (EXAMPLES / name).read_text()
-    assert f"tunix-like train examples/{name}" in text, "the header says the command"
-    unset = {"loss_agg_mode", "policy_loss_fn"}
-    assert not unset & set(yaml.safe_load(text)["algorithm"])
+def test_every_yaml_loads(name, monkeypatch):
+    """From the folder its header's command is typed in."""
+    monkeypatch.chdir(ROOT)
+    assert f"tunix-like train examples/{name}" in (EXAMPLES / name).read_text(), "the header says the command"
+    config, learner = check_config(load(f"examples/{name}"))
+    assert learner is LEARNERS.get(str(config.algorithm.advantage_estimator), CustomLearner)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_learner_by_one_override(name):
+    assert set(yaml.safe_load((EXAMPLES / name).read_text())["algorithm"]) == {"advantage_estimator", "num_generations"}
     named = load(EXAMPLES / name).algorithm.advantage_estimator
     for estimator, learner in LEARNERS.items():
-        k = ["algorithm.k=4"] if estimator == "maxpo" else []
+        k = ["algorithm.k=4"] if estimator in NEED_K else []
         asked = load(EXAMPLES / name, [] if estimator == named else [f"algorithm.advantage_estimator={estimator}", *k])
         config, found = check_config(asked)
         assert found is learner
@@ -80,7 +93,12 @@ DEFAULTS = {
     "rloo": "loss: reinforce, aggregation seq-mean-token-sum, KL none (beta 0)",
     "maxrl": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "maxpo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "pkpo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "passk": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "opo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "reinforce_pp": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
 }
+TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # the others train in tests/rl/test_learner.py
 
 
 def test_reverse_text_trains_by_every_learner(tmp_path):
@@ -90,7 +108,8 @@ def test_reverse_text_trains_by_every_learner(tmp_path):
              "model.config.num_hidden_layers=1"]  # fmt: skip
     commands = [
         ["train", yaml_file, *small, f"algorithm.advantage_estimator={name}"]
-        + (["algorithm.k=4"] if name == "maxpo" else [])
+        + (["algorithm.k=4"] if name in NEED_K else [])
+        + ([] if name in TRAINED else ["--dry-run"])
         for name in DEFAULTS
     ]
     code = "import json, sys; from tunix_like.cli import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
@@ -98,9 +117,49 @@ def test_reverse_text_trains_by_every_learner(tmp_path):
     parts = said.split("  learner: ")[1:]
     for part, (name, line) in zip(parts, DEFAULTS.items(), strict=True):
         assert part.startswith(f"{LEARNERS[name].__name__} ({name})\n") and line in part
+        assert f"folder: runs/reverse_text-{name}-s0\n" in part
+        if name not in TRAINED:
+            continue
         rows = [row for row in metric_rows(tmp_path / "runs" / f"reverse_text-{name}-s0") if "step" in row]
         assert [row["step"] for row in rows] == [0, 1, 2, 3]
         assert all(np.isfinite(row["train/loss"]) for row in rows[1:]) and "eval/pass@1" in rows[3]
+
+
+def test_an_estimator_of_ones_own(tmp_path, monkeypatch, capsys):
+    """examples/own_estimator: the command of its header, smaller; the same again goes on where it stopped; what came
+    of it needs the estimator's file no more. Between its two ends it is drgrpo and maxrl."""
+    monkeypatch.chdir(ROOT)
+    small = ["data.maze_size=7", "data.train_size=64", "model.config.hidden_size=16",
+             "model.config.num_hidden_layers=1", "sft.max_steps=0",
+             "data.batch_size=4", "algorithm.num_generations=8", "algorithm.estimator_params.power=0.3",
+             "rewards.functions=[{name: " + f"{tmp_path}/luck.py:luck" + "}]", "eval.samples=8", "eval.batch_size=4",
+             "data.eval_size=4", "eval.k=[1]", f"training.output_dir={tmp_path}/run"]  # fmt: skip
+    (tmp_path / "luck.py").write_text(
+        "def luck(completions):\n    return [float(len(c) % 3 == 0) for c in completions]\n"
+    )
+    for steps in (2, 3):
+        assert cli.main(["train", f"examples/{OWN}", *small, f"training.max_steps={steps}"]) == 0
+        said = capsys.readouterr().out
+        assert "learner: CustomLearner (examples/own_estimator/estimator.py:tempered)" in said
+    assert "train 3/3" in said and "train 2/3" not in said, "the second command resumed"
+    rows = [row for row in metric_rows(tmp_path / "run") if "step" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and all(row["train/grad_norm"] > 0 for row in rows[1:])
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["algorithm"]["advantage_estimator"] == (
+        "examples/own_estimator/estimator.py:tempered"
+    )
+    kept = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    rewards, found = (np.reshape([row[name] for row in kept], (4, 8)) for name in ("reward", "advantage"))
+    assert 0 < rewards.mean() < 1
+    mean = rewards.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(found, (rewards - mean) / np.where(mean > 0, mean, 1) ** 0.3, rtol=1e-5, atol=1e-6)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", "run", "out"]) == 0 and (tmp_path / "out" / "model.safetensors").is_file()
+
+    groups = [[1, 0, 0, 0], [1, 1, None, 0], [0, 0, 0, 0], [1, 1, 1, None]]
+    place = str(EXAMPLES / "own_estimator" / "estimator.py:tempered")
+    for power, name in ((0.0, "drgrpo"), (1.0, "maxrl")):
+        expected = tunix_like.compute_advantages(groups, name)
+        np.testing.assert_allclose(tunix_like.compute_advantages(groups, place, power=power), expected, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,13 @@ PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
     "types errors console",
-    "config tokenizer",
-    "config_file rl/advantages rl/losses models rewards optimizer metrics checkpoints doctor sampling/logits",
+    "config tokenizer user_code",
+    "config_file rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
+    "checkpoints doctor sampling/logits",
     "data sampling loop rl/objective rl/packing",
-    "rl/rollouts rl/update",
-    "evaluate",
-    "sft rl",
+    "rl/rollouts rl/update rl/population_weights",
+    "evaluate weights_figure",
+    "sft rl advantages_table",
     "runs",
     "cli",
     "__main__",

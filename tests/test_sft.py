@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_the_answers_likelihood():
     np.testing.assert_array_equal(batch.completion_lengths[:3, 0], [3, 4, 5])
 
     graphdef, _ = nnx.split(trainer.model)
-    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), pack(batch, range(8), (8, 1)))
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), pack(batch, batch.scored, (8, 1)))
     weights = aggregation_weights("token-mean", *map(jnp.asarray, (batch.completion_lengths, batch.scored)), 1)
     options = ForwardOptions(1.0, 1024, False)
 

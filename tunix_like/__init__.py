@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from tunix_like.rl.learners import MaxPOLearner as MaxPOLearner
     from tunix_like.rl.learners import MaxRLConfig as MaxRLConfig
     from tunix_like.rl.learners import MaxRLLearner as MaxRLLearner
+    from tunix_like.rl.learners import OPOConfig as OPOConfig
+    from tunix_like.rl.learners import OPOLearner as OPOLearner
+    from tunix_like.rl.learners import PassKConfig as PassKConfig
+    from tunix_like.rl.learners import PassKLearner as PassKLearner
+    from tunix_like.rl.learners import PKPOConfig as PKPOConfig
+    from tunix_like.rl.learners import PKPOLearner as PKPOLearner
+    from tunix_like.rl.learners import ReinforcePPConfig as ReinforcePPConfig
+    from tunix_like.rl.learners import ReinforcePPLearner as ReinforcePPLearner
     from tunix_like.rl.learners import RLOOConfig as RLOOConfig
     from tunix_like.rl.learners import RLOOLearner as RLOOLearner
     from tunix_like.rl.losses import register_policy_loss_fn as register_policy_loss_fn
@@ -50,7 +58,8 @@ _HOMES = {
     "tunix_like.rl.learner": "Learner",
     "tunix_like.rl.learners": (
         "LEARNERS CustomConfig CustomLearner DrGRPOConfig DrGRPOLearner GRPOConfig GRPOLearner MaxPOConfig "
-        "MaxPOLearner MaxRLConfig MaxRLLearner RLOOConfig RLOOLearner"
+        "MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig OPOLearner PKPOConfig PKPOLearner PassKConfig PassKLearner "
+        "RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
     ),
     "tunix_like.rl.losses": "register_policy_loss_fn",
     "tunix_like.sft": "SFTTrainer",

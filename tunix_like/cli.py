@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, overrides before or after options: argparse by itself leaves over those that stand after one."""
     parser = _parser()
-    arguments, left = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["advantages"]:  # a reward below zero may come first: a blank tells argparse that it is no option
+        words = [f" {word}" if word[:1] == "-" and word[1:2] in "0123456789." else word for word in words]
+    arguments, left = parser.parse_known_args(words)
     if not all("=" in word and not word.startswith("-") for word in left) or (left and "overrides" not in arguments):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
@@ -87,6 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", help="folder to write")
     for sub in (train, sft, evaluate, generate):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+    advantages = command(
+        "advantages",
+        _advantages,
+        "what every estimator makes of a group's rewards",
+        "advantages 1,0,0,0 k=2 --plot w.png",
+    )
+    advantages.add_argument("rewards", help="1,0,0,0; more groups of the same size after ';'; none: not scored")
+    advantages.add_argument(
+        "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
+    )
+    advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
     command("doctor", _doctor, "versions, devices, memory, extras, and what to do about them", "doctor")
     return parser
 
@@ -135,6 +149,7 @@ def _learner(parts: Parts, folder: Path) -> Learner:
         eval_config=config.eval,
         mesh=parts.mesh,
         success_threshold=config.rewards.success_threshold,
+        source_estimators=parts.source_estimators,
         on_row=lambda row, total: console.say(console.step_line("train", row["step"], total, row)),
     )
 
@@ -304,6 +319,14 @@ def _export(arguments: argparse.Namespace) -> None:
     trained = runs.open_trained(arguments.source)
     export_model(trained.params, trained.model_config, trained.tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers, vLLM and tunix-like load it")
+
+
+def _advantages(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a few small arrays: an accelerator stays with the run that has it
+    _setup_jax()
+    from tunix_like import advantages_table
+
+    advantages_table.show(arguments.rewards, arguments.overrides, arguments.plot)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -97,7 +97,11 @@ class ModelConfig(_Checked):
 @dataclasses.dataclass(frozen=True)
 class DataConfig(_Checked):
     section = "data"
-    name: str = key("maze", doc="data source: maze, gsm8k, reverse_text, jsonl, hub")
+    name: str = key("maze", doc="data source: maze, gsm8k, reverse_text, jsonl, hub, or mix: those in `sources`")
+    sources: list[dict[str, Any]] | None = key(
+        doc="mix: list of {name, <what that source reads>} and, where wanted, label, weight (share of the prompts) and "
+        "advantage_estimator, k, truncation_order, ddof for its groups alone"
+    )
     path: str | None = key(doc="local file or folder, or hub dataset id, for the sources that read one")
     split: str = key("train", doc="split to train on")
     eval_split: str = key("test", doc="split to evaluate on")
@@ -126,22 +130,59 @@ class AlgorithmConfig(_Checked):
     """What every learner can be told; unset keys take the named learner's default (see `rl/learners.py`)."""
 
     section = "algorithm"
-    advantage_estimator: str | None = key(doc="picks the learner: grpo, drgrpo, rloo, maxrl, maxpo")
+    advantage_estimator: str | None = key(
+        doc="picks the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or FILE.py:function"
+    )
     num_generations: int = key(8, doc="completions per prompt (the group, G)", at_least=2)
     num_iterations: int = key(1, doc="passes over one rollout batch", at_least=1)
-    k: int | None = key(doc="maxpo: K of max@K, 1..G-1", at_least=1)
+    k: int | None = key(doc="maxpo, passk: K of max@K, 1..G-1; pkpo: 1..G", at_least=1)
     truncation_order: int | None = key(
         doc="maxrl: order of the truncated likelihood, 1..G-1; unset: Algorithm 1 of the paper, order G-1", at_least=1
     )
     ddof: int | None = key(doc="grpo: 1 divides the group's variance by G-1, 0 by G (unset: 1)", at_least=0, at_most=1)
-    policy_loss_fn: str | None = key(doc="ppo_clip or reinforce")
+    estimator_params: dict[str, Any] | None = key(doc="keyword parameters of an estimator of your own")
+    binarize: bool = key(
+        False, doc="train on success (1 if the total reward reaches rewards.success_threshold, else 0)"
+    )
+    policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo or dppo")
     loss_agg_mode: str | None = key(doc="how tokens are weighted", choices=LOSS_AGG_MODES)
-    epsilon: float | None = key(doc="ppo_clip: lower clip range (unset: 0.2)", above=0, at_most=1)
-    epsilon_high: float | None = key(doc="ppo_clip: upper clip range (unset: epsilon)", above=0)
-    epsilon_c: float | None = key(doc="ppo_clip: dual-clip bound for negative advantages (unset: off)", above=1)
+    epsilon: float | None = key(
+        doc="ppo_clip, gspo, cispo: lower clip range (unset: 0.2; gspo 3e-4)", above=0, at_most=1
+    )
+    epsilon_high: float | None = key(doc="ppo_clip, gspo, cispo: upper clip range (unset: epsilon; gspo 4e-4)", above=0)
+    epsilon_c: float | None = key(doc="ppo_clip, gspo: dual-clip bound for negative advantages (unset: off)", above=1)
+    dppo_mask_high: float | None = key(
+        doc="dppo: drop tokens whose probability rose by more than this, A > 0 (unset: 0.2)", above=0, at_most=1
+    )
+    dppo_mask_low: float | None = key(
+        doc="dppo: drop tokens whose probability fell by more than this, A <= 0 (unset: 0.2)", above=0, at_most=1
+    )
+    kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
     beta: float = key(0.0, doc="weight of the KL to the reference; 0 holds no reference model", at_least=0)
     kl_loss_mode: str | None = key(doc="KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3)", choices=KL_LOSS_MODES)
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
+    entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
+    sampler_is: str | None = key(
+        doc="correct for sampler and trainer computing other probabilities: truncated importance weights per token or "
+        "sequence (unset: off)",
+        choices=("token", "sequence"),
+    )
+    sampler_is_threshold: float | None = key(doc="largest such weight (unset: 2)", above=0)
+    overlong: str | None = key(
+        doc="completions that reach the token limit: mask leaves those it cut out of the loss; penalty is DAPO's soft "
+        "one, over the last overlong_buffer tokens (unset: neither)",
+        choices=("mask", "penalty"),
+    )
+    overlong_buffer: int | None = key(
+        doc="overlong: penalty grows from 0 to overlong_penalty over this many tokens before the limit", at_least=1
+    )
+    overlong_penalty: float | None = key(doc="what a completion at the limit loses (unset: 1)", above=0)
+    dynamic_sampling: bool = key(
+        False, doc="draw further prompts in place of groups whose rewards are all equal; changes the objective"
+    )
+    max_extra_batches: int | None = key(
+        doc="dynamic_sampling: at most this many further rollout batches a step (unset: 4)", at_least=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)

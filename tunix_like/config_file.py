@@ -46,6 +46,20 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     return typing.cast(Config, _build(Config, tree.to_dict(), ""))
 
 
+def read_section(cls: type, values: Mapping[str, Any], path: str) -> Any:
+    """A config dataclass from some of its keys, checked as those of a file are: for a mapping inside a list.
+
+    Args:
+      values: its keys, all of them known.
+      path: where the mapping stands, for the messages.
+
+    Raises:
+      UserError: a value of the wrong type or out of its range, named with `path`.
+    """
+    hints = typing.get_type_hints(cls)
+    return _build(cls, {name: _converted(value, hints[name], f"{path}.{name}") for name, value in values.items()}, path)
+
+
 def as_dict(config: Any) -> dict[str, Any]:
     """A config (or one of its sections) as plain dicts, lists and scalars, without the keys only Python can set."""
     result = {}

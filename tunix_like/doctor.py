@@ -32,6 +32,7 @@ CORE = {
     "math-verify": "math_verify",
     "pyyaml": "yaml",
     "rich": "rich",
+    "matplotlib": "matplotlib",
 }
 """Every required package with the module it is imported as."""
 

@@ -19,7 +19,14 @@ from jaxtyping import Bool, Int
 from tunix_like.config import EvalConfig
 from tunix_like.data.stream import render
 from tunix_like.errors import UserError
-from tunix_like.rl.rollouts import WeightedReward, completion_texts, saved_on_failure, score_completions, succeeds
+from tunix_like.rl.rollouts import (
+    WeightedReward,
+    completion_texts,
+    groups_by_source,
+    saved_on_failure,
+    score_completions,
+    succeeds,
+)
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Completions, Sampler
 from tunix_like.tokenizer import Tokenizer
@@ -76,7 +83,8 @@ class Evaluator:
 
     A completion succeeds when its total reward reaches `success_threshold`. Completions that could not be scored are
     left out of their problem's count (and reported as `eval/unscored_frac`); a problem with fewer than k scored ones is
-    left out of pass@k. The same `key` draws the same random numbers at every call.
+    left out of pass@k. With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The same `key`
+    draws the same random numbers at every call.
     """
 
     sampler: Sampler
@@ -124,7 +132,8 @@ class Evaluator:
         total = np.concatenate([rewards for _, rewards in parts])
         lengths = np.concatenate([out.lengths for out, _ in parts])
         finished = np.concatenate([out.finished for out, _ in parts])
-        return _summary(total, lengths, finished, texts, config, self.success_threshold)
+        sources = groups_by_source(problems)
+        return _summary(total, lengths, finished, texts, config, self.success_threshold, sources)
 
 
 def _summary(
@@ -134,20 +143,26 @@ def _summary(
     texts: list[list[str]],
     config: EvalConfig,
     success_threshold: float,
+    sources: Mapping[str, Bool[np.ndarray, "N"]],
 ) -> Evaluation:
     known = ~np.isnan(total)
     if not known.any():
         raise UserError("evaluation: no completion could be scored; check rewards.functions.")
     scored = known.sum(axis=1)
     successes = (known & succeeds(np.nan_to_num(total, nan=-np.inf), success_threshold)).sum(axis=1)
-    metrics: dict[str, float] = {}
-    for k in ks_of(config):
-        values = [pass_at_k(int(n), int(c), k) for n, c in zip(scored, successes, strict=True) if n >= k]
-        metrics[f"eval/pass@{k}"] = float(np.mean(values)) if values else float("nan")
+
+    def mean_pass(k: int, of: np.ndarray) -> float:
+        counts = zip(scored[of], successes[of], strict=True)
+        values = [pass_at_k(int(n), int(c), k) for n, c in counts if n >= k]
+        return float(np.mean(values)) if values else float("nan")
+
+    everything = np.ones(len(scored), bool)
+    metrics = {f"eval/pass@{k}": mean_pass(k, everything) for k in ks_of(config)}
     metrics |= {
         "eval/rewards/mean": float(total[known].mean()),
         "eval/mean_length": float(lengths.mean()),
         "eval/clipped_ratio": 1.0 - float(finished.mean()),
         "eval/unscored_frac": 1.0 - float(known.mean()),
     }
+    metrics |= {f"eval/pass@{k}/{label}": mean_pass(k, own) for label, own in sources.items() for k in ks_of(config)}
     return Evaluation(metrics, successes, scored, texts, total.tolist())

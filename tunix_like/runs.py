@@ -7,6 +7,7 @@ A run is one folder: `config.yaml` (resolved), `model/` (what the model is, with
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,19 +20,29 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import Config, EvalConfig
+from tunix_like.config import AlgorithmConfig, Config, EvalConfig
 from tunix_like.config_file import as_dict, differences, load, save
-from tunix_like.data import DataSource, load_source
+from tunix_like.data import (
+    DataSource,
+    check_parts,
+    check_rewards,
+    load_source,
+    source_estimators,
+    template_variables,
+)
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_description, load_model, save_description
 from tunix_like.models.sharding import build_mesh
+from tunix_like.optimizer import build_schedule
 from tunix_like.rewards import check_arguments
 from tunix_like.rewards import resolve as resolve_reward
+from tunix_like.rl.estimators import find_estimator
 from tunix_like.rl.learner import Learner
-from tunix_like.rl.learners import find_learner
-from tunix_like.rl.objective import build_objective, resolve
+from tunix_like.rl.learners import LEARNERS, find_learner
+from tunix_like.rl.losses import loss_parameters
+from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
@@ -64,6 +75,11 @@ class Parts(NamedTuple):
         graphdef = nnx.split(self.model)[0]
         return _evaluator(self.config, settings, graphdef, self.tokenizer, self.source, self.rewards, self.mesh)
 
+    @property
+    def source_estimators(self) -> dict[str, dict[str, Any]]:
+        """What the learner is told of the sources of a mix that name estimators of their own, by label."""
+        return source_estimators(self.config.data, self.config.algorithm)
+
 
 def check_config(config: Config) -> tuple[Config, type[Learner]]:
     """Resolves the algorithm's defaults and checks all that needs neither data nor model.
@@ -73,20 +89,38 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     """
     learner = find_learner(config.algorithm.advantage_estimator)
     algorithm = resolve(config.algorithm, learner.config_class)
-    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, updates_per_batch(config))
-    read = objective.parameters()
-    algorithm = dataclasses.replace(algorithm, **{k: v for k, v in read.items() if hasattr(algorithm, k)})
+    template_variables(config.data)
+    lengths, own = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
+    objective = build_objective(algorithm, lengths, updates_per_batch(config), own)
+    algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
     if config.model.param_dtype != "float32":
         raise UserError(
             "model.param_dtype: bfloat16 weights lose small updates; train in float32 (model.dtype may differ)."
         )
+    if algorithm.dynamic_sampling and config.training.max_steps is None:
+        build_schedule(config.optimizer, None)  # how many steps the data makes is not known then
     ks_of(config.eval)
-    reward_entries(config)
+    for i, (_, weight) in enumerate(reward_entries(config)):
+        if weight < 0:
+            check_takes_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
     if config.model.path is None and config.model.config is None:
         raise UserError("model.path: name a model folder or hub id, or write model.config and model.init: random.")
     return dataclasses.replace(config, algorithm=algorithm), learner
+
+
+def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Values of the unset keys that the estimator and the loss read. A parameter of an estimator of one's own may be
+    called like a key that means something else, and is left alone."""
+    read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
+    if algorithm.advantage_estimator in LEARNERS:
+        read |= find_estimator(algorithm.advantage_estimator).parameters()
+    keys = [field.name for field in dataclasses.fields(algorithm) if getattr(algorithm, field.name) is None]
+    given = algorithm.estimator_params or {}
+    return {
+        key: read[key] for key in keys if key in read and key not in given and read[key] is not inspect.Parameter.empty
+    }
 
 
 def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
@@ -107,12 +141,6 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
         weight = entry.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise UserError(f"rewards.functions[{i}].weight: expected a finite number, got {weight!r}.")
-        algorithm = config.algorithm
-        if weight < 0 and algorithm.advantage_estimator == "maxrl" and algorithm.truncation_order is None:
-            raise UserError(
-                f"rewards.functions[{i}].weight: {weight} makes negative rewards, which maxrl without "
-                "algorithm.truncation_order does not take. Set it, or give a weight of at least 0."
-            )
         out.append((entry["name"], float(weight)))
     if doubled := {name for name, _ in out if [n for n, _ in out].count(name) > 1}:
         raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is named twice; give it one weight.")
@@ -123,6 +151,7 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
     """The functions of `rewards`, which must find what they ask for in the source's rows."""
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
     check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
+    check_rewards(source, functions)
     return functions
 
 
@@ -136,6 +165,7 @@ def assemble(config: Config) -> Parts:
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
     model, tokenizer = _load_model(config, source.tokenizer)
     check_fit(model.config, tokenizer, config.rollout)
+    check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     return Parts(config, learner, source, model, tokenizer, rewards, mesh)
 
 
@@ -155,14 +185,16 @@ def _load_model(config: Config, own: Tokenizer | None) -> tuple[Decoder, Tokeniz
     tokenizer = own or tokenizer
     if tokenizer is None:
         raise UserError(f"model.path: {section.path} has no tokenizer, and data.name={config.data.name} brings none.")
-    return model, tokenizer.with_template_variables(config.data.chat_template_args or {})
+    return model, tokenizer.with_template_variables(template_variables(config.data))
 
 
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
-    """`training.output_dir`, or `runs/<config>-<kind>-s<seed>`."""
+    """`training.output_dir`, or `runs/<config>-<kind>-s<seed>`; an estimator that is named by its place
+    (`FILE.py:function`) is called by its function there."""
     if config.training.output_dir is not None:
         return Path(config.training.output_dir)
-    return Path("runs") / f"{Path(config_path).stem}-{kind}-s{config.training.seed}"
+    name = kind.replace(":", ".").rpartition(".")[2]
+    return Path("runs") / f"{Path(config_path).stem}-{name}-s{config.training.seed}"
 
 
 def claim(folder: Path, parts: Parts) -> None:
@@ -223,7 +255,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
     with Checkpoints(steps_folder) as checkpoints:
         step = checkpoints.steps()[-1] if step is None else step
         params = checkpoints.restore(step, {"params": abstract})[0]["params"]
-    tokenizer = tokenizer.with_template_variables(config.data.chat_template_args or {})
+    tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     return Trained(config, graphdef, model_config, params, tokenizer, f"{steps_folder}/{step}")
 
 
@@ -293,7 +325,7 @@ def _open_model(path: str, overrides: Sequence[str], need_data: bool) -> Trained
     model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, **_dtypes(config))
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer.")
-    tokenizer = tokenizer.with_template_variables(config.data.chat_template_args or {})
+    tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     graphdef, state = nnx.split(model)
     return Trained(config, graphdef, model.config, nnx.to_pure_dict(state), tokenizer, path)
 
@@ -309,12 +341,24 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
     dtype, lengths = jnp.dtype(parts.model.dtype).name, config.rollout
     return [
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
+        *_describe_sources(parts),
         ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
         ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
     ]
+
+
+def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
+    """Of a mix, each source's share of the prompts and its estimator; of any other source nothing."""
+    told, out = parts.source_estimators, []
+    for label, part in parts.source.parts.items():
+        given = dict(told.get(label, {}))
+        name = given.pop("advantage_estimator", parts.config.algorithm.advantage_estimator)
+        estimator = ", ".join([str(name), *(f"{key} {value}" for key, value in given.items())])
+        out.append(f"{label} {len(part.train) / len(parts.source.train):.0%} ({estimator})")
+    return [("sources", "; ".join(out))] if out else []
 
 
 def updates_per_batch(config: Config) -> int:

@@ -27,9 +27,9 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import place_params, place_prompts, prompt_parts
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
-from tunix_like.rl.losses import Rows, Tokens, aggregation_weights
+from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import pack, split_shape
-from tunix_like.rl.update import ForwardOptions, UpdateInput, update_step
+from tunix_like.rl.update import ForwardOptions, UpdateInput, update_input, update_step
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch
@@ -41,18 +41,21 @@ MICRO_BATCH = 8
 class _Likelihood:
     """`-log pi` per token, averaged over the tokens of the batch."""
 
-    def advantages(self, rewards: Array, scored: Array, lengths: Array) -> Array:
+    def advantages(self, rewards: Array, scored: Array, lengths: Array, ids: Array) -> Array:
         return rewards
 
     def weights(
-        self, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"], in_update: Bool[Array, "P"]
+        self,
+        scored: Bool[Array, "P G"],
+        trained: Bool[Array, "P G"],
+        lengths: Int[Array, "P G"],
+        in_update: Bool[Array, "P"],
+        ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
         return aggregation_weights("token-mean", lengths, scored, 1)
 
-    def token_loss(
-        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Rows, mask: Array
-    ) -> tuple[Tokens, dict[str, Tokens]]:
-        return jnp.where(mask, -logprobs, 0.0), {}
+    def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
+        return jnp.where(tokens.mask, -tokens.logprobs, 0.0), {}
 
 
 class SFTTrainer:
@@ -158,9 +161,8 @@ class SFTTrainer:
         batch = self._batch(next(self.iterator))
         size = self.training.train_micro_batch_size or MICRO_BATCH
         shape = split_shape(1, size, self.config.batch_size, prompt_parts(self.mesh))
-        micro = place_prompts(pack(batch, range(self.config.batch_size), shape), self.mesh, axis=1)
-        everyone = np.ones(self.config.batch_size, bool)
-        data = UpdateInput(batch.rewards, batch.scored, batch.completion_lengths, everyone, micro)
+        micro = place_prompts(pack(batch, batch.scored, shape), self.mesh, axis=1)
+        data = update_input(batch, np.ones(self.config.batch_size, bool), micro)
         self.params, self.opt_state, metrics, _ = self._step(self.params, self.opt_state, data)
         out = {name: float(value) for name, value in jax.device_get(metrics).items()}
         return out | {"learning_rate": float(self.schedule(step - 1))}

@@ -41,7 +41,9 @@ class GroupBatch(NamedTuple):
     """The rollouts of one step. Prompts and completions stay apart because a prompt is computed once per group.
 
     Padding is to the right everywhere; masks come from lengths, never from token values. A completion's end-of-sequence
-    token belongs to it and is counted in its length.
+    token belongs to it and is counted in its length. `trained` is False for completions that count in their group's
+    statistics but not in the loss (None: all are trained); `estimator_ids` says which of the objective's estimators a
+    group has (None: the run's own).
     """
 
     prompt_tokens: Int[AnyArray, "P S"]
@@ -51,6 +53,8 @@ class GroupBatch(NamedTuple):
     rollout_logprobs: Float[AnyArray, "P G T"] | None
     rewards: Float[AnyArray, "P G"]
     scored: Bool[AnyArray, "P G"]
+    trained: Bool[AnyArray, "P G"] | None = None
+    estimator_ids: Int[AnyArray, "P"] | None = None
 
 
 AdvantageEstimator = Callable[..., Float[Array, "P G"]]

@@ -1,6 +1,7 @@
-"""The learner from the door a Python user comes in by: data of every kind, five algorithms, KL, several updates,
-mistakes, resuming."""
+"""The learner from the door a Python user comes in by: data of every kind, nine algorithms, KL, several updates,
+estimators of one's own and mixed ones, mistakes, resuming."""
 
+import functools
 import json
 import threading
 from pathlib import Path
@@ -19,6 +20,7 @@ from tunix_like import (
     AlgorithmConfig,
     CustomConfig,
     CustomLearner,
+    DrGRPOConfig,
     EvalConfig,
     GRPOConfig,
     GRPOLearner,
@@ -36,8 +38,8 @@ from tunix_like import (
 )
 from tunix_like.data import reverse_text
 from tunix_like.metrics import rows as metric_rows
-from tunix_like.rl import advantages, learners
-from tunix_like.rl.advantages import ADVANTAGE_ESTIMATORS
+from tunix_like.rl import learners
+from tunix_like.rl.estimators import ADVANTAGE_ESTIMATORS
 from tunix_like.rl.objective import resolve
 
 TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
@@ -55,7 +57,8 @@ HF = {
 }
 TOKENIZER = reverse_text.tokenizer()
 SGD = optax.sgd(0.5)
-OWN = ("tokenizer", "metric_fns", "eval_config", "ref_model", "on_row")
+OWN = ("tokenizer", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights", "source_estimators",
+       "success_threshold")  # fmt: skip
 
 
 def make_model(seed=0):
@@ -86,16 +89,16 @@ def varied(prompts, completions, answer):
 
 def make(algo=None, *, learner=MaxRLLearner, reward=long_or_short, model=None, rollout=None, **training):
     """A learner small in everything; `training` are fields of its RLTrainingConfig, or further arguments of its own."""
-    own = {name: training.pop(name) for name in OWN if name in training}
+    arguments = {name: training.pop(name) for name in OWN if name in training}
     settings = {"max_steps": 2, "actor_optimizer": SGD} | training
     return learner(
         model=make_model() if model is None else model,
-        tokenizer=own.pop("tokenizer", TOKENIZER),
-        reward_fns=[reward],
+        tokenizer=arguments.pop("tokenizer", TOKENIZER),
+        reward_fns=reward,
         algo_config=MaxRLConfig(num_generations=4) if algo is None else algo,
         rollout_config=rollout or RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
         training_config=RLTrainingConfig(**settings),
-        **own,
+        **arguments,
     )
 
 
@@ -148,8 +151,7 @@ def compiled():
 def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
     """Advantage and loss are one program: the estimator is traced into it, once, and never sees a number."""
     seen, counts = [], []
-    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", registry := dict(ADVANTAGE_ESTIMATORS))
-    monkeypatch.setattr(learners, "ADVANTAGE_ESTIMATORS", registry)
+    monkeypatch.setattr("tunix_like.rl.estimators.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
 
     @register_advantage_estimator("half")
     def half(rewards, *, scored, lengths):
@@ -177,7 +179,12 @@ DEFAULTS = {
     "rloo": ("RLOOLearner", "seq-mean-token-sum", "reinforce", "kl", True),
     "maxrl": ("MaxRLLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "maxpo": ("MaxPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "pkpo": ("PKPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "passk": ("PassKLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "opo": ("OPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "reinforce_pp": ("ReinforcePPLearner", "token-mean", "ppo_clip", "low_var_kl", False),
 }
+NEED_K = ("maxpo", "pkpo", "passk")
 
 
 def test_what_an_unset_key_means():
@@ -189,32 +196,58 @@ def test_what_an_unset_key_means():
         assert getattr(tunix_like, learner.__name__) is learner
         assert getattr(tunix_like, learner.__name__.replace("Learner", "Config")) is learner.config_class
     assert found == DEFAULTS
+    own = resolve(AlgorithmConfig(advantage_estimator="mine"), CustomConfig)
+    assert (own.loss_agg_mode, own.policy_loss_fn, own.kl_in_reward) == ("token-mean", "ppo_clip", False)
     assert resolve(AlgorithmConfig(loss_agg_mode="token-mean"), GRPOConfig).loss_agg_mode == "token-mean"
+
+
+def watch_advantages(kept):
+    """A metric function that keeps every step's advantages, `[groups, completions]`."""
+
+    def keep(prompts, completions, rewards, advantages, **columns):
+        kept.append(np.asarray(advantages).reshape(-1, 4))
+        return {}
+
+    return keep
+
+
+def watch_rewards(kept, reward=varied):
+    """`reward`, whose values are kept, `[groups, completions]`."""
+
+    def watched(prompts, completions, answer):
+        kept.append(np.reshape(reward(prompts, completions, answer), (-1, 4)))
+        return kept[-1].reshape(-1)
+
+    return watched
+
+
+def watch_sampler(learner):
+    """All that the learner's sampler gives from now on."""
+    caught, generate = [], learner.sampler.generate
+    learner.sampler.generate = lambda *a, **k: caught.append(generate(*a, **k)) or caught[-1]
+    return caught
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_each_learner_trains(name):
     """Two steps of each by its own class; the first step's numbers are those of its estimator, loss and weights."""
-    rewards, lengths = [], []
-
-    def watched(prompts, completions, answer):
-        rewards.append(varied(prompts, completions, answer))
-        return rewards[-1]
-
-    def keep(prompts, completions, rewards, advantages, **columns):
-        lengths.append(np.asarray(advantages).reshape(4, 4))
-        return {}
-
-    k = {"k": 2} if name == "maxpo" else {}
+    rewards, found = [], []
+    k = {"k": 2} if name in NEED_K else {}
     learner = make(
-        LEARNERS[name].config_class(num_generations=4, **k), learner=LEARNERS[name], reward=watched, metric_fns=[keep]
+        LEARNERS[name].config_class(num_generations=4, **k),
+        learner=LEARNERS[name],
+        reward=watch_rewards(rewards, long_or_short if name == "passk" else varied),
+        metric_fns=[watch_advantages(found)],
     )
+    sampled = watch_sampler(learner)
     before = jax.tree.map(np.asarray, learner.params)
     rows = collect(learner)
     assert [row["step"] for row in rows] == [1, 2]
     assert differ(before, learner.params) and all(np.isfinite(list(row.values())).all() for row in rows)
-    expected = tunix_like.compute_advantages(np.reshape(rewards[0], (4, 4)), name, **k)
-    np.testing.assert_allclose(lengths[0], expected, rtol=1e-5, atol=1e-6)
+    lengths = sampled[0].lengths
+    assert len(set(lengths.reshape(-1).tolist())) > 1, "lengths must differ for opo and reinforce_pp"
+    expected = tunix_like.compute_advantages(rewards[0], name, lengths=lengths, **k)
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
     assert "train/pg_clipfrac" in rows[0] or name == "rloo"
     assert ("train/is_ratio/mean" in rows[0]) == (name != "rloo")
     assert rows[0]["train/advantage/abs_mean"] == pytest.approx(np.abs(expected).mean(), rel=1e-5)
@@ -239,9 +272,8 @@ def naive_loss(name, rewards, lengths, logprobs):
 
 
 @pytest.mark.parametrize("name", ["grpo", "drgrpo", "rloo", "maxrl"])
-def test_the_loss_is_the_one_of_the_table(name, monkeypatch):
+def test_the_loss_is_the_one_of_the_table(name):
     """The reported loss of a step, against loops over tokens; micro-batches of two completions change nothing."""
-    caught = []
     rewards = np.array([[1.0, 0, 2, 0], [0, 0, 0, 3], [1, 1, 1, 0], [0, 2, 2, 0]])
 
     learner = make(
@@ -251,8 +283,7 @@ def test_the_loss_is_the_one_of_the_table(name, monkeypatch):
         max_steps=1,
         train_micro_batch_size=2,
     )
-    generate = learner.sampler.generate
-    monkeypatch.setattr(learner.sampler, "generate", lambda *a, **k: caught.append(generate(*a, **k)) or caught[-1])
+    caught = watch_sampler(learner)
     row = collect(learner)[0]
     expected = naive_loss(name, rewards, caught[0].lengths, caught[0].logprobs)
     assert len(set(caught[0].lengths.reshape(-1).tolist())) > 1, "lengths must differ, or the weights all look alike"
@@ -279,7 +310,11 @@ BAD_REWARDS = {
     "raising": (raises, "'raises' raised ZeroDivisionError: oops"),
     "text": (lambda prompts, completions: ["1"] * 16, "'1', is not a number"),
     "infinite": (lambda prompts, completions: [float("inf")] * 16, "inf, is not within"),
-    "negative": (lambda prompts, completions: [-1.0, 1.0] * 8, "maxrl divides .* non-negative.*truncation_order"),
+    "negative": (
+        lambda prompts, completions: [1.0, -1.0] * 8,
+        "prompt '[a-h]+>' .group 0., completion 1 .* gave -1.: the reward -1 is negative, and the estimator 'maxrl' "
+        "takes non-negative rewards only. Set algorithm.truncation_order, algorithm.binarize=true",
+    ),
     "unscored": (lambda prompts, completions: [float("nan")] * 16, "no completion could be scored"),
     "another column": (lambda completions, gold: [1.0] * 16, "needs an argument 'gold'.*there are: answer"),
 }
@@ -308,13 +343,168 @@ def test_some_unscored_completions_are_left_out():
     def some(prompts, completions, answer):
         return [None if i % 4 == 3 else float(i % 4 == 0) for i in range(len(completions))]
 
-    def keep(prompts, completions, rewards, advantages, **columns):
-        kept.append(advantages)
-        return {}
-
-    row = collect(make(reward=some, metric_fns=[keep], max_steps=1))[0]
+    row = collect(make(reward=some, metric_fns=[watch_advantages(kept)], max_steps=1))[0]
     assert row["train/reward/unscored_frac"] == 0.25 and row["train/rewards/mean"] == pytest.approx(1 / 3)
-    np.testing.assert_allclose(kept[0].reshape(4, 4), [[2, -1, -1, 0]] * 4, rtol=1e-6)
+    np.testing.assert_allclose(kept[0], [[2, -1, -1, 0]] * 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("maxrl", "non-negative"), ("passk", "binary")])
+def test_what_the_estimator_is_given(name, kinds):
+    """A negative weight (and for passk DAPO's penalty) makes signed rewards, which it takes once they are binarized;
+    the rows of metrics keep what the functions gave."""
+    totals, kept = [], []
+
+    def length(prompts, completions, answer):
+        totals.append([len(text) / 2 - varied("", [text], "")[0] for text in completions])
+        return [len(completion) / 2 for completion in completions]
+
+    arguments = {"learner": LEARNERS[name], "reward": [length, varied], "reward_weights": [1.0, -1.0], "max_steps": 1}
+    shaping = {"k": 2, "overlong": "penalty", "overlong_buffer": 2} if name == "passk" else {}
+    config = functools.partial(LEARNERS[name].config_class, num_generations=4, **shaping)
+    cause = "algorithm.overlong=penalty" if name == "passk" else "reward_weights"
+    with pytest.raises(UserError, match=f"{cause}: it makes negative rewards, and {name} .*takes {kinds} ones"):
+        make(config(), **arguments)
+    learner = make(
+        config(binarize=True), success_threshold=-0.4, metric_fns=[watch_advantages(kept)], **arguments
+    )  # fmt: skip
+    sampled = watch_sampler(learner)
+    row = collect(learner)[0]
+    loss = np.clip((sampled[0].lengths - 2) / 2, 0, 1) if name == "passk" else 0.0
+    success = (np.reshape(totals[0], (4, 4)) - loss >= -0.4).astype(float)
+    assert 0 < success.mean() < 1
+    k = {"k": 2} if name == "passk" else {}
+    np.testing.assert_allclose(kept[0], tunix_like.compute_advantages(success, name, **k), rtol=1e-5, atol=1e-6)
+    assert row["train/rewards/mean"] == pytest.approx(np.mean(totals[0]))
+
+
+def test_completions_cut_short_count_in_their_group_but_not_in_the_loss():
+    """overlong=mask, against loops: advantages over the whole group, weights over what ended by itself."""
+    kept, rewards = [], []
+    learner = make(
+        DrGRPOConfig(num_generations=4, overlong="mask", loss_agg_mode="token-mean"), learner=LEARNERS["drgrpo"],
+        reward=watch_rewards(rewards), max_steps=1, metric_fns=[watch_advantages(kept)],
+    )  # fmt: skip
+    sampled = watch_sampler(learner)
+    row = collect(learner)[0]
+    ended, lengths = sampled[0].finished, sampled[0].lengths
+    assert 0 < ended.sum() < 16 and ended.any(axis=1).sum() > 1
+    np.testing.assert_allclose(kept[0], tunix_like.compute_advantages(rewards[0], "drgrpo"), 1e-5)
+    total, tokens = 0.0, 0
+    for i, j in np.argwhere(ended):
+        total, tokens = total - kept[0][i, j] * lengths[i, j], tokens + lengths[i, j]
+    assert row["train/loss"] == pytest.approx(total / tokens, rel=1e-4) and abs(total / tokens) > 1e-3
+    assert row["train/overlong/masked_frac"] == row["train/completions/clipped_ratio"] == (~ended).mean()
+
+
+OWN_ESTIMATORS = """
+import jax.numpy as jnp
+
+def mean(rewards, *, scored, lengths, scale=1.0, beta=0.3, epsilon=1e-6):
+    return scale * (rewards - rewards.mean(axis=1, keepdims=True))
+
+def by_group(rewards, *, scored, lengths):
+    return rewards.mean(axis=1)
+
+def broken(rewards, *, scored, lengths):
+    best = rewards.max(axis=1, keepdims=True)
+    return jnp.where(rewards[:, :1] == best, rewards / 0, mean(rewards, scored=scored, lengths=lengths))
+"""
+
+
+def own(tmp_path, function, **settings):
+    (tmp_path / "own.py").write_text(OWN_ESTIMATORS)
+    config = CustomConfig(advantage_estimator=f"{tmp_path}/own.py:{function}", num_generations=4, **settings)
+    return functools.partial(make, config, learner=CustomLearner, output_dir=str(tmp_path / "run"))
+
+
+def test_an_estimator_of_ones_own_by_its_file(tmp_path):
+    kept = []
+    learner = own(tmp_path, "mean", estimator_params={"scale": 2.0})(reward=varied, metric_fns=[watch_advantages(kept)])
+    assert collect(learner)[-1]["step"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    rewards = np.reshape([row["reward"] for row in rows], (4, 4))
+    np.testing.assert_allclose(kept[0], 2 * (rewards - rewards.mean(axis=1, keepdims=True)), rtol=1e-4, atol=1e-6)
+    for settings, message in {
+        "estimator_params.scael: the estimator .*own.py:mean' has no such .*it has: beta, epsilon, scale": {"scael": 1},
+    }.items():
+        with pytest.raises(UserError, match=settings):
+            own(tmp_path, "mean", estimator_params=message)()
+
+
+BAD_ESTIMATORS = {
+    "by_group": "own.py:by_group' returned .4. for rewards of shape .4, 4.",
+    "broken": "own.py:broken' gave (inf|nan) for completion 0 of group 2 .prompt '(ab|cd|ef|gh|ba|dc|fe|hg)>'.*"
+    "whose rewards are .5.0, 1.0, 0.0, 2.0.*The weights are as they were",
+}
+
+
+@pytest.mark.parametrize("function", BAD_ESTIMATORS)
+def test_a_bad_estimator_changes_no_weight(function, tmp_path):
+    """What it returned is found before the weights have moved, in the step where it happens; completions are kept."""
+    calls = []
+
+    def good_then_bad(prompts, completions, answer):
+        calls.append(len(completions))
+        rewards = np.tile([0.0, 1.0, 0.0, 2.0], 4)
+        rewards[8] = 5.0 if len(calls) == (2 if function == "broken" else 1) else 0.0
+        return rewards.tolist()
+
+    learner = own(tmp_path, function, num_iterations=2)(
+        reward=good_then_bad, max_steps=3, mini_batch_size=2, actor_optimizer=optax.adam(0.1),
+        checkpoint_every_n_steps=1,
+    )  # fmt: skip
+    weights = [jax.tree.map(np.asarray, learner.params)]
+    learner._on_row = lambda row, total: weights.append(jax.tree.map(np.asarray, learner.params))
+    with pytest.raises(UserError, match=BAD_ESTIMATORS[function]) as error:
+        learner.train(ROWS, batch_size=4)
+    file = tmp_path / "run" / "rollouts" / f"step_00000{len(calls)}.jsonl"
+    assert len(calls) == len(weights) == (2 if function == "broken" else 1)
+    assert str(file) in str(error.value) and len(file.read_text().splitlines()) == 16
+    assert_same(params_of(learner.model), weights[-1])
+    assert len(weights) == 1 or differ(*weights)
+
+
+SOURCES_OF_ROWS = {
+    "hard": {"advantage_estimator": "maxpo", "k": 2},
+    "easy": {"advantage_estimator": "grpo", "ddof": 0},
+    "white": {"advantage_estimator": "reinforce_pp"},
+}
+
+
+def test_every_source_has_its_own_estimator(tmp_path):
+    """One batch, one compiled step: each group's advantages are its source's estimator's, the rest the run's own."""
+    names = ["hard", "white", "easy", None, "white", "unnamed", "hard", "easy"]
+    data = [row | ({} if name is None else {"data_source": name}) for row, name in zip(ROWS, names, strict=True)]
+    training = {"reward": lambda prompts, completions: varied(prompts, completions, None), "output_dir": str(tmp_path)}
+    learner = make(source_estimators=SOURCES_OF_ROWS, max_steps=1, **training)
+    sampled = watch_sampler(learner)
+    row = collect(learner, data, batch_size=8, shuffle=False)[0]
+    assert row["train/perf/compilations"] == 1
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows[::4]] == [row["prompt"] for row in ROWS]
+    rewards, found = (np.reshape([row[name] for row in rows], (8, 4)) for name in ("reward", "advantage"))
+    for source in {*names}:
+        groups = [place for place, name in enumerate(names) if name == source]
+        chosen = dict(SOURCES_OF_ROWS.get(source, {"advantage_estimator": "maxrl"}))
+        expected = tunix_like.compute_advantages(rewards[groups], **chosen, lengths=sampled[0].lengths[groups])
+        np.testing.assert_allclose(found[groups], expected, rtol=1e-4, atol=1e-5, err_msg=str(source))
+    with pytest.raises(UserError, match="another run: source_estimators"):
+        make(**training).train(data, batch_size=8, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"advantage_estimator": "rlo"}, "data source 'easy'.*unknown estimator 'rlo'. Did you mean 'rloo'"),
+        ({"advantage_estimator": "maxpo", "k": 4}, "data source 'easy'.k: got 4; 'maxpo' needs 1 <= k <= 3"),
+        ({"advantage_estimator": "maxpo"}, "data source 'easy'.k: the estimator 'maxpo' needs it"),
+        ({"k": 2}, "data source 'easy'.k: the estimator 'maxrl' does not read it"),
+        ("grpo", "source_estimators.'easy'.: expected {'advantage_estimator': .*got 'grpo'"),
+    ],
+)
+def test_a_mistake_in_a_source_names_it(given, message):
+    with pytest.raises(UserError, match=message):
+        make(source_estimators={"hard": {"advantage_estimator": "rloo"}, "easy": given})
 
 
 @pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batch_size": 2}])
@@ -337,6 +527,86 @@ def test_several_updates_of_one_batch(updates):
         make(RLOOConfig(num_generations=4, **algorithm), learner=RLOOLearner, **training).train(ROWS, batch_size=4)
     one = collect(make(max_steps=1, reward=varied, actor_optimizer=optimizer))[0]
     assert one["train/is_ratio/max"] == pytest.approx(1.0, abs=1e-6) and one["train/pg_clipfrac"] == 0
+
+
+LOSSES = {
+    "ppo_clip": {},
+    "gspo": {"policy_loss_fn": "gspo", "epsilon": 0.02, "epsilon_high": 0.03},
+    "dppo": {"policy_loss_fn": "dppo", "dppo_mask_high": 0.02, "dppo_mask_low": 0.02, "kl_tau": 0.1},
+    "sampler_is": {"sampler_is": "token", "sampler_is_threshold": 1.15},
+}
+
+
+def naive_token_loss(kind, logprobs, old, rollout, advantages, mask):
+    """The loss of every token by its formula; `[G, T]` each, advantages `[G, 1]`."""
+    if kind == "dppo":
+        ratio, moved = jnp.exp(logprobs - rollout), jnp.exp(logprobs) - jnp.exp(rollout)
+        dropped = ((advantages > 0) & (moved > 0.02)) | ((advantages <= 0) & (moved < -0.02))
+        return jnp.where(dropped, 0.0, -ratio * advantages) + 0.1 * (logprobs - rollout) ** 2
+    ratio, low, high, factor = jnp.exp(logprobs - old), 0.2, 0.2, 1.0
+    if kind == "gspo":
+        low, high = 0.02, 0.03
+        mean = ((logprobs - old) * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True)
+        ratio = jnp.exp(jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs))
+    if kind == "sampler_is":
+        factor = jnp.minimum(jnp.exp(old - rollout), 1.15)
+    return factor * -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def naive_logprobs(graphdef, params, texts, places, targets):
+    """By the plain forward of prompt and completion in one row."""
+    table = jax.nn.log_softmax(nnx.merge(graphdef, params)(texts))
+    return table[jnp.arange(len(texts))[:, None], places, targets]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def naive_gradient(graphdef, params, texts, places, targets, slope):
+    return jax.grad(lambda p: (naive_logprobs(graphdef, p, texts, places, targets) * slope).sum())(params)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_two_passes_in_two_mini_batches_by_loops(kind):
+    """Four updates of one batch, redone with the plain forward: the old log-probabilities are those before the first
+    update throughout, the sampler's those of the rollout (made to differ here), advantages are of the whole batch."""
+    rewards, asked, rate = [], [], 0.3
+    learner = make(
+        MaxRLConfig(num_generations=4, num_iterations=2, **LOSSES[kind]),
+        reward=watch_rewards(rewards), max_steps=1, mini_batch_size=2, actor_optimizer=optax.sgd(rate),
+    )  # fmt: skip
+    generate = learner.sampler.generate
+
+    def shifted(params, prompts, *rest):
+        out = generate(params, prompts, *rest)
+        asked.append((prompts, out._replace(logprobs=out.logprobs + np.array([0.2, -0.2, 0.1, 0.0], np.float32))))
+        return asked[-1][1]
+
+    learner.sampler.generate = shifted
+    params = jax.tree.map(jnp.array, learner.params)
+    row = collect(learner)[0]
+
+    prompts, out = asked[0]
+    texts, places = np.zeros((16, 8), np.int32), np.zeros((16, 4), np.int32)
+    for n in range(16):
+        prompt = prompts[n // 4]
+        texts[n, : len(prompt)] = prompt
+        texts[n, len(prompt) : len(prompt) + 4] = out.tokens[n // 4, n % 4]
+        places[n] = len(prompt) - 1 + np.arange(4)
+    targets, lengths = out.tokens.reshape(16, 4), out.lengths.reshape(16)
+    mask = np.arange(4) < lengths[:, None]
+    rollout = jnp.asarray(out.logprobs.reshape(16, 4))
+    advantages = tunix_like.compute_advantages(rewards[0], "maxrl").reshape(16, 1)
+    old = naive_logprobs(learner.graphdef, params, texts, places, targets)
+    for half in (0, 1) * 2:
+        inside = mask & (np.arange(16) // 8 == half)[:, None]
+        now = naive_logprobs(learner.graphdef, params, texts, places, targets)
+        each = functools.partial(naive_token_loss, kind, old=old, rollout=rollout, advantages=advantages, mask=mask)
+        slope = jax.grad(lambda x: jnp.where(inside, each(x), 0.0).sum() / inside.sum())(now)  # noqa: B023
+        gradient = naive_gradient(learner.graphdef, params, texts, places, targets, slope)
+        params = jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), learner.params, params)
+    assert row["train/pg_clipfrac"] > 0 or kind in ("ppo_clip", "sampler_is")
+    assert row.get("train/sampler_is/mean", 0.9) < 1
 
 
 def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
@@ -366,15 +636,11 @@ def test_the_kl_alone_leads_to_the_reference():
 def test_kl_in_the_reward_with_another_reference():
     """rloo subtracts beta * sum of log-ratios from each reward before the estimator; here by hand."""
     kept = []
-
-    def keep(prompts, completions, rewards, advantages, **columns):
-        kept.append(np.asarray(advantages).reshape(4, 4))
-        return {}
-
     model, reference = make_model(), make_model(seed=7)
     learner = make(
         RLOOConfig(num_generations=4, beta=0.5), learner=RLOOLearner, model=model, ref_model=reference,
-        reward=lambda prompts, completions: [0.0] * len(completions), metric_fns=[keep], max_steps=1,
+        reward=lambda prompts, completions: [0.0] * len(completions),
+        metric_fns=[watch_advantages(kept)], max_steps=1,
     )  # fmt: skip
     caught, generate = [], learner.sampler.generate
     learner.sampler.generate = lambda *a, **k: caught.append((a[1], generate(*a, **k))) or caught[-1][1]

@@ -1,6 +1,7 @@
 """Where problems come from: each source turns the `data` section of a configuration into rows.
 
-Public names: `DataSource`, `Record`, `SOURCES`, `load_source`. It does NOT shuffle, batch, tokenize or score.
+Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; of a mix, `source_estimators`, `template_variables`,
+`check_parts`, `check_rewards`. It does NOT shuffle, batch, tokenize or score.
 """
 
 from __future__ import annotations
@@ -8,14 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tunix_like.data import gsm8k, jsonl, maze, reverse_text
+from tunix_like.data import gsm8k, jsonl, maze, mix, reverse_text
+from tunix_like.data.entries import entries, source_estimators, template_variables
+from tunix_like.data.mix import check_parts, check_rewards
 from tunix_like.data.source import DataSource, Record, refuse_unread_keys
 from tunix_like.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from tunix_like.config import DataConfig
 
-__all__ = ["SOURCES", "DataSource", "Record", "load_source"]
+__all__ = [
+    "SOURCES",
+    "DataSource",
+    "Record",
+    "check_parts",
+    "check_rewards",
+    "load_source",
+    "source_estimators",
+    "template_variables",
+]
 
 SOURCES: dict[str, Callable[[DataConfig], DataSource]] = {
     "maze": maze.load,
@@ -23,6 +35,7 @@ SOURCES: dict[str, Callable[[DataConfig], DataSource]] = {
     "reverse_text": reverse_text.load,
     "jsonl": jsonl.load,
     "hub": jsonl.load_hub,
+    "mix": lambda config: mix.load(config, load_source),
 }
 
 _ROW_KEYS = frozenset(
@@ -47,5 +60,7 @@ def load_source(config: DataConfig) -> DataSource:
     """
     if config.name not in SOURCES:
         raise UserError(f"data.name={config.name} is unknown. {nearest(config.name, SOURCES)}")
-    refuse_unread_keys(config, _READS[config.name])
+    entries(config)  # says what to do about data.sources where they do not belong, and about keys beside them
+    if config.name != "mix":
+        refuse_unread_keys(config, _READS[config.name])
     return SOURCES[config.name](config)

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 """A flat row: `prompt` (a string, or a list of messages) and any further columns; `answer` is what SFT trains on."""
 
+SOURCE_COLUMN = "data_source"
+"""The column that says which of several sources a row is of."""
+
+REWARD_COLUMN = "source_reward"
+"""In a mix of several sources, the column with the name of the reward function that fits the row."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DataSource:
@@ -31,6 +37,7 @@ class DataSource:
       tokenizer: the source's own tokenizer, or None where the model's is to be used.
       reward: name of the registered reward function that fits.
       draw: `draw(row, completion)` is a picture of it for the terminal, or None.
+      parts: the sources of a mix by label, with the rows that an epoch takes of each; empty for any other source.
     """
 
     train: Sequence[Record]
@@ -38,6 +45,7 @@ class DataSource:
     tokenizer: Tokenizer | None
     reward: str
     draw: Callable[[Record, str], str] | None = None
+    parts: Mapping[str, DataSource] = dataclasses.field(default_factory=dict)
 
 
 class MappedRows(Sequence[Record]):

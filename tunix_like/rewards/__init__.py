@@ -6,7 +6,7 @@ does NOT know estimators, models or where rows come from.
 
 from __future__ import annotations
 
-from tunix_like.rewards import math, maze, text
+from tunix_like.rewards import by_source, math, maze, text
 from tunix_like.rewards.registry import REWARDS, register_reward_fn, resolve, verl_compatible
 from tunix_like.rewards.scoring import Scores, check_arguments, score
 
@@ -15,3 +15,4 @@ __all__ = ["REWARDS", "Scores", "check_arguments", "register_reward_fn", "resolv
 register_reward_fn("maze")(maze.maze)
 register_reward_fn("gsm8k")(math.gsm8k)
 register_reward_fn("exact_match")(text.exact_match)
+register_reward_fn("by_source")(by_source.by_source)

@@ -5,17 +5,12 @@ It knows where a function comes from. It does NOT call reward functions (`scorin
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix_like.errors import UserError, nearest
+from tunix_like.user_code import load_function
 
 if TYPE_CHECKING:
     from tunix_like.types import RewardFunction
@@ -63,47 +58,7 @@ def resolve(name: str) -> RewardFunction:
                 "Your own is written as path/to/file.py:function."
             )
         return REWARDS[name]
-    place, _, wanted = name.rpartition(":")
-    module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
-    function = getattr(module, wanted, None)
-    if not callable(function):
-        found = sorted(
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and not key.startswith("_") and value.__module__ == module.__name__
-        )
-        raise UserError(f"Reward '{name}': {place} has no function '{wanted}'; it has: {', '.join(found) or 'none'}.")
-    return function
-
-
-def _load_file(path: Path, name: str) -> ModuleType:
-    """The module in a file, run once per process however many of its functions are named."""
-    if not path.is_file():
-        raise UserError(f"Reward '{name}': the file {path.absolute()} does not exist; write path/to/file.py:function.")
-    full = path.resolve()
-    key = f"tunix_like_user_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
-    if key in sys.modules:
-        return sys.modules[key]
-    spec = importlib.util.spec_from_file_location(key, full)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module  # dataclasses and pickle look a module up by its name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[key]
-        raise UserError(f"Reward '{name}': {path} failed to load: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _import(place: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise UserError(
-            f"Reward '{name}': module {place} failed to import: {type(error).__name__}: {error}. "
-            "A file is written with its ending, as path/to/file.py:function."
-        ) from error
+    return load_function(name, "Reward")
 
 
 def verl_compatible(function: Callable[..., Any]) -> RewardFunction:

@@ -3,14 +3,13 @@
 Pure functions of arrays, traced inside the training step. All are meant for a loss that takes the mean over the group,
 `-(1/G) sum_i A_i log pi(y_i | x)`. `r_i` are the rewards of a group's `n` scored completions, `m` their mean. Unscored
 completions get 0 and take no part; a group with too few scored completions gets zeros, and so does a constant group,
-exactly, whatever the rounding of its mean. This module knows no model, no loss and no host.
+exactly, whatever the rounding of its mean (`pkpo` at k = 1 and `reinforce_pp` excepted). This module knows no model, no
+loss and no host.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,70 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.errors import UserError, nearest
-from tunix_like.types import AdvantageEstimator
-
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
-"""Name to estimator: what `algorithm.advantage_estimator` may say."""
-
-ZERO_WHEN_CONSTANT: set[str] = set()
-"""Estimators that give a constant group zeros: it can be left out of the compute without changing the gradient."""
-
-LARGEST_REWARD = 1e15
-"""Rewards beyond this are refused on the host: their squares would leave float32."""
+from tunix_like.errors import UserError
+from tunix_like.rl.estimators import check_parameters, check_rewards, find_estimator, register_advantage_estimator
+from tunix_like.rl.order_statistics import above_average, leave_two_out, marginal_contribution, spread
 
 Rewards = Float[Array, "P G"]
 Scored = Bool[Array, "P G"]
 Lengths = Int[Array, "P G"]
-
-
-def register_advantage_estimator(
-    name: str, *, zero_when_constant: bool = False
-) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Makes an estimator known under `name`; it is traced into the same compiled step as the built-in ones.
-
-    Its keyword-only parameters beyond `scored` and `lengths` are read from the config's keys of the same name. With
-    `zero_when_constant` it promises zeros for a group whose scored rewards are all equal, so that such groups need not
-    go through the model.
-
-    Raises:
-      UserError: the name is taken.
-    """
-
-    def register(function: AdvantageEstimator) -> AdvantageEstimator:
-        if name in ADVANTAGE_ESTIMATORS:
-            raise UserError(f"advantage estimator '{name}' is already registered; choose another name.")
-        ADVANTAGE_ESTIMATORS[name] = function
-        if zero_when_constant:
-            ZERO_WHEN_CONSTANT.add(name)
-        return function
-
-    return register
-
-
-def find_estimator(name: str) -> AdvantageEstimator:
-    """The registered estimator. Raises UserError with the list of names."""
-    if name not in ADVANTAGE_ESTIMATORS:
-        raise UserError(
-            f"algorithm.advantage_estimator: unknown estimator '{name}'. {nearest(name, ADVANTAGE_ESTIMATORS)}"
-        )
-    return ADVANTAGE_ESTIMATORS[name]
-
-
-def own_parameters(function: Callable[..., Any], given: frozenset[str]) -> dict[str, Any]:
-    """The keyword-only parameters a function declares beyond those `given` by its caller, with their defaults
-    (`inspect.Parameter.empty` where one is required)."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
-
-
-def estimator_parameters(function: AdvantageEstimator) -> dict[str, Any]:
-    return own_parameters(function, frozenset({"scored", "lengths"}))
-
-
-def least_scored(params: dict[str, Any]) -> int:
-    """Scored completions below which a group has no signal and is dropped: 2, or `k + 1` for an estimator of max@k."""
-    return max(2, (params.get("k") or 0) + 1)
 
 
 def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Array]:
@@ -90,15 +32,12 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
     The largest reward is subtracted before the mean that centres is taken: rewards near 1000 would lose 1e-4 otherwise.
     `m` itself is the plain mean: adding the largest back would cost one rare success among 1000 its last digits.
     """
-    count = scored.sum(axis=-1, keepdims=True)
-    top = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=-1, keepdims=True)
-    bottom = jnp.min(jnp.where(scored, rewards, jnp.inf), axis=-1, keepdims=True)
-    signal = (count >= 2) & (top > bottom)
-    divisor = jnp.maximum(count, 1)
-    shifted = jnp.where(scored, rewards - jnp.where(count > 0, top, 0.0), 0.0)
-    centred = jnp.where(scored & signal, shifted - shifted.sum(axis=-1, keepdims=True) / divisor, 0.0)
+    group = spread(rewards, scored)
+    divisor = jnp.maximum(group.scored, 1)
+    shifted = jnp.where(scored, rewards - group.top, 0.0)
+    centred = jnp.where(scored & group.signal, shifted - shifted.sum(axis=-1, keepdims=True) / divisor, 0.0)
     mean = jnp.where(scored, rewards, 0.0).sum(axis=-1, keepdims=True) / divisor
-    return centred, mean, count, signal
+    return centred, mean, group.scored, group.signal
 
 
 @register_advantage_estimator("grpo", zero_when_constant=True)
@@ -108,6 +47,8 @@ def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -
     `ddof` 1 divides the variance by `n - 1`, 0 by `n`. Not unbiased for the pass rate: on binary rewards the expected
     gradient is `w(p) grad p` with `w` tending to `1 / sqrt(p (1 - p))` for large groups.
     """
+    if ddof not in (0, 1):
+        raise UserError(f"algorithm.ddof: got {ddof!r}; 'grpo' needs 0 or 1.")
     centred, _, count, signal = _centred(rewards, scored)
     variance = (centred**2).sum(axis=-1, keepdims=True) / jnp.maximum(count - ddof, 1)
     deviation = jnp.sqrt(jnp.where(signal, variance, 1.0))
@@ -127,7 +68,12 @@ def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     return centred * (count / jnp.maximum(count - 1, 1))
 
 
-@register_advantage_estimator("maxrl", zero_when_constant=True)
+@register_advantage_estimator(
+    "maxrl",
+    zero_when_constant=True,
+    takes=lambda params: "non-negative" if params.get("truncation_order") is None else "any",
+    headroom={"truncation_order": 1},
+)
 def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
     """`(r_i - m) / m` where `m > 0`, else zeros (MaxRL, arXiv 2602.02710, Algorithm 1).
 
@@ -140,13 +86,13 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
     without its factor k): unbiased for order `T` exactly, and for any real rewards it ascends `sum_{k<=T} max@k / k`.
     """
     if truncation_order is not None:
-        return _order_statistics(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
+        return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
     centred, mean, _, signal = _centred(rewards, scored)
     positive = signal & (mean > 0)
     return jnp.where(positive, centred / jnp.where(positive, mean, 1.0), 0.0)
 
 
-@register_advantage_estimator("maxpo", zero_when_constant=True)
+@register_advantage_estimator("maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True)
 def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
     """`k L_k,i` with the Leave-Two-Out advantage `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080): unbiased for max@k.
 
@@ -154,51 +100,71 @@ def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
     `i`. Sums to zero over every group. On 0/1 rewards the expected gradient is `k (1-p)^(k-1) grad p`, that of pass@k.
     `1 <= k <= G - 1`; `k = 1` is RLOO.
     """
-    return _order_statistics(rewards, scored, ((k, float(k)),))
+    return leave_two_out(rewards, scored, ((k, float(k)),))
 
 
-def _order_statistics(rewards: Rewards, scored: Scored, mixture: tuple[tuple[int, float], ...]) -> Rewards:
-    """`sum over (K, c) in mixture of c L_K,i`, linear in the sorted rewards with weights known before the run.
+@register_advantage_estimator("pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True)
+def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+    """`k (q_i - V_{k-1}(-i))`, the marginal contribution to max@k (PKPO, arXiv 2505.15201, `s_loo_minus_one` times G):
+    unbiased for max@k, not centred.
 
-    `A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)`, `x` ascending with the largest subtracted.
+    `q_i` is the mean maximum over the k-subsets of the group that hold `i`, `V_{k-1}(-i)` over the (k-1)-subsets of
+    those without `i`. `1 <= k <= G`; `k = 1` is the reward itself. On 0/1 rewards the expected gradient is
+    `k (1-p)^(k-1) grad p`, and a failed completion gets exactly 0 for `k >= 2`.
     """
-    size = rewards.shape[-1]
-    _, _, count, signal = _centred(rewards, scored)
-    top = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=-1, keepdims=True)
-    order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
-    in_group = jnp.arange(size)[None] < count
-    ordered = jnp.where(in_group, jnp.take_along_axis(rewards, order, axis=-1) - jnp.where(count > 0, top, 0.0), 0.0)
-    own, above, common = (jnp.asarray(_order_weights(size, mixture), rewards.dtype)[count[:, 0], i] for i in range(3))
-    lifted = above * ordered
-    later = jnp.cumsum(lifted[:, ::-1], axis=-1)[:, ::-1] - lifted
-    advantages = own * ordered + later - (common * ordered).sum(axis=-1, keepdims=True)
-    back = jnp.take_along_axis(advantages, jnp.argsort(order, axis=-1), axis=-1)
-    return jnp.where(scored & signal, back, 0.0)
+    if k == 1:
+        return jnp.where(scored & (scored.sum(axis=-1, keepdims=True) >= 2), rewards, 0.0)
+    return k * marginal_contribution(rewards, scored, k)
 
 
-@functools.lru_cache(maxsize=8)
-def _order_weights(size: int, mixture: tuple[tuple[int, float], ...]) -> Float[np.ndarray, "N 3 G"]:
-    """Rows `t, u, w` of the sorted form for every scored count `n = 0..G`; a `K > n - 1` adds nothing.
+@register_advantage_estimator("passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True)
+def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+    """`(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, 0/1 rewards only (pass@k training, arXiv 2508.10751).
 
-    For one K: `t_i = C(i-1,K-1)/C(n-1,K-1)`, `u_m = C(m-2,K-2)/C(n-1,K-1)`, `w_m = C(m-1,K-1)/C(n,K)`, all times
-    `n/(n-K)`; products, in float64, so that nothing overflows at large groups.
+    `V_k` is the unbiased estimate of pass@k, `q_i` the same over the subsets that hold `i`. Standardised like GRPO, and
+    as little unbiased. `k = G` has no signal; a config says `1 <= k <= G - 1`.
     """
-    table = np.zeros((size + 1, 3, size))
-    for n in range(2, size + 1):
-        for order, factor in mixture:
-            if order > n - 1:
-                continue
-            scale = factor * n / (n - order)
-            falling = np.arange(n, order, -1, dtype=np.float64)  # m = n .. K + 1
-            t = np.concatenate([[1.0], np.cumprod((falling - order) / (falling - 1))])  # m = n .. K
-            place = slice(order - 1, n)
-            table[n, 0, place] += scale * t[::-1]
-            table[n, 2, place] += scale * order / n * t[::-1]
-            if order > 1:
-                above = (order - 1) / (n - 1) * np.cumprod((falling - order) / (falling - 2))
-                u = np.concatenate([[(order - 1) / (n - 1)], above])
-                table[n, 1, place] += scale * u[::-1]
-    return table
+    above, value, shortfall = above_average(rewards, scored, k)
+    deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
+    return above / (deviation + 1e-6)
+
+
+@register_advantage_estimator("opo", zero_when_constant=True)
+def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """`r_i - sum_j l_j r_j / sum_j l_j`, the length-weighted baseline of On-Policy RL with Optimal baseline
+    (arXiv 2505.23585); `l_j` are completion lengths in tokens. With no tokens at all the plain mean.
+
+    The baseline holds `r_i` itself: biased by a term of order 1/G. With equal lengths it is `drgrpo`; with others
+    the direction is off too. It does not sum to zero.
+    """
+    group = spread(rewards, scored)
+    weights = jnp.where(scored, lengths, 0).astype(rewards.dtype)
+    weights = jnp.where(weights.sum(axis=-1, keepdims=True) > 0, weights, scored.astype(rewards.dtype))
+    weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1.0)
+    shifted = jnp.where(scored, rewards - group.top, 0.0)
+    baseline = (weights * shifted).sum(axis=-1, keepdims=True)
+    return jnp.where(scored & group.signal, shifted - baseline, 0.0)
+
+
+@register_advantage_estimator("reinforce_pp")
+def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """`r_i - m`, then whitened over all tokens of the batch (REINFORCE++ with a group baseline, arXiv 2501.03262):
+    minus their mean, times `rsqrt(var + 1e-8)`, the variance by `tokens - 1`.
+
+    A completion counts once per token. A group of fewer than two scored completions takes no part; fewer than two
+    tokens give zeros. A constant group in a mixed batch gets the same small number for each of its completions.
+    """
+    centred = _centred(rewards, scored)[0]
+    kept = scored & (scored.sum(axis=-1, keepdims=True) >= 2)
+    weights = jnp.where(kept, lengths, 0).astype(rewards.dtype)
+    tokens = weights.sum()
+    scale = jnp.maximum(jnp.abs(centred).max(), 1.0)  # squares of large rewards, many tokens: beyond float32
+    unit = centred / scale
+    unit = unit - (weights * unit).sum() / jnp.maximum(tokens, 1.0)
+    variance = (weights * unit**2).sum() / jnp.maximum(tokens - 1.0, 1.0)
+    # 1e-37 keeps the 1e-8 above float32's least number where every token has the same large reward
+    spread_out = variance + jnp.maximum(1e-8 / scale**2, 1e-37)
+    return jnp.where(kept & (tokens >= 2), unit * jax.lax.rsqrt(spread_out), 0.0)
 
 
 def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any = None, **params: Any) -> np.ndarray:
@@ -215,9 +181,10 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
 
     Raises:
       UserError: an unknown estimator or parameter, a missing one, one out of range, rewards of another shape, or
-        rewards that the estimator does not take.
+        rewards or lengths that it does not take; a function of the user's own that returns another shape, or a number
+        that is not finite.
     """
-    estimator = find_estimator(advantage_estimator)
+    estimator = find_estimator(advantage_estimator).function
     try:
         values = np.asarray(rewards, np.float64)
     except (TypeError, ValueError) as error:
@@ -228,49 +195,35 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
     checked = check_parameters(advantage_estimator, params, groups.shape[1])
     scored = ~np.isnan(groups)
     check_rewards(advantage_estimator, checked, groups, scored)
-    sizes = np.ones(values.shape, np.int32) if lengths is None else np.asarray(lengths, np.int32)
-    if sizes.shape != values.shape:
-        raise UserError(f"lengths: expected the shape of rewards, {list(values.shape)}, got {list(sizes.shape)}.")
+    sizes = _token_counts(values.shape, lengths)
     out = jax.jit(functools.partial(estimator, **checked))(
         jnp.asarray(np.where(scored, groups, 0.0), jnp.float32),
         scored=jnp.asarray(scored),
         lengths=jnp.asarray(np.atleast_2d(sizes)),
     )
-    return np.asarray(out).reshape(values.shape)
+    if getattr(out, "shape", None) != groups.shape:
+        raise UserError(
+            f"advantage estimator '{advantage_estimator}' returned {jax.tree.map(jnp.shape, out)} for rewards of shape "
+            f"{list(groups.shape)} [groups, completions]; it must return one advantage per completion."
+        )
+    found = np.where(scored, np.asarray(out, np.float32), np.float32(0.0))
+    for group, sample in np.argwhere(~np.isfinite(found)):
+        raise UserError(
+            f"group {group}, completion {sample}: the advantage estimator '{advantage_estimator}' returned "
+            f"{found[group, sample]}; it must return finite numbers."
+        )
+    return found.reshape(values.shape)
 
 
-def check_parameters(name: str, params: dict[str, Any], group_size: int) -> dict[str, Any]:
-    """The estimator's parameters that are set, checked against what it declares and against the group's size."""
-    declared = estimator_parameters(find_estimator(name))
-    params = {key: value for key, value in params.items() if value is not None}
-    for key in params:
-        if key not in declared:
-            reads = f"it reads {', '.join(sorted(declared))}" if declared else "it has no parameters of its own"
-            raise UserError(f"algorithm.{key}: the estimator '{name}' does not read it ({reads}). Unset it.")
-    for key, default in declared.items():
-        if default is inspect.Parameter.empty and key not in params:
-            raise UserError(f"algorithm.{key}: the estimator '{name}' needs it. Set algorithm.{key}=<value>.")
-    for key in ("k", "truncation_order"):
-        if key in params and name in ("maxpo", "maxrl") and not 1 <= params[key] <= group_size - 1:
-            raise UserError(
-                f"algorithm.{key}: got {params[key]}; '{name}' needs 1 <= {key} <= {group_size - 1}, one less than "
-                f"algorithm.num_generations ({group_size}), since each subset leaves one completion out."
-            )
-    return params
-
-
-def check_rewards(name: str, params: dict[str, Any], rewards: Float[np.ndarray, "P G"], scored: np.ndarray) -> None:
-    """Value checks on the host, before the step. Raises UserError naming the first group that breaks one."""
-    large = scored & (np.abs(np.where(scored, rewards, 0.0)) > LARGEST_REWARD)
-    if large.any():
-        group, sample = np.argwhere(large)[0]
-        raise UserError(f"reward {rewards[group, sample]} (group {group}, completion {sample}) is beyond 1e15.")
-    if name == "maxrl" and params.get("truncation_order") is None:
-        negative = scored & (np.where(scored, rewards, 0.0) < 0)
-        if negative.any():
-            group, sample = np.argwhere(negative)[0]
-            raise UserError(
-                f"maxrl divides by the group's mean reward and takes non-negative rewards only; group {group}, "
-                f"completion {sample} has {rewards[group, sample]:g}. "
-                "Set algorithm.truncation_order, or give rewards >= 0."
-            )
+def _token_counts(shape: tuple[int, ...], lengths: Any) -> Int[np.ndarray, "..."]:
+    if lengths is None:
+        return np.ones(shape, np.int32)
+    try:
+        sizes = np.asarray(lengths)
+    except ValueError as error:
+        raise UserError(f"lengths: expected the shape of rewards, {list(shape)}, got {lengths!r}.") from error
+    if sizes.shape != shape:
+        raise UserError(f"lengths: expected the shape of rewards, {list(shape)}, got {list(sizes.shape)}.")
+    if not np.issubdtype(sizes.dtype, np.integer) or (sizes < 0).any():
+        raise UserError(f"lengths: expected whole numbers of tokens, at least 0, got {lengths!r}.")
+    return sizes.astype(np.int32)

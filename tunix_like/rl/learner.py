@@ -25,7 +25,7 @@ from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.sharding import place_params
-from tunix_like.rl.objective import build_objective, resolve
+from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.rl.update import ForwardOptions
@@ -52,6 +52,8 @@ class Learner:
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; one device when left out.
       reward_weights: one factor per reward function; ones when left out.
       success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
+      source_estimators: `{data source: {"advantage_estimator": ..., <its parameters>}}`: groups whose row has that
+        source in its column `data_source` get that estimator's advantages; loss and aggregation stay the run's.
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
         every step; `aggregation` reduces the value over completions.
       on_row: `f(row, total steps or None)`, called with every row of metrics as it is logged.
@@ -76,6 +78,7 @@ class Learner:
         mesh: Mesh | None = None,
         reward_weights: Sequence[float] | None = None,
         success_threshold: float = 1.0,
+        source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
         metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
         on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
     ):
@@ -93,13 +96,19 @@ class Learner:
             raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
             logger.warning("rollout.top_p and top_k cut what the policy can say: samples are no longer from the policy")
-        build_objective(self.algo, self.rollout_config.max_tokens_to_generate, updates_per_batch=1)
+        self.source_estimators = {name: _settings(name, given) for name, given in (source_estimators or {}).items()}
+        objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
+        if any(weight < 0 for _, _, weight in self.rewards):
+            check_takes_negative(objective, "reward_weights", "weights of at least 0")
         self.model, self.mesh = model, mesh
         self.graphdef = nnx.split(model)[0]
         self._take_weights()
         self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config, self.mesh)
         self.options = ForwardOptions(
-            self.rollout_config.temperature, self.training.logprob_chunk_size, self.training.remat
+            self.rollout_config.temperature,
+            self.training.logprob_chunk_size,
+            self.training.remat,
+            entropy_gradient=self.algo.entropy_coef > 0,
         )
         self.ref_params: Any = None
         if self.algo.beta > 0:
@@ -201,6 +210,15 @@ class Learner:
             self.success_threshold,
             jax.random.fold_in(self.key, EVAL_KEY),
         )
+
+
+def _settings(source: str, given: Any) -> dict[str, Any]:
+    """One entry of `source_estimators`. Raises UserError naming the source."""
+    if not isinstance(given, Mapping):
+        raise UserError(
+            f"source_estimators['{source}']: expected {{'advantage_estimator': ..., <its parameters>}}, got {given!r}."
+        )
+    return dict(given)
 
 
 def _weighted(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:

@@ -11,7 +11,7 @@ import dataclasses
 
 from tunix_like.config import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
-from tunix_like.rl.advantages import ADVANTAGE_ESTIMATORS
+from tunix_like.rl.estimators import ADVANTAGE_ESTIMATORS, find_estimator
 from tunix_like.rl.learner import Learner
 
 
@@ -61,6 +61,34 @@ class MaxPOConfig(MaxRLConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PKPOConfig(MaxRLConfig):
+    """As MaxRL; `k` must be set."""
+
+    advantage_estimator: str | None = "pkpo"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassKConfig(MaxRLConfig):
+    """As MaxRL; `k` must be set."""
+
+    advantage_estimator: str | None = "passk"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OPOConfig(MaxRLConfig):
+    """As MaxRL."""
+
+    advantage_estimator: str | None = "opo"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReinforcePPConfig(MaxRLConfig):
+    """As MaxRL."""
+
+    advantage_estimator: str | None = "reinforce_pp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomConfig(MaxRLConfig):
     """For an estimator of the user's own: `advantage_estimator` names it."""
 
@@ -105,25 +133,73 @@ class MaxPOLearner(Learner):
     config_class = MaxPOConfig
 
 
+class PKPOLearner(Learner):
+    """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`, the paper's s_loo-1.
+
+    Unbiased for max@k like MaxPO, not centred: the completions that do not raise a maximum get 0 and cost nothing.
+    Needs `1 <= k <= G`.
+    """
+
+    config_class = PKPOConfig
+
+
+class PassKLearner(Learner):
+    """Pass@k training (arXiv 2508.10751): `A_i = (q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, 0/1 rewards only.
+
+    The standardised gradient of pass@k: like GRPO not unbiased for any objective. Needs `1 <= k <= G - 1`.
+    """
+
+    config_class = PassKConfig
+
+
+class OPOLearner(Learner):
+    """On-Policy RL with Optimal reward baseline (arXiv 2505.23585): `A_i = r_i - sum_j l_j r_j / sum_j l_j`, `l_j` the
+    completions' lengths. Assumes that the variance of a completion's gradient grows with its length. The baseline holds
+    the completion's own reward: for equal lengths that is exactly `(G-1)/G` of the gradient of the expected reward, and
+    unequal ones add a term of order 1/G in another direction."""
+
+    config_class = OPOConfig
+
+
+class ReinforcePPLearner(Learner):
+    """REINFORCE++ with a group baseline (arXiv 2501.03262): `A_i = r_i - m`, whitened over all tokens of the batch.
+
+    The gradient of the expected reward up to a factor that depends on the batch; assumes batches of many prompts.
+    """
+
+    config_class = ReinforcePPConfig
+
+
 class CustomLearner(Learner):
-    """Any registered estimator without a learner of its own, with MaxRL's loss and aggregation."""
+    """An estimator of the user's own, registered or named as `FILE.py:function`, with MaxRL's loss and aggregation."""
 
     config_class = CustomConfig
 
 
 LEARNERS: dict[str, type[Learner]] = {
     str(learner.config_class().advantage_estimator): learner
-    for learner in (GRPOLearner, DrGRPOLearner, RLOOLearner, MaxRLLearner, MaxPOLearner)
+    for learner in (
+        GRPOLearner,
+        DrGRPOLearner,
+        RLOOLearner,
+        MaxRLLearner,
+        MaxPOLearner,
+        PKPOLearner,
+        PassKLearner,
+        OPOLearner,
+        ReinforcePPLearner,
+    )
 }
 """`algorithm.advantage_estimator` to the learner that brings its loss and aggregation."""
 
 
 def find_learner(name: str | None) -> type[Learner]:
-    """The learner of an estimator's name. Raises UserError with the list of names."""
-    if name in LEARNERS:
-        return LEARNERS[name]
-    if name in ADVANTAGE_ESTIMATORS:
-        return CustomLearner
+    """The learner of an estimator's name, or of `FILE.py:function`.
+
+    Raises:
+      UserError: an unknown name (with the list), or a place where there is no such function.
+    """
     if name is None:
         raise UserError(f"algorithm.advantage_estimator: choose one. {nearest('', ADVANTAGE_ESTIMATORS)}")
-    raise UserError(f"algorithm.advantage_estimator: unknown '{name}'. {nearest(name, ADVANTAGE_ESTIMATORS)}")
+    find_estimator(name)
+    return LEARNERS.get(name, CustomLearner)

@@ -7,15 +7,16 @@ number per completion. This module knows no model and no batch layout.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.errors import UserError, nearest
-from tunix_like.rl.advantages import own_parameters
+from tunix_like.rl.estimators import own_parameters
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`, so that neither value nor gradient can overflow."""
@@ -24,21 +25,61 @@ Tokens = Float[Array, "*batch T"]
 Rows = Float[Array, "*batch 1"]
 
 
-PolicyLoss = Callable[..., tuple[Tokens, dict[str, Tokens]]]
+class TokenInputs(NamedTuple):
+    """Completion tokens of a micro-batch, as the objective sees them. Masked places may hold anything.
+
+    `old_logprobs` are the trainer's before this batch's first update, `rollout_logprobs` the sampler's; `entropy` is
+    the policy's, in nats.
+    """
+
+    logprobs: Tokens
+    old_logprobs: Tokens
+    rollout_logprobs: Tokens | None
+    ref_logprobs: Tokens | None
+    entropy: Tokens
+    mask: Bool[Array, "*batch T"]
+
+
+PolicyLossFunction = Callable[..., tuple[Tokens, dict[str, Tokens]]]
 """`f(logprobs, old_logprobs, advantages, mask, *, <its own>) -> (loss per token, metrics per token)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+    """A registered loss. With `behaviour="rollout"` it is given the sampler's log-probabilities as `old_logprobs`.
+    `extra_term` names the parameter that weighs a term without the advantage, if it has one."""
+
+    function: PolicyLossFunction
+    behaviour: str
+    extra_term: str | None
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
 """Name to loss: what `algorithm.policy_loss_fn` may say."""
 
 
-def register_policy_loss_fn(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Makes a per-token policy loss known under `name`. Raises UserError when the name is taken."""
+def register_policy_loss_fn(
+    name: str, *, behaviour: str = "trainer", extra_term: str | None = None
+) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
+    """Makes a per-token policy loss known under `name`: `f(logprobs, old_logprobs, advantages, mask, *, <its own>) ->
+    (loss per token, metrics per token)`, all `[.., T]` but `advantages: [.., 1]`.
 
-    def register(function: PolicyLoss) -> PolicyLoss:
+    Args:
+      behaviour: whose log-probabilities `old_logprobs` are: the `trainer`'s before the batch's first update, or the
+        `rollout`'s.
+      extra_term: its parameter that weighs a term without the advantage; unless that is 0, groups whose advantages are
+        all 0 are computed too.
+
+    Raises:
+      UserError: the name is taken, or `behaviour` is neither of the two.
+    """
+
+    def register(function: PolicyLossFunction) -> PolicyLossFunction:
         if name in POLICY_LOSSES:
             raise UserError(f"policy loss '{name}' is already registered; choose another name.")
-        POLICY_LOSSES[name] = function
+        if behaviour not in ("trainer", "rollout"):
+            raise UserError(f"policy loss '{name}': behaviour must be 'trainer' or 'rollout', got '{behaviour}'.")
+        POLICY_LOSSES[name] = PolicyLoss(function, behaviour, extra_term)
         return function
 
     return register
@@ -51,8 +92,9 @@ def find_policy_loss(name: str) -> PolicyLoss:
     return POLICY_LOSSES[name]
 
 
-def loss_parameters(function: PolicyLoss) -> dict[str, Any]:
-    return own_parameters(function, frozenset())
+def loss_parameters(name: str) -> dict[str, Any]:
+    """What the loss reads, with its defaults."""
+    return own_parameters(find_policy_loss(name).function, frozenset())
 
 
 def log_ratio(logprobs: Tokens, other: Tokens, mask: Array) -> Tokens:
@@ -77,15 +119,18 @@ def ppo_clip(
     arXiv 1912.09729). With one update per rollout `rho` is 1 and the gradient is REINFORCE's.
     """
     ratio = jnp.exp(log_ratio(logprobs, old_logprobs, mask))
-    high = epsilon if epsilon_high is None else epsilon_high
-    clipped = jnp.clip(ratio, 1 - epsilon, 1 + high)
+    return _clipped(ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high, epsilon_c)
+
+
+def _clipped(
+    ratio: Tokens, advantages: Rows, low: float, high: float, dual: float | None
+) -> tuple[Tokens, dict[str, Tokens]]:
+    clipped = jnp.clip(ratio, 1 - low, 1 + high)
     loss = jnp.maximum(-ratio * advantages, -clipped * advantages)
-    if epsilon_c is not None:
-        loss = jnp.where(advantages < 0, jnp.minimum(loss, -epsilon_c * advantages), loss)
-    return loss, {
-        "pg_clipfrac": (-clipped * advantages > -ratio * advantages).astype(jnp.float32),
-        "is_ratio/mean": ratio,
-    }
+    if dual is not None:
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual * advantages), loss)
+    outside = (-clipped * advantages > -ratio * advantages).astype(jnp.float32)
+    return loss, {"pg_clipfrac": outside, "is_ratio/mean": ratio}
 
 
 @register_policy_loss_fn("reinforce")
@@ -94,6 +139,83 @@ def reinforce(
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """`-A log pi`, no ratio: for rollouts of the current policy, one update each."""
     return -advantages * jnp.where(mask, logprobs, 0.0), {}
+
+
+@register_policy_loss_fn("gspo")
+def gspo(
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Rows,
+    mask: Array,
+    *,
+    epsilon: float = 3e-4,
+    epsilon_high: float | None = 4e-4,
+    epsilon_c: float | None = None,
+) -> tuple[Tokens, dict[str, Tokens]]:
+    """`ppo_clip` of the completion's geometric mean ratio `s = exp(mean_t log rho_t)` (GSPO, arXiv 2507.18071), in the
+    per-token form `s_t = sg(s) pi / sg(pi)`, so that every token's gradient carries the completion's ratio."""
+    difference = jnp.where(mask, logprobs - old_logprobs, 0.0)
+    mean = difference.sum(axis=-1, keepdims=True) / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
+    sequence = jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    own = jnp.where(mask, logprobs - jax.lax.stop_gradient(logprobs), 0.0)
+    high = epsilon if epsilon_high is None else epsilon_high
+    return _clipped(jnp.exp(sequence + own), advantages, epsilon, high, epsilon_c)
+
+
+@register_policy_loss_fn("cispo")
+def cispo(
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Rows,
+    mask: Array,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> tuple[Tokens, dict[str, Tokens]]:
+    """`-sg(clip(rho, 1 - epsilon, 1 + epsilon_high)) A log pi` (CISPO, arXiv 2506.13585): the weight is clipped, the
+    gradient of no token is lost."""
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(logprobs, old_logprobs, mask)))
+    clipped = jnp.clip(ratio, 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    outside = (clipped != ratio).astype(jnp.float32)
+    loss = -clipped * advantages * jnp.where(mask, logprobs, 0.0)
+    return loss, {"pg_clipfrac": outside, "is_ratio/mean": ratio}
+
+
+@register_policy_loss_fn("dppo", behaviour="rollout", extra_term="kl_tau")
+def dppo(
+    logprobs: Tokens,
+    rollout_logprobs: Tokens,
+    advantages: Rows,
+    mask: Array,
+    *,
+    dppo_mask_high: float = 0.2,
+    dppo_mask_low: float = 0.2,
+    kl_tau: float = 1e-3,
+) -> tuple[Tokens, dict[str, Tokens]]:
+    """`-A rho` with `rho = pi / mu`, `mu` the sampler's probability; a token is dropped where `A > 0` and
+    `pi - mu > dppo_mask_high`, or `A <= 0` and `pi - mu < -dppo_mask_low` (differences of probabilities). Plus
+    `kl_tau (log pi - log mu)^2` on every token (DPPO, arXiv 2602.04879)."""
+    difference = log_ratio(logprobs, rollout_logprobs, mask)
+    ratio = jnp.exp(difference)
+    moved = jax.lax.stop_gradient(
+        jnp.exp(jnp.where(mask, logprobs, 0.0)) - jnp.exp(jnp.where(mask, rollout_logprobs, 0.0))
+    )
+    dropped = jnp.where(advantages > 0, moved > dppo_mask_high, moved < -dppo_mask_low)
+    loss = jnp.where(dropped, 0.0, -ratio * advantages) + kl_tau * difference**2
+    return loss, {"pg_clipfrac": dropped.astype(jnp.float32), "is_ratio/mean": ratio}
+
+
+def sampler_correction(
+    mode: str, old_logprobs: Tokens, rollout_logprobs: Tokens, mask: Array, threshold: float
+) -> Tokens:
+    """Truncated importance weights `min(pi_old / mu, threshold)` of the trainer's old probabilities over the sampler's,
+    detached: of each `token`, or of the whole `sequence` (the product over its tokens) at each of its tokens."""
+    if mode == "token":
+        log_weight = log_ratio(old_logprobs, rollout_logprobs, mask)
+    else:
+        total = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)
+        log_weight = jnp.where(mask, jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
+    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_weight), threshold))
 
 
 def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) -> Tokens:
@@ -134,8 +256,10 @@ def token_logprobs(
     targets: Int[Array, "N"],
     temperature: float,
     chunk: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """`log_softmax(hidden @ head / temperature)` at the targets, and its entropy (detached), both in nats.
+    """`log_softmax(hidden @ head / temperature)` at the targets, and its entropy (detached unless `entropy_gradient`),
+    both in nats.
 
     Tokens go through in chunks that are recomputed in the backward pass: `[N, V]` never exists whole, forward or
     backward.
@@ -146,9 +270,10 @@ def token_logprobs(
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32) / temperature
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0] - normaliser
-        detached = jax.lax.stop_gradient(logits)
-        mean = (jax.nn.softmax(detached, axis=-1) * detached).sum(axis=-1)
-        return chosen, jax.lax.stop_gradient(normaliser) - mean
+        seen, seen_normaliser = (
+            (logits, normaliser) if entropy_gradient else jax.lax.stop_gradient((logits, normaliser))
+        )
+        return chosen, seen_normaliser - (jax.nn.softmax(seen, axis=-1) * seen).sum(axis=-1)
 
     count = hidden.shape[0]
     if count <= chunk:

@@ -6,11 +6,10 @@ module knows no model, no loss and no jax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from tunix_like.types import GroupBatch
 
@@ -50,29 +49,33 @@ def split_shape(
 
 def pack(
     batch: GroupBatch,
-    groups: Sequence[int],
+    rows: Bool[np.ndarray, "P G"],
     shape: tuple[int, int],
     room: int | None = None,
     old_logprobs: np.ndarray | None = None,
     ref_logprobs: np.ndarray | None = None,
 ) -> MicroBatches:
-    """Lays the given groups out in micro-batches of `shape = (p, g)`, every one of the same shape.
+    """Lays completions out in micro-batches of `shape = (p, g)`, every one of the same shape.
 
-    There are as many micro-batches as `room` groups need (None: as many as given), whatever the number of groups, so
-    that the step is compiled once; what is missing at the end is padding of length 0.
+    Args:
+      rows: the completions to lay out; those of one group stand together, `g` of them beside one copy of its prompt.
+      room: make as many micro-batches as this many whole groups need (None: as the given rows need), whatever the
+        number of rows, so that the step is compiled once; what is missing at the end is padding of length 0.
     """
     prompts, size = shape
-    total = batch.completion_lengths.shape[1]
+    total = rows.shape[1]
+    entries = []
+    for number in np.flatnonzero(rows.any(axis=1)):
+        live = np.flatnonzero(rows[number])
+        entries += [(number, live[start : start + size]) for start in range(0, len(live), size)]
     parts = -(-total // size)
-    entries = [(group, part) for group in groups for part in range(parts)]
-    count = -(-max(len(groups), room or 0) * parts // prompts)
-    entries += (entries[-1:] or [(0, 0)]) * (count * prompts - len(entries))
-    group = np.array([g for g, _ in entries], np.int32)
-    sample = np.array([np.arange(size) + part * size for _, part in entries], np.int32)
-    real = (sample < total) & (np.arange(len(entries)) < len(groups) * parts)[:, None]
-    sample = np.minimum(sample, total - 1)
+    count = -(-max(len(entries), (room or 0) * parts, 1) // prompts)
+    group = np.full(count * prompts, entries[-1][0] if entries else 0, np.int32)
+    sample, real = np.zeros((len(group), size), np.int32), np.zeros((len(group), size), bool)
+    for place, (number, chosen) in enumerate(entries):
+        group[place], sample[place, : len(chosen)], real[place, : len(chosen)] = number, chosen, True
 
-    def rows(values: np.ndarray) -> np.ndarray:
+    def by_row(values: np.ndarray) -> np.ndarray:
         picked = values[group[:, None], sample]
         return picked.reshape(count, prompts, size, *picked.shape[2:])
 
@@ -82,13 +85,13 @@ def pack(
     return MicroBatches(
         prompt_tokens=by_prompt(np.asarray(batch.prompt_tokens)),
         prompt_lengths=by_prompt(np.asarray(batch.prompt_lengths)),
-        tokens=rows(np.asarray(batch.completion_tokens)),
-        lengths=rows(np.asarray(batch.completion_lengths)) * real.reshape(count, prompts, size),
+        tokens=by_row(np.asarray(batch.completion_tokens)),
+        lengths=by_row(np.asarray(batch.completion_lengths)) * real.reshape(count, prompts, size),
         group=group.reshape(count, prompts),
         sample=sample.reshape(count, prompts, size),
-        rollout_logprobs=None if batch.rollout_logprobs is None else rows(np.asarray(batch.rollout_logprobs)),
-        old_logprobs=None if old_logprobs is None else rows(old_logprobs),
-        ref_logprobs=None if ref_logprobs is None else rows(ref_logprobs),
+        rollout_logprobs=None if batch.rollout_logprobs is None else by_row(np.asarray(batch.rollout_logprobs)),
+        old_logprobs=None if old_logprobs is None else by_row(old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else by_row(ref_logprobs),
     )
 
 

@@ -19,39 +19,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Bool, Float
 
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
-from tunix_like.data.stream import Prompt, check_prompts, prompt_batches
+from tunix_like.data.stream import check_prompts, prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.models.sharding import place_prompts, prompt_parts
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
-from tunix_like.rl.advantages import check_rewards
+from tunix_like.rl.collection import Collector
 from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import MicroBatches, pack, split_shape, unpack
-from tunix_like.rl.rollouts import (
-    Rollout,
-    completion_texts,
-    cut_rollouts,
-    mixed_groups,
-    repeat_columns,
-    rollout_metrics,
-    saved_on_failure,
-    score_completions,
-    to_batch,
-    write_rollouts,
-)
-from tunix_like.rl.update import UpdateInput, batch_logprobs, update_step
-from tunix_like.sampling.logits import SamplingParams
-from tunix_like.types import GroupBatch, Problem
+from tunix_like.rl.rollouts import Rollout, cut_rollouts, repeat_columns, saved_on_failure, write_rollouts
+from tunix_like.rl.update import batch_logprobs, update_input, update_step
+from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
     from tunix_like.rl.learner import Learner
 
 logger = logging.getLogger("tunix_like")
-
-TRAIN_KEY = 1
-"""Branch of the run's random key; evaluation has `EVAL_KEY`, so the two never share a draw."""
 
 
 class RLPhase:
@@ -62,7 +48,7 @@ class RLPhase:
     def __init__(
         self, learner: Learner, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, folder: Path | None
     ):
-        self.learner, self.folder = learner, folder
+        self.learner, self.rollouts = learner, None if folder is None else folder / "rollouts"
         training, rollout = learner.training, learner.rollout_config
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
@@ -72,12 +58,14 @@ class RLPhase:
             batch_size = min(batch_size, len(train_ds) - long)
         self.batch_size = batch_size
         self.total = training.max_steps
-        if self.total is None and sized:
+        if self.total is None and sized and not learner.algo.dynamic_sampling:
             self.total = (len(train_ds) - long) // batch_size
         self.mini_batch_size = min(training.mini_batch_size or batch_size, batch_size)
         updates = -(-batch_size // self.mini_batch_size) * learner.algo.num_iterations
         self.updates_per_step = updates
-        self.objective: Objective = build_objective(learner.algo, rollout.max_tokens_to_generate, updates)
+        self.objective: Objective = build_objective(
+            learner.algo, rollout.max_tokens_to_generate, updates, learner.source_estimators
+        )
         self.schedule, optimizer = _optimizer(training, None if self.total is None else self.total * updates)
         self.batches = prompt_batches(
             train_ds,
@@ -90,9 +78,11 @@ class RLPhase:
         )
         # A plain iterable has no place that could be saved; a resumed run reads up to it instead.
         self.iterator = self.batches if isinstance(self.batches, grain.DatasetIterator) else None
+        self.collector = Collector(learner, self.objective, self.batches, batch_size, folder)
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
         self.identity = {"algorithm": dataclasses.asdict(learner.algo), "batch_size": batch_size, "seed": training.seed}
         self.identity |= {"rows": len(train_ds)} if sized else {}
+        self.identity["source_estimators"] = learner.source_estimators
         self.opt_state = init_optimizer(optimizer, learner.params)
         self.shape = split_shape(
             learner.algo.num_generations,
@@ -111,16 +101,20 @@ class RLPhase:
 
         self.update_step = jax.jit(step, donate_argnums=(0, 1))
         self.logprobs = jax.jit(functools.partial(batch_logprobs, learner.graphdef, options=learner.options))
+        self.advantages = jax.jit(self.objective.advantages)
 
     def state(self) -> Any:
-        return {"params": self.learner.params, "opt_state": self.opt_state}
+        drawn = jnp.asarray(self.collector.drawn, jnp.int32)
+        return {"params": self.learner.params, "opt_state": self.opt_state, "drawn": drawn}
 
     def load_state(self, state: Any, step: int) -> None:
         self.learner.params, self.opt_state = state["params"], state["opt_state"]
+        self.collector.drawn = int(state["drawn"])
         if self.iterator is None:
-            next(itertools.islice(self.batches, step, step), None)
-        if self.folder is not None:
-            cut_rollouts(self.folder / "rollouts", step)
+            read = self.collector.drawn // self.batch_size
+            next(itertools.islice(self.batches, read, read), None)
+        if self.rollouts is not None:
+            cut_rollouts(self.rollouts, step)
 
     def finished(self, row: dict[str, Any]) -> bool:
         return False
@@ -130,86 +124,54 @@ class RLPhase:
         due = step == 0 or last or (every is not None and step % every == 0)
         if self.evaluator is None or not due:
             return {}
-        kept = None if self.folder is None else self.folder / "rollouts" / "eval"
+        kept = None if self.rollouts is None else self.rollouts / "eval"
         return self.evaluator(self.learner.params, rollouts=kept, step=step).metrics
 
     def advance(self, step: int) -> dict[str, float] | None:
         clock = _Clock()
-        prompts: list[Prompt] | None = next(self.batches, None)
-        if prompts is None and step == 1:
-            raise UserError(
-                f"the training data has fewer than {self.batch_size} usable prompts, which make one step; lower the "
-                "batch size (data.batch_size)."
-            )
-        if prompts is None:
+        collected = self.collector(step, clock.lap)
+        if collected is None:
             return None
-        first = (step - 1) * self.batch_size
-        problems = [Problem(first + i, *prompt) for i, prompt in enumerate(prompts)]
-        clock.lap("data")
-        rollout, batch, ref, kl_metrics = self._collect(step, problems, clock)
-        metrics = rollout_metrics(rollout, self.learner.success_threshold) | kl_metrics
-        advantages, update_metrics = self._update(batch, ref, clock)
-        metrics |= update_metrics | _advantage_metrics(advantages)
+        rollout, batch, metrics, sampled = collected
+        batch, ref, kl_metrics = self._reference(batch, clock)
+        with saved_on_failure(self.rollouts, step, rollout.problems, rollout.texts):
+            advantages, update_metrics = self._update(rollout, batch, ref, clock)
+        metrics |= kl_metrics | update_metrics | _advantage_metrics(advantages)
         if self.schedule is not None:
             metrics["learning_rate"] = float(self.schedule((step - 1) * self.updates_per_step))
         metrics |= clock.seconds
         tokens = int(batch.completion_lengths.sum())
-        metrics["perf/generation_tokens_per_sec"] = tokens / max(clock.seconds["time/rollout"], 1e-9)
+        metrics["perf/generation_tokens_per_sec"] = sampled / max(clock.seconds["time/rollout"], 1e-9)
         metrics["perf/training_tokens_per_sec"] = tokens / max(clock.seconds["time/update"], 1e-9)
         metrics["perf/compilations"] = float(self.learner.compilations)
         metrics |= self._user_metrics(rollout, advantages)
-        if self.folder is not None and (step == 1 or step % self.learner.training.log_rollouts_every_n_steps == 0):
+        if self.rollouts is not None and (step == 1 or step % self.learner.training.log_rollouts_every_n_steps == 0):
             columns = {"reward": rollout.scores.total, "advantage": advantages} | {
                 f"reward/{name}": values for name, values in rollout.scores.by_function.items()
             }
-            write_rollouts(self.folder / "rollouts", step, problems, rollout.texts, columns)
+            write_rollouts(self.rollouts, step, rollout.problems, rollout.texts, columns)
         return metrics
 
-    def _collect(
-        self, step: int, problems: list[Problem], clock: _Clock
-    ) -> tuple[Rollout, GroupBatch, np.ndarray | None, dict[str, float]]:
-        """Samples and scores; a failing reward function leaves the completions in `rollouts/`."""
-        learner, rollout = self.learner, self.learner.rollout_config
-        completions = learner.sampler.generate(
-            learner.params,
-            [problem.tokens for problem in problems],
-            [problem.number for problem in problems],
-            learner.algo.num_generations,
-            jax.random.fold_in(learner.key, TRAIN_KEY),
-            SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
-        )
-        clock.lap("rollout")
-        texts = completion_texts(completions, learner.tokenizer)
-        shape = completions.lengths.shape
-        with saved_on_failure(None if self.folder is None else self.folder / "rollouts", step, problems, texts):
-            scores = score_completions(learner.rewards, problems, texts, learner.algo.num_generations)
-            total = scores.total.reshape(shape)
-            check_rewards(
-                str(learner.algo.advantage_estimator),
-                self.objective.estimator_params,
-                total,
-                scores.scored.reshape(shape),
-            )
-            if step == 1 and not scores.scored.any():
-                raise UserError("no completion could be scored: every reward is None or NaN. Check rewards.functions.")
-        clock.lap("reward")
-        sampled = Rollout(problems, texts, completions, scores)
-        batch = to_batch(sampled, total, rollout.max_prompt_length, rollout.max_tokens_to_generate)
-        ref, metrics = None, {}
-        if learner.ref_params is not None:
-            ref = self._logprobs(learner.ref_params, batch)
-            if learner.algo.kl_in_reward:
-                batch, metrics["kl"] = self._kl_into_reward(batch, ref)
-            clock.lap("reference")
-        return sampled, batch, ref, metrics
+    def _reference(
+        self, batch: GroupBatch, clock: _Clock
+    ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
+        """The reference's log-probabilities where there is one, and the KL in the reward where it belongs there."""
+        learner = self.learner
+        if learner.ref_params is None:
+            return batch, None, {}
+        ref, metrics = self._logprobs(learner.ref_params, batch), {}
+        if learner.algo.kl_in_reward:
+            batch, metrics["kl"] = self._kl_into_reward(batch, ref)
+        clock.lap("reference")
+        return batch, ref, metrics
 
     def _pack(
-        self, batch: GroupBatch, groups: Sequence[int], room: int | None = None, **extra: np.ndarray | None
+        self, batch: GroupBatch, rows: np.ndarray, room: int | None = None, **extra: np.ndarray | None
     ) -> MicroBatches:
-        return place_prompts(pack(batch, groups, self.shape, room, **extra), self.learner.mesh, axis=1)
+        return place_prompts(pack(batch, rows, self.shape, room, **extra), self.learner.mesh, axis=1)
 
     def _logprobs(self, params: Any, batch: GroupBatch) -> np.ndarray:
-        micro = self._pack(batch, range(len(batch.prompt_lengths)))
+        micro = self._pack(batch, np.ones(batch.scored.shape, bool))
         return unpack(np.asarray(self.logprobs(params, micro)), micro, batch.completion_lengths.shape)
 
     def _kl_into_reward(self, batch: GroupBatch, ref: np.ndarray) -> tuple[GroupBatch, float]:
@@ -222,27 +184,64 @@ class RLPhase:
         rewards = (batch.rewards - self.learner.algo.beta * kl.sum(-1)).astype(np.float32)
         return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
 
-    def _update(self, batch: GroupBatch, ref: np.ndarray | None, clock: _Clock) -> tuple[np.ndarray, dict[str, float]]:
-        """All optimizer updates of one rollout batch; metrics are their mean."""
+    def _update(
+        self, rollout: Rollout, batch: GroupBatch, ref: np.ndarray | None, clock: _Clock
+    ) -> tuple[np.ndarray, dict[str, float]]:
+        """All optimizer updates of one rollout batch; metrics are their mean.
+
+        Raises:
+          UserError: the estimator gave an advantage that is no finite number; the weights are as before.
+        """
         learner, count = self.learner, len(batch.prompt_lengths)
         old = self._logprobs(learner.params, batch) if self.updates_per_step > 1 else None
         kept = ref if self.objective.reference_in_loss else None
-        live = mixed_groups(batch.rewards, batch.scored)
-        rows, advantages = [], None
+        live, out = self._live_rows(batch)
+        rows: list[dict[str, Any]] = []
+        advantages: Any = None
         for _ in range(learner.algo.num_iterations):
             for start in range(0, count, self.mini_batch_size):
-                groups = range(start, min(start + self.mini_batch_size, count))
-                in_update = np.isin(np.arange(count), groups)
-                computed = [g for g in groups if live[g]] if self.objective.needs_signal else groups
+                in_update = (np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size)
+                computed = live & in_update[:, None]
                 micro = self._pack(batch, computed, room=self.mini_batch_size, old_logprobs=old, ref_logprobs=kept)
-                data = UpdateInput(batch.rewards, batch.scored, batch.completion_lengths, in_update, micro)
                 learner.params, self.opt_state, metrics, advantages = self.update_step(
-                    learner.params, self.opt_state, data
+                    learner.params, self.opt_state, update_input(batch, in_update, micro)
                 )
                 rows.append(metrics)
+                if len(rows) == 1:
+                    advantages = np.asarray(advantages)
+                    self._check_advantages(advantages, rollout, batch)
         rows = jax.device_get(rows)
         clock.lap("update")
-        return np.asarray(advantages), {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        return np.asarray(advantages), {name: float(np.mean([row[name] for row in rows])) for name in rows[0]} | out
+
+    def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
+        """The completions that go through the model, and what share of groups and completions does not, and why."""
+        objective, ids, known = self.objective, batch.estimator_ids, None
+        assert ids is not None
+        if objective.looks_for_zeros:
+            known = np.asarray(self.advantages(batch.rewards, batch.scored, batch.completion_lengths, ids))
+        live = objective.live_rows(batch.rewards, batch.scored, ids, known)
+        dropped = ~objective.kept_groups(batch.scored, ids)
+        metrics = {
+            "groups/dropped_frac": float(dropped.mean()),
+            "groups/zero_signal_frac": float((~live.any(axis=1) & ~dropped).mean()),
+        }
+        if batch.trained is not None:
+            live = live & batch.trained
+            metrics["overlong/masked_frac"] = float((~batch.trained).mean())
+        return live, metrics | {"update/rows_left_out_frac": float(1 - live.mean())}
+
+    def _check_advantages(self, advantages: np.ndarray, rollout: Rollout, batch: GroupBatch) -> None:
+        if np.isfinite(advantages).all():
+            return
+        group, sample = (int(i) for i in np.argwhere(~np.isfinite(advantages))[0])
+        assert batch.estimator_ids is not None
+        name = self.objective.estimators[int(batch.estimator_ids[group])].name
+        raise UserError(
+            f"advantage estimator '{name}' gave {advantages[group, sample]} for completion {sample} of group {group} "
+            f"(prompt {rollout.problems[group].text!r:.80}), whose rewards are {batch.rewards[group].tolist()}. "
+            "The weights are as they were before this step."
+        )
 
     def _user_metrics(self, rollout: Rollout, advantages: np.ndarray) -> dict[str, float]:
         out: dict[str, float] = {}

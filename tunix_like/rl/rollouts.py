@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
+from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
 from tunix_like.errors import UserError
 from tunix_like.rewards import Scores, score
 from tunix_like.sampling.sampler import Completions, length_bucket, pad_tokens
@@ -31,6 +32,33 @@ class Rollout(NamedTuple):
     texts: list[str]
     completions: Completions
     scores: Scores
+
+
+def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
+    """The groups of both, those of `first` first."""
+    scores = Scores(
+        np.concatenate([first.scores.total, second.scores.total]),
+        np.concatenate([first.scores.scored, second.scores.scored]),
+        {
+            name: np.concatenate([values, second.scores.by_function[name]])
+            for name, values in first.scores.by_function.items()
+        },
+    )
+    completions = Completions(*map(np.concatenate, zip(first.completions, second.completions, strict=True)))
+    return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores)
+
+
+def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
+    """The given groups of a rollout, in the given order."""
+    size = rollout.completions.lengths.shape[1]
+    rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
+    scores = Scores(
+        rollout.scores.total[rows],
+        rollout.scores.scored[rows],
+        {name: values[rows] for name, values in rollout.scores.by_function.items()},
+    )
+    completions = Completions(*(values[groups] for values in rollout.completions))
+    return Rollout([rollout.problems[g] for g in groups], [rollout.texts[r] for r in rows], completions, scores)
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
@@ -83,7 +111,8 @@ def to_batch(
 
 
 def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
-    """Rewards, lengths and what share of the groups can teach anything (their rewards differ)."""
+    """Rewards, lengths and what share of the groups can teach anything (their rewards differ); with several data
+    sources, `pass@1/<source>` and `rewards/mean/<source>` of each."""
     completions, scores = rollout.completions, rollout.scores
     shape = completions.lengths.shape
     total, scored = scores.total.reshape(shape), scores.scored.reshape(shape)
@@ -102,7 +131,22 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
         "completions/min_length": float(completions.lengths.min()),
         "completions/clipped_ratio": 1.0 - float(completions.finished.mean()),
     }
+    for label, own in groups_by_source(rollout.problems).items():
+        seen = total[own][scored[own]]
+        metrics |= {f"pass@1/{label}": _mean(succeeds(seen, threshold)), f"rewards/mean/{label}": _mean(seen)}
     return metrics
+
+
+def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:
+    """Which problems are of which data source, by its name in their column `data_source`; empty for one source.
+
+    Problems of a mix are told apart even where only one of its sources is among them.
+    """
+    labels = [problem.columns.get(SOURCE_COLUMN) for problem in problems]
+    names = sorted({label for label in labels if isinstance(label, str)})
+    if len(names) < 2 and not any(REWARD_COLUMN in problem.columns for problem in problems):
+        return {}
+    return {name: np.array([label == name for label in labels]) for name in names}
 
 
 def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
@@ -123,8 +167,8 @@ def _mean(values: np.ndarray) -> float:
 def write_rollouts(
     folder: Path, step: int, problems: Sequence[Problem], texts: Sequence[str], columns: dict[str, Any]
 ) -> Path:
-    """Writes one JSON object per completion to `folder/step_<n>.jsonl`: prompt, completion and the given columns
-    (each an array of `P * G` values, or of the group's shape)."""
+    """Writes one JSON object per completion to `folder/step_<n>.jsonl`: its data source where rows name one, prompt,
+    completion and the given columns (each an array of `P * G` values, or of the group's shape)."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.jsonl"
     size = len(texts) // len(problems)
@@ -133,6 +177,8 @@ def write_rollouts(
         for index, text in enumerate(texts):
             problem = problems[index // size]
             row: dict[str, Any] = {"step": step, "problem": problem.number, "sample": index % size}
+            if isinstance(source := problem.columns.get(SOURCE_COLUMN), str):
+                row["data_source"] = source
             row |= {"prompt": problem.text, "completion": text}
             row |= {name: _plain(values[index]) for name, values in flat.items()}
             out.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.rl.losses import Rows, Tokens, token_logprobs
+from tunix_like.rl.losses import Rows, TokenInputs, Tokens, token_logprobs
 from tunix_like.rl.packing import MicroBatches
+from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
     from tunix_like.types import AnyArray
@@ -27,18 +29,25 @@ class StepObjective(Protocol):
     """What a step follows the gradient of; `rl.objective.Objective` is the one of reinforcement learning."""
 
     def advantages(
-        self, rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]
+        self,
+        rewards: Float[Array, "P G"],
+        scored: Bool[Array, "P G"],
+        lengths: Int[Array, "P G"],
+        ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """One advantage per completion, from the whole rollout batch."""
+        """One advantage per completion, from the whole rollout batch; `ids` says which estimator a group has."""
 
     def weights(
-        self, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"], in_update: Bool[Array, "P"]
+        self,
+        scored: Bool[Array, "P G"],
+        trained: Bool[Array, "P G"],
+        lengths: Int[Array, "P G"],
+        in_update: Bool[Array, "P"],
+        ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
         """The weight of each token of each completion in this update."""
 
-    def token_loss(
-        self, logprobs: Tokens, old: Tokens, reference: Tokens | None, advantages: Rows, mask: Array
-    ) -> tuple[Tokens, dict[str, Tokens]]:
+    def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
         """Loss per token (0 where masked) and per-token metrics."""
 
 
@@ -47,17 +56,35 @@ class UpdateInput(NamedTuple):
 
     rewards: Float[AnyArray, "P G"]
     scored: Bool[AnyArray, "P G"]
+    trained: Bool[AnyArray, "P G"]
     lengths: Int[AnyArray, "P G"]
+    estimator_ids: Int[AnyArray, "P"]
     in_update: Bool[AnyArray, "P"]
     micro: MicroBatches
 
 
+def update_input(batch: GroupBatch, in_update: Bool[np.ndarray, "P"], micro: MicroBatches) -> UpdateInput:
+    """The update of the groups `in_update` of a rollout batch, packed in `micro`."""
+    everyone, own = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
+    return UpdateInput(
+        batch.rewards,
+        batch.scored,
+        everyone if batch.trained is None else batch.trained,
+        batch.completion_lengths,
+        own if batch.estimator_ids is None else batch.estimator_ids,
+        in_update,
+        micro,
+    )
+
+
 class ForwardOptions(NamedTuple):
-    """How log-probabilities are computed: sampling temperature, tokens per logits chunk, recomputation of layers."""
+    """How log-probabilities are computed: sampling temperature, tokens per logits chunk, recomputation of layers, and
+    whether the entropy has a gradient."""
 
     temperature: float
     chunk: int
     remat: bool
+    entropy_gradient: bool = False
 
 
 def micro_logprobs(
@@ -68,7 +95,7 @@ def micro_logprobs(
     hidden = model.group_hidden(micro.prompt_tokens, micro.prompt_lengths, micro.tokens, remat=options.remat)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logprobs, entropy = token_logprobs(
-        flat, model.head(), jnp.reshape(micro.tokens, -1), options.temperature, options.chunk
+        flat, model.head(), jnp.reshape(micro.tokens, -1), options.temperature, options.chunk, options.entropy_gradient
     )
     return logprobs.reshape(micro.tokens.shape), entropy.reshape(micro.tokens.shape)
 
@@ -93,7 +120,8 @@ def micro_loss(
     row_advantages = advantages[micro.group[:, None], micro.sample][..., None]
     row_weights = jnp.where(micro.lengths > 0, weights[micro.group[:, None], micro.sample], 0.0)[..., None]
     old = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
-    token_loss, token_metrics = objective.token_loss(logprobs, old, micro.ref_logprobs, row_advantages, mask)
+    tokens = TokenInputs(logprobs, old, micro.rollout_logprobs, micro.ref_logprobs, entropy, mask)
+    token_loss, token_metrics = objective.token_loss(tokens, row_advantages)
     largest: dict[str, Array] = {}
     if micro.rollout_logprobs is not None:  # how far the sampler's arithmetic is from the trainer's
         gap = jnp.abs(jax.lax.stop_gradient(old) - micro.rollout_logprobs)
@@ -117,10 +145,12 @@ def update_step(
 ) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G"]]:
     """One optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
 
-    Returns the new parameters and optimizer state, scalar metrics and the advantages.
+    Returns the new parameters and optimizer state, scalar metrics and the advantages. Where an advantage is not finite,
+    parameters and optimizer state stay as they were.
     """
-    advantages = objective.advantages(data.rewards, data.scored, data.lengths)
-    weights = objective.weights(data.scored, data.lengths, data.in_update)
+    advantages = objective.advantages(data.rewards, data.scored, data.lengths, data.estimator_ids)
+    weights = objective.weights(data.scored, data.trained, data.lengths, data.in_update, data.estimator_ids)
+    usable = jnp.isfinite(advantages).all()
 
     def share(micro: MicroBatches) -> Any:
         loss = functools.partial(micro_loss, graphdef=graphdef, objective=objective, options=options, micro=micro)
@@ -128,12 +158,15 @@ def update_step(
 
     def add(total: Any, micro: MicroBatches) -> tuple[Any, Any]:
         nothing = lambda micro: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(share, micro))  # noqa: E731
-        (loss, extra), grads = jax.lax.cond((micro.lengths > 0).any(), share, nothing, micro)  # padding costs nothing
+        live = (micro.lengths > 0).any() & usable  # padding costs nothing
+        (loss, extra), grads = jax.lax.cond(live, share, nothing, micro)
         return jax.tree.map(jnp.add, total, grads), (loss, extra)
 
     grads, (losses, extra) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), data.micro)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
+    updates, new_state = optimizer.update(grads, opt_state, params)
+    params, opt_state = jax.tree.map(
+        functools.partial(jnp.where, usable), (optax.apply_updates(params, updates), new_state), (params, opt_state)
+    )
     sums = {name: parts.sum() for name, parts in extra["sums"].items()}
     tokens = jnp.maximum(sums.pop("tokens"), 1.0)
     metrics = {name: total / tokens for name, total in sums.items()}

@@ -1,0 +1,141 @@
+"""Advantages of max@K: linear in a group's sorted rewards, with weights that are known before the run.
+
+With `x` ascending and the largest reward subtracted, every member of the family is
+
+    A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)
+
+and a member is the three static vectors `t, u, w` for every scored count `n`, made on the host in float64. Ties need no
+rule. For one K, with `q_i` the mean maximum over the K-subsets of the group that hold `i` and `V_K` over all of them,
+`q_i - V_K` has
+
+    t_i = C(i-1, K-1) / C(n-1, K-1)     u_m = C(m-2, K-2) / C(n-1, K-1)     w_m = C(m-1, K-1) / C(n, K)
+
+This module knows no estimator by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+Mixture = tuple[tuple[int, float], ...]
+"""`(K, factor)` pairs."""
+
+
+class Spread(NamedTuple):
+    """The scored rewards of each group: how many, the largest and the least (both 0 where none is scored), and whether
+    there are at least two that differ."""
+
+    scored: Int[Array, "P 1"]
+    top: Float[Array, "P 1"]
+    bottom: Float[Array, "P 1"]
+    signal: Bool[Array, "P 1"]
+
+
+def spread(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"]) -> Spread:
+    count = scored.sum(axis=-1, keepdims=True)
+    top = jnp.max(jnp.where(scored, rewards, -jnp.inf), axis=-1, keepdims=True)
+    bottom = jnp.min(jnp.where(scored, rewards, jnp.inf), axis=-1, keepdims=True)
+    some = count > 0
+    return Spread(count, jnp.where(some, top, 0.0), jnp.where(some, bottom, 0.0), some & (top > bottom))
+
+
+def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixture: Mixture) -> Float[Array, "P G"]:
+    """`sum over (K, c) of c L_K,i`, `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)` (arXiv 2606.06080). A
+    `K > n - 1` adds nothing; a constant group gets zeros."""
+    table = _leave_two_out_weights(rewards.shape[-1], mixture)
+    return _weighted(rewards, scored, table)
+
+
+def above_average(
+    rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int
+) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
+    """`q_i - V_k`, `V_k`, and the largest reward minus `V_k` without the rounding of that subtraction."""
+    size = rewards.shape[-1]
+    table = _subset_weights(size, k)
+    ordered, _, group = _sorted(rewards, scored)
+    common = jnp.asarray(table, rewards.dtype)[group.scored[:, 0], 2]
+    shortfall = -(common * ordered).sum(axis=-1, keepdims=True)
+    plain = jnp.where(jnp.arange(size)[None] < group.scored, ordered + group.top, 0.0)
+    value = (common * plain).sum(axis=-1, keepdims=True)
+    return _weighted(rewards, scored, table), value, shortfall
+
+
+def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int) -> Float[Array, "P G"]:
+    """`q_i - V_{k-1}(group without i)`, `k >= 2`: what `i` adds to the maximum of `k - 1` others, on average. Never
+    negative, and exactly 0 for the least reward of a group."""
+    least = spread(rewards, scored).bottom
+    out = _weighted(rewards, scored, _marginal_weights(rewards.shape[-1], k))
+    return jnp.where(rewards > least, out, 0.0)
+
+
+def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
+    """Rewards ascending with the largest subtracted (0 beyond the scored ones), the order, and the spread."""
+    group = spread(rewards, scored)
+    order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
+    shifted = jnp.take_along_axis(rewards, order, axis=-1) - group.top
+    return jnp.where(jnp.arange(rewards.shape[-1])[None] < group.scored, shifted, 0.0), order, group
+
+
+def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) -> Array:
+    """The family's one formula, 0 where unscored and in a constant group."""
+    ordered, order, group = _sorted(rewards, scored)
+    own, above, common = (jnp.asarray(table, rewards.dtype)[group.scored[:, 0], i] for i in range(3))
+    lifted = above * ordered
+    later = jnp.cumsum(lifted[:, ::-1], axis=-1)[:, ::-1] - lifted
+    advantages = own * ordered + later - (common * ordered).sum(axis=-1, keepdims=True)
+    back = jnp.take_along_axis(advantages, jnp.argsort(order, axis=-1), axis=-1)
+    return jnp.where(scored & group.signal, back, 0.0)
+
+
+def _own_weights(n: int, orders: Int[np.ndarray, "K"]) -> Float[np.ndarray, "K n"]:
+    """`C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`, by a product down from `m = n`: nothing
+    overflows."""
+    m = np.arange(n, 1, -1, dtype=np.float64)
+    ratios = np.maximum(m - orders[:, None], 0.0) / (m - 1)
+    return np.concatenate([np.ones((len(orders), 1)), np.cumprod(ratios, axis=1)], axis=1)[:, ::-1]
+
+
+@functools.lru_cache(maxsize=8)
+def _leave_two_out_weights(size: int, mixture: Mixture) -> Float[np.ndarray, "N 3 G"]:
+    every, factors = np.array([k for k, _ in mixture]), np.array([factor for _, factor in mixture])
+    table = np.zeros((size + 1, 3, size))
+    for n in range(2, size + 1):
+        orders = every[every < n]
+        own = _own_weights(n, orders)
+        scale = factors[every < n] * n / (n - orders)
+        total, times_order = scale @ own, (scale * orders) @ own
+        table[n, 0, :n] = total
+        table[n, 1, 1:n] = (times_order - total)[1:] / np.arange(1, n)
+        table[n, 2, :n] = times_order / n
+    return table
+
+
+@functools.lru_cache(maxsize=8)
+def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
+    """Of `q_i - V_k`; rows of fewer than `k` scored stay 0."""
+    table = np.zeros((size + 1, 3, size))
+    for n in range(max(k, 2), size + 1):
+        own = _own_weights(n, np.array([k]))[0]
+        table[n, 0, :n] = own
+        table[n, 1, 1:n] = own[1:] * (k - 1) / np.arange(1, n)
+        table[n, 2, :n] = own * k / n
+    return table
+
+
+@functools.lru_cache(maxsize=8)
+def _marginal_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
+    """Of `q_i - V_{k-1}(-i) = sum_{m < i} a_m (x_i - x_m)`, `a_m = C(m-1, k-2) / C(n-1, k-1)`: `t + a, a, a`. Rows of
+    fewer than `k` scored stay 0."""
+    table = np.zeros((size + 1, 3, size))
+    for n in range(max(k, 2), size + 1):
+        before, own = _own_weights(n, np.array([k - 1, k]))
+        gap = before * (k - 1) / (n - k + 1)
+        table[n, 0, :n] = own + gap
+        table[n, 1, :n] = gap
+        table[n, 2, :n] = gap
+    return table
