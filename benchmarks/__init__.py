@@ -1,0 +1,1 @@
+"""Measurements that the documentation quotes; run from the root of the repository, see README.md here."""

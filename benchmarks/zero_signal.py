@@ -1,0 +1,157 @@
+"""What leaving out the groups without a signal saves: the update with half of the groups constant over the full one.
+
+    python -m benchmarks.zero_signal [--repeats N] [--json FILE]
+
+Both kinds of batch go through one compiled step, by turns, as in a training step: choose the completions that can
+change the gradient, pack them, update. A group is constant when all its rewards are equal; its advantages are exactly 0
+under GRPO. The aim is a ratio of medians of at most 0.65.
+
+Beside the wall time stands the processor time of the whole process, which a shared machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tunix_like.config import OptimizerConfig
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.optimizer import build_optimizer, init_optimizer
+from tunix_like.rl.learners import GRPOConfig
+from tunix_like.rl.objective import build_objective
+from tunix_like.rl.packing import pack, split_shape
+from tunix_like.rl.update import ForwardOptions, update_input, update_step
+from tunix_like.types import GroupBatch
+
+AIM = 0.65
+
+MODEL = DecoderConfig(
+    vocab_size=8192, hidden_size=256, intermediate_size=1024, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=64
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is updated: the model, `prompts` groups of `size` completions, and their lengths in tokens."""
+
+    model: DecoderConfig = MODEL
+    prompts: int = 8
+    size: int = 8
+    prompt_length: int = 64
+    completion_length: int = 128
+
+
+def make_batch(setting: Setting, constant: int) -> GroupBatch:
+    """Random tokens, every row at full length; rewards of 0 and 1 by turns, but equal ones in the `constant` first
+    groups."""
+    rng = np.random.default_rng(0)
+    groups, size, steps = setting.prompts, setting.size, setting.completion_length
+    rewards = np.tile(np.arange(size) % 2, (groups, 1)).astype(np.float32)
+    rewards[:constant] = 1.0
+    vocabulary = setting.model.vocab_size
+    return GroupBatch(
+        prompt_tokens=rng.integers(0, vocabulary, (groups, setting.prompt_length), np.int32),
+        prompt_lengths=np.full(groups, setting.prompt_length, np.int32),
+        completion_tokens=rng.integers(0, vocabulary, (groups, size, steps), np.int32),
+        completion_lengths=np.full((groups, size), steps, np.int32),
+        rollout_logprobs=None,
+        rewards=rewards,
+        scored=np.ones((groups, size), bool),
+    )
+
+
+class Timed(NamedTuple):
+    """One update: its wall and its processor time in seconds, and the completions that went through the model."""
+
+    wall: float
+    processor: float
+    computed: int
+
+
+def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[int]]:
+    """The update of a batch, and a list that grows by one with every compilation."""
+    compilations: list[int] = []
+    objective = build_objective(GRPOConfig(num_generations=setting.size), setting.completion_length, 1)
+    optimizer = build_optimizer(OptimizerConfig(), None)
+    graphdef, split = nnx.split(Decoder(setting.model, rngs=nnx.Rngs(0)))
+    weights = nnx.to_pure_dict(split)
+    options = ForwardOptions(temperature=1.0, chunk=1024, remat=False)
+    shape = split_shape(setting.size, None, setting.prompts)
+    state = [weights, init_optimizer(optimizer, weights)]
+    ids, everyone = np.zeros(setting.prompts, np.int32), np.ones(setting.prompts, bool)
+
+    def traced(params: Any, opt_state: Any, data: Any) -> Any:
+        compilations.append(1)
+        return update_step(graphdef, objective, optimizer, options, params, opt_state, data)
+
+    step = jax.jit(traced, donate_argnums=(0, 1))
+
+    def update(batch: GroupBatch) -> Timed:
+        start, processor = time.perf_counter(), time.process_time()
+        live = objective.live_rows(batch.rewards, batch.scored, ids)
+        micro = pack(batch, live, shape, room=setting.prompts)
+        *state[:], _, _ = step(*state, update_input(batch, everyone, micro))
+        jax.block_until_ready(state)
+        return Timed(time.perf_counter() - start, time.process_time() - processor, int(live.sum()))
+
+    return update, compilations
+
+
+def measure(setting: Setting, repeats: int) -> dict[str, Any]:
+    """Full and half-constant updates by turns, the first of each (which compiles) not counted."""
+    update, compilations = make_update(setting)
+    batches = {"full": make_batch(setting, 0), "half": make_batch(setting, setting.prompts // 2)}
+    computed = {name: update(batch).computed for name, batch in batches.items()}
+    found: dict[str, list[Timed]] = {name: [] for name in batches}
+    for _ in range(repeats):
+        for name, batch in batches.items():
+            found[name].append(update(batch))
+    result: dict[str, Any] = {
+        "setting": dataclasses.asdict(setting),
+        "device": jax.devices()[0].device_kind,
+        "load_average": os.getloadavg()[0],
+        "compilations": len(compilations),
+        "completions_computed": computed,
+        "aim": AIM,
+    }
+    for clock in ("wall", "processor"):
+        seconds = {name: [getattr(each, clock) for each in times] for name, times in found.items()}
+        median = {name: float(np.median(values)) for name, values in seconds.items()}
+        turns = [half / full for half, full in zip(seconds["half"], seconds["full"], strict=True)]
+        result[clock] = {"seconds": seconds, "median": median, "ratio": median["half"] / median["full"], "turns": turns}
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Time of an update with half of its groups constant.")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/zero_signal.json"))
+    arguments = parser.parse_args(argv)
+    result = measure(Setting(), arguments.repeats)
+    print(f"{result['device']}, load average {result['load_average']:.1f}, {result['compilations']} compilation(s)")
+    for clock in ("wall", "processor"):
+        found = result[clock]
+        for name, values in found["seconds"].items():
+            spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} repeats"
+            computed = result["completions_computed"][name]
+            print(f"{clock} time, {name}: median {found['median'][name]:.2f} s ({spread}), {computed} completions")
+        turns = f"{min(found['turns']):.2f} to {max(found['turns']):.2f}"
+        print(f"{clock} time: ratio of medians {found['ratio']:.2f} (of single turns {turns}), aim {AIM}")
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {arguments.json}")
+
+
+if __name__ == "__main__":
+    main()
