@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_like.models.attention import Part, attention, group_attention
+from tunix_like.models.attention import attention, group_attention, part_of
 
 P, G, T, S, H, K, WIDTH = 2, 3, 4, 5, 4, 2, 6
 RNG = np.random.default_rng(0)
@@ -42,8 +42,8 @@ def rows(x):
 
 
 def ours(q, prompt_k, prompt_v, own_k, own_v, prompt_mask, own_mask):
-    own = Part(rows(own_k), rows(own_v), own_mask[None])
-    return group_attention(q, Part(prompt_k, prompt_v, prompt_mask[:, None]), own)
+    own = part_of(rows(own_k), rows(own_v), own_mask[None])
+    return group_attention(q, part_of(prompt_k, prompt_v, prompt_mask[:, None]), own)
 
 
 CAUSAL = jnp.tril(jnp.ones((T, T), bool))
@@ -80,7 +80,7 @@ def test_one_part():
     """`attention` with a mask per batch entry, four query heads on two key heads."""
     q, k, v = normal(3, T, H, WIDTH), normal(3, S, K, WIDTH), normal(3, S, K, WIDTH)
     mask = jnp.asarray(RNG.uniform(size=(3, T, S)) < 0.6).at[:, :, 0].set(True)
-    np.testing.assert_allclose(attention(q, Part(k, v, mask)), naive(q, k, v, mask), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(attention(q, part_of(k, v, mask)), naive(q, k, v, mask), rtol=0, atol=1e-5)
 
 
 def test_masked_keys_have_no_gradient_and_rows_without_a_key_are_finite():

@@ -34,7 +34,7 @@ from tunix_like.rl.update import (
     update_input,
     update_step,
 )
-from tunix_like.sampling import sampler
+from tunix_like.sampling import decoding
 from tunix_like.types import GroupBatch
 
 PROMPTS, SIZE, WIDTH, STEPS, VOCABULARY = 3, 4, 6, 5, 19
@@ -630,9 +630,9 @@ def test_the_prompt_is_computed_once():
         return flops(run, params, params, data)
 
     def prefill(groups: int, size: int) -> float:
-        batch, key = cost_batch(groups, size), jax.random.key(0)
-        run = functools.partial(sampler._start, graphdef, size=size, max_tokens=SHORT, room=SHORT)
-        return flops(run, params, batch.prompt_tokens, batch.prompt_lengths, np.arange(groups, dtype=np.uint32), key)
+        batch = cost_batch(groups, size)
+        run = functools.partial(decoding.prefill, graphdef)
+        return flops(run, params, batch.prompt_tokens, batch.prompt_lengths)
 
     for cost, passes in ((train_step, 3), (prefill, 1)):
         shared, repeated = cost(1, MANY), cost(MANY, 1)

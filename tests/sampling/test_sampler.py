@@ -14,8 +14,8 @@ from flax import nnx
 
 from tunix_like.config import RolloutConfig
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
-from tunix_like.sampling import sampler
+from tunix_like.models.decoder import Decoder, prompt_mask
+from tunix_like.sampling import decoding, sampler
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import FIRST_CACHE, Sampler, length_bucket, make_sampler, pad_tokens
 from tunix_like.tokenizer import Tokenizer
@@ -89,18 +89,27 @@ def test_logprobs_are_those_of_the_full_forward():
     assert (found.lengths == 70).all() and not found.finished.any()
 
 
-def test_cached_decode_is_the_full_forward(endless):
-    """All logits at every step, from `prefill` and `decode`, on tokens that are given."""
-    steps = endless.tokens.shape[-1]
+@pytest.mark.parametrize("room", [12, 16])
+def test_cached_decode_is_the_full_forward(endless, room):
+    """All logits at every step, from `prefill` and `decode`, on tokens that are given, in a ring that starts
+    anywhere."""
+    steps, first_column = endless.tokens.shape[-1], 5
 
     @jax.jit
     def logits_of(params, prompts, lengths, tokens):
         model = nnx.merge(GRAPHDEF, params)
         first, prompt_cache = model.prefill(prompts, lengths)
-        empty = [tuple(jnp.zeros((3, SIZE, steps, *x.shape[2:])) for x in layer) for layer in prompt_cache]
+        empty = [
+            (jnp.full((3 * SIZE, *k.shape[1:3], room), 9.0), jnp.full((3 * SIZE, v.shape[1], room, v.shape[3]), 9.0))
+            for k, v in prompt_cache
+        ]
+        mask = prompt_mask(lengths, prompts.shape[1])
 
         def one(cache, step):
-            hidden, cache = model.decode(tokens[:, :, step], step, lengths, prompt_cache, cache)
+            column = (first_column + step) % room
+            seen = jnp.broadcast_to((column - jnp.arange(room)) % room <= step, (3, SIZE, room))
+            positions = jnp.broadcast_to(lengths[:, None] + step, (3, SIZE))
+            hidden, cache = model.decode(tokens[:, :, step], positions, mask, prompt_cache, cache, column, seen)
             return cache, hidden
 
         _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))
@@ -131,15 +140,73 @@ def test_a_row_depends_on_nothing_beside_it(endless):
             np.testing.assert_allclose(other.logprobs[there, :SIZE], endless.logprobs[here], rtol=0, atol=1e-5)
 
 
-def test_rows_at_once_change_nothing(endless, monkeypatch):
-    """Two prompts at a time, the last part filled up; the same rows in the same order."""
-    start, shapes = sampler._start, []
-    monkeypatch.setattr(sampler, "_start", lambda *inputs: shapes.append(inputs[2].shape) or start(*inputs))
-    found = sample(max_concurrent_rows=2 * SIZE + 1)
-    assert shapes == [(2, 16), (2, 16)]
-    for values, expected in zip(found, endless, strict=True):
+MANY, PROMPTS, NUMBERS = 6, (A, B, C, LONG), (3, 8, 1, 7)
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """Six completions of four prompts, from one token to all 80, all of them in work at once and never moved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "WORTH_MOVING", 1000)
+        found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
+    assert found.lengths.min() < 5 and (found.lengths == 80).any() and len(np.unique(found.lengths)) > 8
+    return found
+
+
+def events(monkeypatch) -> list[tuple]:
+    """Names of the moves that `generate` makes, with the shape of the rows after each."""
+    seen = []
+
+    def spied(name: str, move):
+        def spy(*inputs, **more):
+            out = move(*inputs, **more)
+            rows = out[1] if name == "regroup" else out
+            seen.append((name, rows.live.shape if isinstance(rows, decoding.Rows) else rows.hidden.shape[:1]))
+            return out
+
+        return spy
+
+    for name in ("prefill", "fill", "replace_prompts", "grow", "regroup"):
+        monkeypatch.setattr(decoding, name, spied(name, getattr(decoding, name)))
+    return seen
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 7, 13, 18])
+def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
+    """Fewer rows than a group, a whole group, and several: waiting completions take the rows that become free."""
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=rows)
+    for values, expected in zip(found, ragged, strict=True):
         assert values.dtype == expected.dtype
         np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    names = [name for name, _ in seen]
+    assert names.count("fill") > 1 and max(np.prod(shape) for name, shape in seen if name == "fill") <= rows
+    assert sum(shape[0] for name, shape in seen if name == "prefill") >= len(PROMPTS)
+    assert names.count("prefill") > 1, "prompts that wait are computed when their turn comes"
+
+
+def test_moved_rows_change_nothing(ragged, monkeypatch):
+    """Gathered into fewer rows as they finish, one prompt in several slots, then the cache grown."""
+    monkeypatch.setattr(sampler, "WORTH_MOVING", 1)
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
+    for values, expected in zip(found, ragged, strict=True):
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    shapes = [int(np.prod(shape)) for name, shape in seen if name == "regroup"]
+    assert len(shapes) >= 2 and shapes == sorted(shapes, reverse=True) and shapes[0] <= 12, seen
+    assert [name for name, _ in seen].count("prefill") == 1
+
+
+def test_a_ring_that_has_wrapped_grows_in_order(monkeypatch):
+    """Waiting rows keep a small cache going round; then one needs more of it than there is."""
+    monkeypatch.setattr(sampler, "FIRST_CACHE", 8)
+    whole = sample(PROMPTS, NUMBERS, MANY, eos_ids=(0, 3), max_tokens=40)
+    assert (whole.lengths < 6).any() and (whole.lengths > 17).any()
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(0, 3), max_tokens=40, max_concurrent_rows=2)
+    for values, expected in zip(found, whole, strict=True):
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    assert [name for name, _ in seen].count("grow") >= 2
 
 
 def test_number_sample_position_and_key_all_draw_anew(endless):

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from tunix_like.models.attention import Part, attention, group_attention
+from tunix_like.models.attention import Part, attention, group_attention, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
 
 KeyValue = tuple[Array, Array]
@@ -168,8 +168,8 @@ class Decoder(nnx.Module):
         rope, attend = rope_tables(self.config, positions), causal_attend(real)
         x, cache = self.embed_tokens(tokens), []
         for layer in self.layers:
-            x, key_value = layer(x, rope, attend)
-            cache.append(key_value)
+            x, (k, v) = layer(x, rope, attend)
+            cache.append(laid_out(k, v))
         return x, cache
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"]
     ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
-        """Normed hidden state of each prompt's last token, and every layer's keys and values `[P S K h]`."""
+        """Normed hidden state of each prompt's last token; every layer's keys `[P K h S]` and values `[P K S h]`."""
         real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
         hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], real)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
@@ -193,28 +193,30 @@ class Decoder(nnx.Module):
     def decode(
         self,
         tokens: Int[Array, "P G"],
-        step: Int[Array, ""],
-        prompt_lengths: Int[Array, "P"],
+        positions: Int[Array, "P G"],
+        prompt_mask: Bool[Array, "P 1 S"],
         prompt_cache: list[KeyValue],
         cache: list[KeyValue],
+        column: Int[Array, ""],
+        seen: Bool[Array, "P G U"],
     ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
-        """One token of every completion: `tokens` are those at completion position `step`.
+        """One token of every completion.
 
         Args:
-          prompt_cache: from `prefill`, `[P S K h]` per layer, shared by the group.
-          cache: the completions' own keys and values, `[P G U K h]` per layer, filled below `step`.
+          positions: place of each token in its sequence, prompt included.
+          prompt_cache: from `prefill`, shared by the group.
+          cache: the completions' own keys `[R K h U]` and values `[R K U h]` per layer, `R = P G`.
+          column: where in `U` this token's keys and values go, the same for all rows.
+          seen: the columns that each row may look at, `column` among them.
 
         Returns:
-          normed hidden states that predict position `step + 1`, and the cache with position `step` filled in.
+          normed hidden states that predict the next token, and the cache with `column` filled in.
         """
-        groups, size = tokens.shape
-        rope = rope_tables(self.config, jnp.broadcast_to(prompt_lengths[:, None, None] + step, (groups, size, 1)))
-        seen = (jnp.arange(cache[0][0].shape[2]) <= step)[None, None]
+        rope = rope_tables(self.config, positions[:, :, None])
         x = self.embed_tokens(tokens[:, :, None])
         filled: list[KeyValue] = []
-        mask = prompt_mask(prompt_lengths, prompt_cache[0][0].shape[1])
         for layer, (prompt_k, prompt_v), own in zip(self.layers, prompt_cache, cache, strict=True):
-            x, _ = layer(x, rope, cached_attend(Part(prompt_k, prompt_v, mask), own, step, seen, filled))
+            x, _ = layer(x, rope, cached_attend(Part(prompt_k, prompt_v, prompt_mask), own, column, seen, filled))
         return self.norm(x[:, :, 0]), filled
 
     def group_hidden(
@@ -246,7 +248,8 @@ class Decoder(nnx.Module):
                 return prompt, x
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                return group_attention(q, Part(prompt_k, prompt_v, real[:, None]), Part(to_rows(k), to_rows(v), causal))
+                own = part_of(to_rows(k), to_rows(v), causal)
+                return group_attention(q, part_of(prompt_k, prompt_v, real[:, None]), own)
 
             return prompt, layer(x, rope, attend)[0]
 
@@ -263,20 +266,20 @@ def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:
     return (jnp.arange(width)[None] < lengths[:, None])[:, None]
 
 
-def to_rows(x: Float[Array, "P G ..."]) -> Float[Array, "R ..."]:
+def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:
     return x.reshape(-1, *x.shape[2:])
 
 
-def cached_attend(prompt: Part, own: KeyValue, step: Array, seen: Array, filled: list[KeyValue]) -> Attend:
-    """Attention of one new token per completion: its keys and values go into the cache at `step`, the new cache is
+def cached_attend(prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue]) -> Attend:
+    """Attention of one new token per completion: its keys and values go into the cache at `column`, the new cache is
     appended to `filled`, and the query reads its prompt and what of the cache is `seen`."""
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=2) for old, new in zip(own, (k, v), strict=True)
-        )
+        k, v = laid_out(to_rows(k), to_rows(v))
+        keys = jax.lax.dynamic_update_slice_in_dim(own[0], k, column, axis=3)
+        values = jax.lax.dynamic_update_slice_in_dim(own[1], v, column, axis=2)
         filled.append((keys, values))
-        return group_attention(q, prompt, Part(to_rows(keys), to_rows(values), seen))
+        return group_attention(q, prompt, Part(keys, values, to_rows(seen)[:, None]))
 
     return attend
 
@@ -285,7 +288,7 @@ def causal_attend(real: Bool[Array, "B L"]) -> Attend:
     """Each query sees the real tokens at or before its own place."""
     causal = jnp.tril(jnp.ones((real.shape[1], real.shape[1]), bool))
     mask = causal[None] & real[:, None]
-    return lambda q, k, v: attention(q, Part(k, v, mask))
+    return lambda q, k, v: attention(q, part_of(k, v, mask))
 
 
 def hidden_to_logits(hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:

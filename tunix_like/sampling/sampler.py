@@ -1,31 +1,33 @@
-"""Prompts to completions: one prefill per prompt, then a loop on the device over all completions of all prompts.
+"""Prompts to completions: which rows are worked on when, so that cost follows live tokens.
 
-The completions' cache grows by powers of two, so early steps read little and few shapes are compiled. Random numbers
-are `fold_in(key, problem number, sample, position)`: a row's draws depend on nothing beside it. This module knows no
-reward and no training; weights are an argument, so there is nothing to keep in step with the trainer.
+A prompt is prefilled once and stands in a slot with some of its completions beside it. Rows that are free are filled
+with completions that wait; when none wait, live rows are gathered into fewer. The cache is a ring that grows by powers
+of two. Which rows stand beside which changes no row: random numbers are `fold_in(key, problem number, sample,
+position)`. This module knows no reward and no training; weights are an argument, so there is nothing to keep in step
+with the trainer.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import RolloutConfig
-from tunix_like.models.decoder import KeyValue
-from tunix_like.models.sharding import place_prompts
-from tunix_like.sampling.logits import SamplingParams, choose
+from tunix_like.models.sharding import place_prompts, prompt_parts
+from tunix_like.sampling import decoding
+from tunix_like.sampling.logits import SamplingParams
 from tunix_like.tokenizer import Tokenizer
 
 FIRST_CACHE = 64
-"""Completion positions in the first cache; it doubles from there."""
+"""Columns of the first cache; it doubles from there."""
+
+WORTH_MOVING = 16
+"""Rows are gathered into fewer only while the longest may still grow by this many tokens."""
 
 
 class Completions(NamedTuple):
@@ -76,7 +78,7 @@ class Sampler:
       graphdef: of a `Decoder` (`nnx.split(model)`).
       eos_ids: a completion ends with the first of these, which belongs to it.
       max_prompt_length, max_tokens: limits, in tokens.
-      max_concurrent_rows: completions sampled at once (at least one whole group); None is all of them.
+      max_concurrent_rows: completions in work at once; None is all of them.
       mesh: prompts are split over its `fsdp` axis; None is one device.
     """
 
@@ -113,38 +115,175 @@ class Sampler:
           prompts: token ids, each at most `max_prompt_length` long and not empty.
           numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
         """
-        width = length_bucket(max(len(p) for p in prompts), self.max_prompt_length)
-        size = len(prompts)
-        if self.max_concurrent_rows is not None:
-            size = min(size, max(1, self.max_concurrent_rows // num_generations))
-        parts = []
-        for start in range(0, len(prompts), size):
-            part, places = list(prompts[start : start + size]), list(numbers[start : start + size])
-            missing = size - len(part)  # made up, so that every part has one shape
-            inputs = (
-                pad_tokens(part + part[-1:] * missing, width),
-                np.array([len(p) for p in part + part[-1:] * missing], np.int32),
-                np.array(places + places[-1:] * missing, np.uint32),
-            )
-            out = self._generate(params, place_prompts(inputs, self.mesh, axis=0), num_generations, key, sampling)
-            parts.append(Completions(*(values[: len(part)] for values in out)))
-        return parts[0] if len(parts) == 1 else Completions(*map(np.concatenate, zip(*parts, strict=True)))
+        return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish()
 
-    def _generate(
-        self, params: Any, inputs: tuple[Any, Any, Any], num_generations: int, key: Array, sampling: SamplingParams
-    ) -> Completions:
-        tokens, lengths, numbers = inputs
-        room = min(FIRST_CACHE, self.max_tokens)
-        state, prompt_cache, keys = _start(
-            self.graphdef, params, tokens, lengths, numbers, key, num_generations, self.max_tokens, room
+
+class _Run:
+    """One call of `generate`: the work that waits, what stands in which row, and what is done.
+
+    `slot_prompt[a]` is the prompt of slot `a`, `row_sample[a, i]` the number in its group of the completion
+    in that row (-1: free), `ages` how many tokens it has, `next_sample[p]` the first completion of prompt `p` that has
+    not been started.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: int,
+        key: Array,
+        sampling: SamplingParams,
+    ):
+        self.sampler, self.params, self.key, self.sampling = sampler, params, key, sampling
+        self.tokens = pad_tokens(prompts, length_bucket(max(len(p) for p in prompts), sampler.max_prompt_length))
+        self.lengths = np.array([len(p) for p in prompts], np.int32)
+        self.numbers, self.size = np.array(numbers, np.uint32), size
+        total, limit = len(prompts), sampler.max_tokens
+        at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
+        width = min(size, at_once)
+        slots = min(total, max(1, at_once // width))
+        self.slot_prompt, self.next_prompt = np.arange(slots), slots
+        self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
+        self.next_sample = np.zeros(total, int)
+        self.prompts = self._prefill(self.slot_prompt)
+        self.rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit))
+        self.out = Completions(
+            np.zeros((total, size, limit), np.int32),
+            np.zeros((total, size), np.int32),
+            np.zeros((total, size, limit), np.float32),
+            np.zeros((total, size), bool),
         )
+
+    def finish(self) -> Completions:
+        self._fill()
         while True:
-            state = _advance(self.graphdef, params, prompt_cache, lengths, keys, state, sampling, self.eos_ids)
-            if room == self.max_tokens or bool(state.done.all()):
-                break
-            room = min(2 * room, self.max_tokens)
-            state = _grow(state, room)
-        return Completions(*jax.device_get((state.tokens, state.lengths, state.logprobs, state.done)))
+            live = int((self.row_sample >= 0).sum())
+            self.rows = decoding.advance(
+                self.sampler.graphdef,
+                self.params,
+                self.prompts,
+                self.rows,
+                np.int32(self._stop_at(live)),
+                self.sampling,
+                self.sampler.eos_ids,
+            )
+            self._harvest()
+            if not self._waiting() and not (self.row_sample >= 0).any():
+                return self.out
+            self._fill()
+            if not self._waiting():
+                self._gather()
+            if self.rows.room <= int(self.ages.max()):
+                self.rows = decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens))
+
+    def _prefill(self, chosen: Int[np.ndarray, "N"]) -> decoding.Prompts:
+        inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), self.sampler.mesh, axis=0)
+        return decoding.prefill(self.sampler.graphdef, self.params, *inputs)
+
+    def _waiting(self) -> bool:
+        """Whether any completion has not been started."""
+        return bool((self.next_sample < self.size).any())
+
+    def _stop_at(self, live: int) -> int:
+        """Number of live rows at which it is worth looking at them: an eighth of the rows is free for others, or they
+        fit into half as many rows."""
+        if self._waiting():
+            return max(0, live - max(1, self.row_sample.size // 8))
+        fewer = self._fewer()
+        if not fewer or not self._worth_moving():
+            return 0
+        target = fewer[0][0] * fewer[0][1]
+        return target if live > target else max(0, live - max(1, target // 8))
+
+    def _harvest(self) -> None:
+        """Takes what is done out of its rows."""
+        rows, out = self.rows, self.out
+        live, ended, ages = jax.device_get((rows.live, rows.ended, rows.age))
+        done = (self.row_sample >= 0) & ~live
+        self.ages = np.where(live, ages, 0)
+        if not done.any():
+            return
+        tokens, logprobs = jax.device_get((rows.tokens, rows.logprobs))
+        for slot, row in np.argwhere(done):
+            place, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
+            out.tokens[place][:length] = tokens[slot, row, :length]
+            out.logprobs[place][:length] = logprobs[slot, row, :length]
+            out.lengths[place], out.finished[place] = length, ended[slot, row]
+        self.row_sample[done] = -1
+
+    def _fill(self) -> None:
+        """Starts waiting completions in free rows: those of a slot's own prompt, and in an empty slot the next
+        prompt's."""
+        if not self._waiting():
+            return
+        fresh = []
+        for slot, prompt in enumerate(self.slot_prompt):
+            used_up = self.next_sample[prompt] >= self.size and (self.row_sample[slot] < 0).all()
+            if used_up and self.next_prompt < len(self.lengths):
+                self.slot_prompt[slot] = self.next_prompt
+                self.next_prompt += 1
+                fresh.append(slot)
+        if fresh:
+            self._replace(np.array(fresh))
+        take, samples = np.zeros(self.row_sample.shape, bool), np.zeros(self.row_sample.shape, np.uint32)
+        for slot, prompt in enumerate(self.slot_prompt):
+            free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
+            take[slot, free] = True
+            samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
+            self.next_sample[prompt] += len(free)
+        if take.any():
+            numbers = self.numbers[self.slot_prompt]
+            self.rows = decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key)
+
+    def _replace(self, slots: Int[np.ndarray, "N"]) -> None:
+        """Prefills the new prompts of slots; as many as the next power of two, so that few shapes are compiled."""
+        count = min(1 << (len(slots) - 1).bit_length(), len(self.slot_prompt))
+        chosen = self.slot_prompt[slots]
+        fresh = self._prefill(np.concatenate([chosen, np.repeat(chosen[-1:], count - len(slots))]))
+        places = np.concatenate([slots, np.full(count - len(slots), len(self.slot_prompt))]).astype(np.int32)
+        self.prompts = decoding.replace_prompts(self.prompts, places, fresh)
+
+    def _fewer(self) -> list[tuple[int, int]]:
+        """Slots and rows a slot that live rows may be gathered into, in falling order: half, a quarter, ... of what
+        there is. Few shapes, since each is compiled once; the slots stay divisible by the mesh."""
+        slots, width = self.row_sample.shape
+        parts, shapes = prompt_parts(self.sampler.mesh), []
+        while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
+            slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
+            shapes.append((slots, width))
+        return shapes
+
+    def _gather(self) -> None:
+        """Moves the live rows into the smallest shape that holds them; a prompt may then stand in several slots."""
+        if not self._worth_moving():
+            return
+        of_prompt = {p: np.flatnonzero(self._live_rows_of(p)) for p in dict.fromkeys(self.slot_prompt.tolist())}
+        fits = [
+            (slots, width)
+            for slots, width in self._fewer()
+            if sum(-(-len(rows) // width) for rows in of_prompt.values()) <= slots
+        ]
+        if not fits:
+            return
+        slots, width = fits[-1]
+        old = self.row_sample.shape[1]
+        chunks = [rows[i : i + width] for rows in of_prompt.values() for i in range(0, len(rows), width)]
+        source, picked = np.zeros(slots, np.int32), np.zeros((slots, width), np.int32)
+        samples = np.full((slots, width), -1)
+        for slot, chunk in enumerate(chunks):
+            source[slot], picked[slot, : len(chunk)] = chunk[0] // old, chunk
+            samples[slot, : len(chunk)] = self.row_sample.reshape(-1)[chunk]
+        self.ages = np.where(samples >= 0, self.ages.reshape(-1)[picked], 0)
+        self.slot_prompt, self.row_sample = self.slot_prompt[source], samples
+        self.prompts, self.rows = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
+
+    def _worth_moving(self) -> bool:
+        return self.sampler.max_tokens - int(self.ages.max()) >= WORTH_MOVING
+
+    def _live_rows_of(self, prompt: int) -> Bool[np.ndarray, "R"]:
+        return ((self.slot_prompt[:, None] == prompt) & (self.row_sample >= 0)).reshape(-1)
 
 
 def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
@@ -157,78 +296,3 @@ def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, me
         max_concurrent_rows=rollout.max_concurrent_rows,
         mesh=mesh,
     )
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "size", "max_tokens", "room"))
-def _start(
-    graphdef: Any,
-    params: Any,
-    tokens: Array,
-    lengths: Array,
-    numbers: Array,
-    key: Array,
-    size: int,
-    max_tokens: int,
-    room: int,
-) -> tuple[_State, list[KeyValue], Array]:
-    """Prefill, once per prompt; empty completions; one random key per row."""
-    hidden, cache = nnx.merge(graphdef, params).prefill(tokens, lengths)
-    groups = tokens.shape[0]
-    by_prompt = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-    keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(by_prompt, jnp.arange(size))
-    empty = jax.tree.map(lambda x: jnp.zeros((groups, size, room, *x.shape[2:]), x.dtype), cache)
-    state = _State(
-        step=jnp.int32(0),
-        hidden=jnp.broadcast_to(hidden[:, None], (groups, size, hidden.shape[-1])),
-        tokens=jnp.zeros((groups, size, max_tokens), jnp.int32),
-        logprobs=jnp.zeros((groups, size, max_tokens), jnp.float32),
-        lengths=jnp.zeros((groups, size), jnp.int32),
-        done=jnp.zeros((groups, size), bool),
-        cache=empty,
-    )
-    return state, cache, keys
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "eos_ids"), donate_argnames=("state",))
-def _advance(
-    graphdef: Any,
-    params: Any,
-    prompt_cache: list[KeyValue],
-    prompt_lengths: Array,
-    keys: Array,
-    state: _State,
-    sampling: SamplingParams,
-    eos_ids: tuple[int, ...],
-) -> _State:
-    """Samples until every row is done or the cache is full."""
-    model = nnx.merge(graphdef, params)
-    head = model.head()  # outside the loop: a tied head is a transpose
-    room, (groups, size) = state.cache[0][0].shape[2], state.done.shape
-    eos = jnp.array(eos_ids, jnp.int32)
-
-    def body(state: _State) -> _State:
-        logits = jnp.matmul(state.hidden, head, preferred_element_type=jnp.float32).reshape(groups * size, -1)
-        draw = jax.vmap(lambda row_key: jax.random.uniform(jax.random.fold_in(row_key, state.step)))
-        tokens, logprobs = choose(logits, draw(keys.reshape(-1)), sampling)
-        live = ~state.done
-        tokens = jnp.where(live, tokens.reshape(groups, size), 0)
-        logprobs = jnp.where(live, logprobs.reshape(groups, size), 0.0)
-        hidden, cache = model.decode(tokens, state.step, prompt_lengths, prompt_cache, state.cache)
-        return _State(
-            step=state.step + 1,
-            hidden=hidden,
-            tokens=state.tokens.at[:, :, state.step].set(tokens),
-            logprobs=state.logprobs.at[:, :, state.step].set(logprobs),
-            lengths=state.lengths + live,
-            done=state.done | (live & jnp.isin(tokens, eos)),
-            cache=cache,
-        )
-
-    return jax.lax.while_loop(lambda s: (s.step < room) & ~s.done.all(), body, state)
-
-
-@functools.partial(jax.jit, static_argnames=("room",))
-def _grow(state: _State, room: int) -> _State:
-    extra = room - state.cache[0][0].shape[2]
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0), (0, 0)))  # noqa: E731
-    return state._replace(cache=jax.tree.map(pad, state.cache))
