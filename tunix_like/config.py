@@ -144,7 +144,8 @@ class AlgorithmConfig(_Checked):
     binarize: bool = key(
         False, doc="train on success (1 if the total reward reaches rewards.success_threshold, else 0)"
     )
-    policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo or dppo")
+    policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, or FILE.py:function")
+    loss_params: dict[str, Any] | None = key(doc="keyword parameters of a loss of your own")
     loss_agg_mode: str | None = key(doc="how tokens are weighted", choices=LOSS_AGG_MODES)
     epsilon: float | None = key(
         doc="ppo_clip, gspo, cispo: lower clip range (unset: 0.2; gspo 3e-4)", above=0, at_most=1
@@ -159,7 +160,10 @@ class AlgorithmConfig(_Checked):
     )
     kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
     beta: float = key(0.0, doc="weight of the KL to the reference; 0 holds no reference model", at_least=0)
-    kl_loss_mode: str | None = key(doc="KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3)", choices=KL_LOSS_MODES)
+    kl_loss_mode: str | None = key(
+        doc="KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3); unset: k1 in the reward, k3 in the loss",
+        choices=KL_LOSS_MODES,
+    )
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
     entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
     sampler_is: str | None = key(
@@ -194,7 +198,7 @@ class RolloutConfig(_Checked):
     top_p: float = key(1.0, doc="keep the most probable tokens whose probabilities sum to this", above=0, at_most=1)
     top_k: int | None = key(doc="keep only this many most probable tokens; unset: all", at_least=1)
     max_concurrent_rows: int | None = key(
-        doc="completions sampled at once, in whole groups: bounds the cache; unset: all of a step", at_least=1
+        doc="completions sampled at once: bounds the cache; unset: all of a step", at_least=1
     )
     eos_tokens: list[int] | None = key(doc="ids that end a completion; unset: those of generation_config.json")
 

@@ -38,11 +38,12 @@ from tunix_like.models.sharding import build_mesh
 from tunix_like.optimizer import build_schedule
 from tunix_like.rewards import check_arguments
 from tunix_like.rewards import resolve as resolve_reward
+from tunix_like.rl.collection import EXTRA_BATCHES
 from tunix_like.rl.estimators import find_estimator
 from tunix_like.rl.learner import Learner
 from tunix_like.rl.learners import LEARNERS, find_learner
 from tunix_like.rl.losses import loss_parameters
-from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
+from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, check_takes_negative, resolve
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
@@ -343,11 +344,36 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         *_describe_sources(parts),
         ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
+        ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
         ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
     ]
+
+
+def _describe_options(algorithm: AlgorithmConfig) -> str:
+    """Every parameter of estimator and loss, and whatever else changes the objective."""
+    said = [
+        f"{key} {value:g}" for key in (*ESTIMATOR_KEYS, *LOSS_KEYS) if (value := getattr(algorithm, key)) is not None
+    ]
+    given = (algorithm.estimator_params or {}) | (algorithm.loss_params or {})
+    said += [f"{key} {value}" for key, value in given.items()]
+    if algorithm.binarize:
+        said.append("rewards binarized")
+    if algorithm.overlong == "mask":
+        said.append("completions cut at the limit masked")
+    if algorithm.overlong == "penalty":
+        most = 1.0 if algorithm.overlong_penalty is None else algorithm.overlong_penalty
+        said.append(f"penalty up to {most:g} over the last {algorithm.overlong_buffer} tokens")
+    if algorithm.sampler_is:
+        bound = 2.0 if algorithm.sampler_is_threshold is None else algorithm.sampler_is_threshold
+        said.append(f"sampler correction by {algorithm.sampler_is}, at most {bound:g}")
+    if algorithm.entropy_coef:
+        said.append(f"entropy bonus {algorithm.entropy_coef:g}")
+    if algorithm.dynamic_sampling:
+        said.append(f"dynamic sampling, up to {algorithm.max_extra_batches or EXTRA_BATCHES} more batches a step")
+    return ", ".join(said) or "none"
 
 
 def _describe_sources(parts: Parts) -> list[tuple[str, str]]:

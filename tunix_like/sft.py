@@ -29,7 +29,7 @@ from tunix_like.models.sharding import place_params, place_prompts, prompt_parts
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import pack, split_shape
-from tunix_like.rl.update import ForwardOptions, UpdateInput, update_input, update_step
+from tunix_like.rl.update import ForwardOptions, SkipWatch, UpdateInput, update_input, update_step
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch
@@ -102,6 +102,7 @@ class SFTTrainer:
         self.schedule = build_schedule(sft_config.optimizer, self.total)
         optimizer = build_optimizer(sft_config.optimizer, self.total)
         self.opt_state = init_optimizer(optimizer, self.params)
+        self.watch = SkipWatch("the loss")
         self.iterator: Any = None
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
         self._evaluate = evaluate
@@ -165,6 +166,7 @@ class SFTTrainer:
         data = update_input(batch, np.ones(self.config.batch_size, bool), micro)
         self.params, self.opt_state, metrics, _ = self._step(self.params, self.opt_state, data)
         out = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.watch([out])
         return out | {"learning_rate": float(self.schedule(step - 1))}
 
     def _batch(self, prompts: list[Prompt]) -> GroupBatch:

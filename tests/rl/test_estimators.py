@@ -171,7 +171,7 @@ def test_a_registered_estimator_is_traced_with_its_own_parameters():
     values = compute_advantages([[3, 1], [2, 9]], "long_is_bad", lengths=[[1, 2], [3, 4]], price=0.5)
     np.testing.assert_array_equal(values, [[2.5, 0.0], [0.5, 7.0]])
     assert seen == [True]
-    with pytest.raises(UserError, match="algorithm.price: the estimator 'long_is_bad' needs it"):
+    with pytest.raises(UserError, match="algorithm.estimator_params.price: the estimator 'long_is_bad' needs it"):
         compute_advantages([3, 1], "long_is_bad")
 
 

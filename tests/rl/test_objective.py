@@ -72,8 +72,11 @@ def test_unset_keys_take_the_learners_default():
     given = AlgorithmConfig(loss_agg_mode="seq-mean-token-sum", kl_in_reward=False, num_generations=3, beta=0.5)
     found = resolve(given, Defaults)
     assert type(found) is Defaults
-    assert found == Defaults(loss_agg_mode="seq-mean-token-sum", kl_in_reward=False, num_generations=3, beta=0.5)
+    expected = Defaults(loss_agg_mode="seq-mean-token-sum", kl_in_reward=False, num_generations=3, beta=0.5)
+    assert found == dataclasses.replace(expected, kl_loss_mode="low_var_kl"), "k3 in the loss"
     assert found.advantage_estimator == "maxrl" and found.epsilon is None
+    assert resolve(AlgorithmConfig(kl_in_reward=True), Defaults).kl_loss_mode == "kl", "k1 in the reward"
+    assert resolve(AlgorithmConfig(kl_in_reward=True, kl_loss_mode="mse_kl"), Defaults).kl_loss_mode == "mse_kl"
 
 
 def test_each_function_gets_only_what_it_reads():
@@ -99,7 +102,7 @@ def test_parameters_of_a_users_own_estimator(registry):
         advantages_of(found, REWARDS, SCORED, LENGTHS, OWN), np.where(SCORED, np.maximum(REWARDS - 0.5 * LENGTHS, 0), 0)
     )
     for given, message in [
-        ({}, "algorithm.price: the estimator 'mine' needs it"),
+        ({}, "algorithm.estimator_params.price: the estimator 'mine' needs it"),
         ({"prize": 1.0}, "algorithm.estimator_params.prize: .*'mine' has no such keyword-only .*it has: floor, price"),
     ]:
         with pytest.raises(UserError, match=message):

@@ -267,7 +267,7 @@ def test_the_registry(monkeypatch):
         register_policy_loss_fn("mine", behaviour="sampler")(reinforce)
     register_policy_loss_fn("mine", behaviour="rollout")(reinforce)
     found = find_policy_loss("mine")
-    assert (found.function, found.behaviour, found.extra_term) == (reinforce, "rollout", None)
+    assert (found.function, found.behaviour, found.extra_term) == (reinforce, "rollout", True)
     with pytest.raises(UserError, match="unknown loss 'ppo-clip'. Did you mean 'ppo_clip'"):
         find_policy_loss("ppo-clip")
     assert loss_parameters("ppo_clip") == {"epsilon": 0.2, "epsilon_high": None, "epsilon_c": None}

@@ -19,14 +19,17 @@ import pytest
 from flax import nnx
 
 from tunix_like.config import LOSS_AGG_MODES, AlgorithmConfig
+from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.rl import estimators, update
+from tunix_like.rl import estimators, losses, update
 from tunix_like.rl.losses import TokenInputs
 from tunix_like.rl.objective import build_objective
 from tunix_like.rl.packing import pack, unpack
 from tunix_like.rl.update import (
+    MOST_SKIPPED,
     ForwardOptions,
+    SkipWatch,
     UpdateInput,
     batch_logprobs,
     micro_logprobs,
@@ -401,7 +404,42 @@ def test_with_nothing_left_the_gradient_is_zero():
     none = np.zeros((PROMPTS, SIZE), bool)
     nothing, metrics, _ = gradient_of(data_of((1, SIZE), rows=none, room=PROMPTS), objective="mixed")
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nothing))
-    assert all(np.isfinite(value) for value in metrics.values())
+    assert (metrics["loss"], metrics["grad_norm"], metrics["update/skipped"]) == (0, 0, 0)
+    assert np.isnan(metrics["entropy"]), "the mean of no tokens"
+
+
+@pytest.mark.parametrize("loss", ["nan in the loss", "nan in the gradient"])
+def test_a_loss_that_is_no_number_leaves_weights_and_optimizer_alone(loss, monkeypatch):
+    """Of one token of one completion; adam's counts and moments stay too."""
+
+    def broken(logprobs, old, advantages, mask):
+        if loss == "nan in the loss":
+            return (-advantages * logprobs).at[0, 0, 0].set(jnp.nan), {}
+        return -advantages * logprobs + jnp.sqrt(jax.lax.stop_gradient(logprobs) - logprobs), {}  # 0, of slope -inf
+
+    monkeypatch.setitem(losses.POLICY_LOSSES, "broken", losses.PolicyLoss(broken, "trainer", True))
+    config = AlgorithmConfig(
+        advantage_estimator="rloo", policy_loss_fn="broken", loss_agg_mode="token-mean", num_generations=SIZE
+    )
+    optimizer = optax.adam(1e-3)
+    state = optimizer.init(PARAMS)
+    run = jax.jit(functools.partial(update_step, GRAPHDEF, build_objective(config, WIDTH, 1), optimizer, PLAIN))
+    params, after, metrics, advantages = run(PARAMS, state, data_of())
+    assert metrics["update/skipped"] == 1 and np.isfinite(advantages).all()
+    for kept, given in zip(jax.tree.leaves((params, after)), jax.tree.leaves((PARAMS, state)), strict=True):
+        np.testing.assert_array_equal(kept, given)
+
+
+def test_skipped_updates_are_told_and_end_the_run(caplog):
+    watch = SkipWatch("the loss 'x'")
+    for _ in range(MOST_SKIPPED - 1):
+        watch([{"update/skipped": 1.0}, {"update/skipped": 1.0}])
+    watch([{"update/skipped": 1.0}, {"update/skipped": 0.0}])
+    assert "1 of 2 updates of this step skipped: the loss 'x' or its gradient" in caplog.text
+    for _ in range(MOST_SKIPPED - 1):
+        watch([{"update/skipped": 1.0}])
+    with pytest.raises(UserError, match="'x' or its gradient was not finite in 5 steps in a row"):
+        watch([{"update/skipped": 1.0}])
 
 
 def test_what_weighs_nothing_teaches_nothing():

@@ -108,3 +108,15 @@ def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(put, tree)
+
+
+def split_leading(tree: Any, mesh: Mesh | None) -> Any:
+    """Puts device arrays on the mesh, their first dimension split over `fsdp` where it divides, else replicated."""
+    if mesh is None:
+        return tree
+
+    def put(x: jax.Array) -> jax.Array:
+        split = x.ndim > 0 and x.shape[0] % prompt_parts(mesh) == 0 and "fsdp" in mesh.shape
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp") if split else PartitionSpec()))
+
+    return jax.tree.map(put, tree)

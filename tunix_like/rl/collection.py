@@ -212,4 +212,4 @@ def shape_rewards(
         total = total - (1.0 if algo.overlong_penalty is None else algo.overlong_penalty) * over
     if algo.binarize:
         total = np.where(np.isnan(total), np.nan, succeeds(total, success_threshold).astype(np.float64))
-    return total
+    return total.astype(np.float32)  # as the estimator gets them: what differs in float64 alone does not differ

@@ -52,7 +52,7 @@ class Estimator:
 
     def least_scored(self, params: Params) -> int:
         """Scored completions below which a group has no signal and is dropped."""
-        return max(2, (params.get("k") or 0) + self.scored_beyond_k)
+        return max(2, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else 2
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {}
@@ -169,7 +169,8 @@ def check_parameters(name: str, params: Params, group_size: int, key: str = "alg
             raise UserError(f"{key}.{field}: the estimator '{name}' does not read it ({reads}). Unset it.")
     for field, default in declared.items():
         if default is inspect.Parameter.empty and field not in params:
-            raise UserError(f"{key}.{field}: the estimator '{name}' needs it. Set {key}.{field}=<value>.")
+            own = "" if key != "algorithm" or field in ("k", "truncation_order", "ddof") else ".estimator_params"
+            raise UserError(f"{key}{own}.{field}: the estimator '{name}' needs it. Set {key}{own}.{field}=<value>.")
     for field, spare in estimator.headroom.items():
         value = params.get(field)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
@@ -207,7 +208,7 @@ def check_rewards(
     def refuse(bad: np.ndarray, why: str) -> None:
         if bad.any():
             group, sample = (int(i) for i in np.argwhere(bad)[0])
-            raise UserError(f"{place(group, sample)}: the reward {rewards[group, sample]:g} {why}")
+            raise UserError(f"{place(group, sample)}: the reward {rewards[group, sample]:.9g} {why}")
 
     refuse(np.abs(values) > LARGEST_REWARD, "is beyond 1e15.")
     kind = find_estimator(name).takes(params)

@@ -22,7 +22,6 @@ class GRPOConfig(AlgorithmConfig):
     advantage_estimator: str | None = "grpo"
     policy_loss_fn: str | None = "ppo_clip"
     loss_agg_mode: str | None = "sequence-mean-token-mean"
-    kl_loss_mode: str | None = "low_var_kl"
     kl_in_reward: bool | None = False
 
 
@@ -41,7 +40,6 @@ class RLOOConfig(AlgorithmConfig):
     advantage_estimator: str | None = "rloo"
     policy_loss_fn: str | None = "reinforce"
     loss_agg_mode: str | None = "seq-mean-token-sum"
-    kl_loss_mode: str | None = "kl"
     kl_in_reward: bool | None = True
 
 

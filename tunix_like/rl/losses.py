@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.errors import UserError, nearest
 from tunix_like.rl.estimators import own_parameters
+from tunix_like.user_code import is_place, load_function
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`, so that neither value nor gradient can overflow."""
@@ -47,11 +48,11 @@ PolicyLossFunction = Callable[..., tuple[Tokens, dict[str, Tokens]]]
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
     """A registered loss. With `behaviour="rollout"` it is given the sampler's log-probabilities as `old_logprobs`.
-    `extra_term` names the parameter that weighs a term without the advantage, if it has one."""
+    `extra_term` says whether it has a term without the advantage, or names the parameter that weighs one."""
 
     function: PolicyLossFunction
     behaviour: str
-    extra_term: str | None
+    extra_term: str | bool
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
@@ -59,7 +60,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
 
 def register_policy_loss_fn(
-    name: str, *, behaviour: str = "trainer", extra_term: str | None = None
+    name: str, *, behaviour: str = "trainer", extra_term: str | bool = True
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Makes a per-token policy loss known under `name`: `f(logprobs, old_logprobs, advantages, mask, *, <its own>) ->
     (loss per token, metrics per token)`, all `[.., T]` but `advantages: [.., 1]`.
@@ -67,8 +68,8 @@ def register_policy_loss_fn(
     Args:
       behaviour: whose log-probabilities `old_logprobs` are: the `trainer`'s before the batch's first update, or the
         `rollout`'s.
-      extra_term: its parameter that weighs a term without the advantage; unless that is 0, groups whose advantages are
-        all 0 are computed too.
+      extra_term: whether it has a term without the advantage, or the parameter that weighs one. Where it has none (or
+        of weight 0), completions whose advantage is 0 have no gradient and are not computed.
 
     Raises:
       UserError: the name is taken, or `behaviour` is neither of the two.
@@ -86,9 +87,23 @@ def register_policy_loss_fn(
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """The registered loss. Raises UserError with the list of names."""
+    """The loss of a registered name, or of `FILE.py:function` or `package.module.function`.
+
+    A function that its file registers under another name keeps what it was registered with.
+
+    Raises:
+      UserError: an unknown name (with the list), or a place where there is no such function.
+    """
+    if name not in POLICY_LOSSES and is_place(name):
+        function = load_function(name, "algorithm.policy_loss_fn")
+        found = [each for each in POLICY_LOSSES.values() if each.function is function]
+        POLICY_LOSSES[name] = found[0] if found else PolicyLoss(function, "trainer", True)
     if name not in POLICY_LOSSES:
-        raise UserError(f"algorithm.policy_loss_fn: unknown loss '{name}'. {nearest(name, POLICY_LOSSES)}")
+        known = [each for each in POLICY_LOSSES if not is_place(each)]
+        raise UserError(
+            f"algorithm.policy_loss_fn: unknown loss '{name}'. {nearest(name, known)} "
+            "Your own is written as path/to/file.py:function."
+        )
     return POLICY_LOSSES[name]
 
 
@@ -102,7 +117,7 @@ def log_ratio(logprobs: Tokens, other: Tokens, mask: Array) -> Tokens:
     return jnp.clip(jnp.where(mask, logprobs - other, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@register_policy_loss_fn("ppo_clip")
+@register_policy_loss_fn("ppo_clip", extra_term=False)
 def ppo_clip(
     logprobs: Tokens,
     old_logprobs: Tokens,
@@ -133,7 +148,7 @@ def _clipped(
     return loss, {"pg_clipfrac": outside, "is_ratio/mean": ratio}
 
 
-@register_policy_loss_fn("reinforce")
+@register_policy_loss_fn("reinforce", extra_term=False)
 def reinforce(
     logprobs: Tokens, old_logprobs: Tokens, advantages: Rows, mask: Array
 ) -> tuple[Tokens, dict[str, Tokens]]:
@@ -141,7 +156,7 @@ def reinforce(
     return -advantages * jnp.where(mask, logprobs, 0.0), {}
 
 
-@register_policy_loss_fn("gspo")
+@register_policy_loss_fn("gspo", extra_term=False)
 def gspo(
     logprobs: Tokens,
     old_logprobs: Tokens,
@@ -162,7 +177,7 @@ def gspo(
     return _clipped(jnp.exp(sequence + own), advantages, epsilon, high, epsilon_c)
 
 
-@register_policy_loss_fn("cispo")
+@register_policy_loss_fn("cispo", extra_term=False)
 def cispo(
     logprobs: Tokens,
     old_logprobs: Tokens,

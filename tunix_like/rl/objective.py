@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +32,8 @@ from tunix_like.rl.losses import (
     sampler_correction,
 )
 
-_ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
-_LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
+ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
+LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
 _NEED = {"sampler_is_threshold": "sampler_is", "max_extra_batches": "dynamic_sampling"}
 _NEED |= {"overlong_buffer": "overlong", "overlong_penalty": "overlong"}
 
@@ -52,12 +54,10 @@ class GroupEstimator:
     ) -> Float[Array, "P G"]:
         try:
             out = self.registered.function(rewards, scored=scored, lengths=lengths, **self.params)
+        except UserError:
+            raise
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise UserError(
-                f"advantage estimator '{self.name}' raised {said:.300} "
-                "It is traced by jax: write jnp.where, not `if`, and keep to jax.numpy."
-            ) from error
+            raise UserError(f"advantage estimator '{self.name}' raised {_said(error)}.") from error
         shape = getattr(out, "shape", None)
         if shape != rewards.shape:
             raise UserError(
@@ -99,8 +99,8 @@ class Objective:
         """True when the loss has a term without the advantage: then completions of advantage 0 have a gradient too."""
         weigher = find_policy_loss(str(self.config.policy_loss_fn)).extra_term
         loss_params = loss_parameters(str(self.config.policy_loss_fn)) | self.loss_params
-        extra = 0.0 if weigher is None else loss_params[weigher]
-        return self.reference_in_loss or self.config.entropy_coef > 0 or extra != 0
+        extra = loss_params[weigher] != 0 if isinstance(weigher, str) else weigher
+        return self.reference_in_loss or self.config.entropy_coef > 0 or extra
 
     @property
     def looks_for_zeros(self) -> bool:
@@ -150,7 +150,7 @@ class Objective:
         lengths: Int[Array, "P G"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Each group's own estimator's advantages, 0 where unscored; traced inside the training step."""
+        """Each group's own estimator's advantages, 0 where unscored or dropped; traced inside the training step."""
         if len(self.estimators) == 1:
             out = self.estimators[0](rewards, scored, lengths)
         else:
@@ -158,7 +158,8 @@ class Objective:
             for place, estimator in enumerate(self.estimators):
                 own = scored & (ids == place)[:, None]
                 out = jnp.where(own, estimator(rewards, own, lengths), out)
-        return jnp.where(scored, out, 0.0).astype(jnp.float32)
+        kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
+        return jnp.where(scored & kept[:, None], out, 0.0).astype(jnp.float32)
 
     def weights(
         self,
@@ -181,7 +182,7 @@ class Objective:
             raise UserError("these rollouts carry no log-probabilities of the sampler, which the loss needs.")
         loss_fn = find_policy_loss(str(config.policy_loss_fn))
         old = tokens.rollout_logprobs if loss_fn.behaviour == "rollout" else tokens.old_logprobs
-        loss, metrics = loss_fn.function(tokens.logprobs, old, advantages, mask, **self.loss_params)
+        loss, metrics = self._policy_loss(tokens.logprobs, old, advantages, mask)
         if config.sampler_is is not None:
             assert tokens.rollout_logprobs is not None
             bound = 2.0 if config.sampler_is_threshold is None else config.sampler_is_threshold
@@ -195,6 +196,28 @@ class Objective:
             loss = loss - config.entropy_coef * tokens.entropy
         return jnp.where(mask, loss, 0.0), metrics
 
+    def _policy_loss(self, *inputs: Any) -> tuple[Tokens, dict[str, Tokens]]:
+        name, shape = str(self.config.policy_loss_fn), inputs[0].shape
+        try:
+            loss, metrics = find_policy_loss(name).function(*inputs, **self.loss_params)
+        except Exception as error:
+            raise UserError(f"policy loss '{name}' raised {_said(error)}.") from error
+        for what, value in {"loss": loss, **metrics}.items():
+            if jnp.shape(value) != shape:
+                raise UserError(
+                    f"policy loss '{name}': {what} has shape {list(jnp.shape(value))}; it must be one number per "
+                    f"token, {list(shape)}. Return (loss, metrics)."
+                )
+        return loss, metrics
+
+
+def _said(error: Exception) -> str:
+    """What a user's function raised, in a line, with the place where it did."""
+    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first below ours
+    where = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else ""
+    hint = ": it is traced by jax, write jnp.where and not `if`" if "Tracer" in type(error).__name__ else ""
+    return f"{f'{type(error).__name__}: {error}'.splitlines()[0].rstrip('.'):.300}{where}{hint}"
+
 
 def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> AlgorithmConfig:
     """Fills unset keys from a learner's config class."""
@@ -203,6 +226,8 @@ def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> Algorit
         field.name: getattr(plain, field.name) if getattr(config, field.name) is None else getattr(config, field.name)
         for field in dataclasses.fields(AlgorithmConfig)
     }
+    if values["kl_loss_mode"] is None:  # in the reward only k1 has the gradient of a KL, in the loss k1 has none
+        values["kl_loss_mode"] = "kl" if values["kl_in_reward"] else "low_var_kl"
     return dataclasses.replace(plain, **values)
 
 
@@ -222,7 +247,7 @@ def build_objective(
     Raises:
       UserError: a key set that nothing reads, a required one unset, one out of range, or a combination that is wrong.
     """
-    params = {key: value for key in _ESTIMATOR_KEYS if (value := getattr(config, key)) is not None}
+    params = {key: value for key in ESTIMATOR_KEYS if (value := getattr(config, key)) is not None}
     named = source_estimators or {}
     estimators = (
         _group_estimator(str(config.advantage_estimator), params, config),
@@ -262,7 +287,15 @@ def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmCo
 def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
     name = str(config.policy_loss_fn)
     declared = loss_parameters(name)
-    params = {key: value for key in _LOSS_KEYS if (value := getattr(config, key)) is not None}
+    params = {key: value for key in LOSS_KEYS if (value := getattr(config, key)) is not None}
+    for key in config.loss_params or {}:
+        if key not in declared or key in params:
+            reads = ", ".join(sorted(declared)) or "none"
+            raise UserError(
+                f"algorithm.loss_params.{key}: the loss '{name}' has no such keyword-only parameter that is not set "
+                f"already; it has: {reads}."
+            )
+    params |= config.loss_params or {}
     for key in params:
         if key not in declared:
             raise UserError(f"algorithm.{key}: the loss '{name}' does not read it. Unset it.")

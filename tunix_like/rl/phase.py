@@ -31,7 +31,7 @@ from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import MicroBatches, pack, split_shape, unpack
 from tunix_like.rl.rollouts import Rollout, cut_rollouts, repeat_columns, saved_on_failure, write_rollouts
-from tunix_like.rl.update import batch_logprobs, update_input, update_step
+from tunix_like.rl.update import SkipWatch, batch_logprobs, update_input, update_step
 from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class RLPhase:
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self.identity["source_estimators"] = learner.source_estimators
         self.opt_state = init_optimizer(optimizer, learner.params)
+        self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'")
         self.shape = split_shape(
             learner.algo.num_generations,
             training.train_micro_batch_size,
@@ -137,6 +138,10 @@ class RLPhase:
         with saved_on_failure(self.rollouts, step, rollout.problems, rollout.texts):
             advantages, update_metrics = self._update(rollout, batch, ref, clock)
         metrics |= kl_metrics | update_metrics | _advantage_metrics(advantages)
+        assert batch.estimator_ids is not None
+        kept = self.objective.kept_groups(batch.scored, batch.estimator_ids)
+        metrics["groups/dropped_frac"] = float((~kept).mean())
+        metrics["groups/zero_signal_frac"] = float((kept & (advantages == 0).all(axis=1)).mean())
         if self.schedule is not None:
             metrics["learning_rate"] = float(self.schedule((step - 1) * self.updates_per_step))
         metrics |= clock.seconds
@@ -146,7 +151,9 @@ class RLPhase:
         metrics["perf/compilations"] = float(self.learner.compilations)
         metrics |= self._user_metrics(rollout, advantages)
         if self.rollouts is not None and (step == 1 or step % self.learner.training.log_rollouts_every_n_steps == 0):
-            columns = {"reward": rollout.scores.total, "advantage": advantages} | {
+            shaped = np.where(batch.scored, batch.rewards, np.nan)
+            columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
+            columns |= {"length": batch.completion_lengths} | {
                 f"reward/{name}": values for name, values in rollout.scores.by_function.items()
             }
             write_rollouts(self.rollouts, step, rollout.problems, rollout.texts, columns)
@@ -211,8 +218,9 @@ class RLPhase:
                     advantages = np.asarray(advantages)
                     self._check_advantages(advantages, rollout, batch)
         rows = jax.device_get(rows)
+        self.watch(rows)
         clock.lap("update")
-        return np.asarray(advantages), {name: float(np.mean([row[name] for row in rows])) for name in rows[0]} | out
+        return np.asarray(advantages), {name: _mean([row[name] for row in rows]) for name in rows[0]} | out
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """The completions that go through the model, and what share of groups and completions does not, and why."""
@@ -221,11 +229,7 @@ class RLPhase:
         if objective.looks_for_zeros:
             known = np.asarray(self.advantages(batch.rewards, batch.scored, batch.completion_lengths, ids))
         live = objective.live_rows(batch.rewards, batch.scored, ids, known)
-        dropped = ~objective.kept_groups(batch.scored, ids)
-        metrics = {
-            "groups/dropped_frac": float(dropped.mean()),
-            "groups/zero_signal_frac": float((~live.any(axis=1) & ~dropped).mean()),
-        }
+        metrics: dict[str, float] = {}
         if batch.trained is not None:
             live = live & batch.trained
             metrics["overlong/masked_frac"] = float((~batch.trained).mean())
@@ -260,6 +264,12 @@ def _optimizer(
     if isinstance(chosen, OptimizerConfig):
         return build_schedule(chosen, total), build_optimizer(chosen, total)
     return None, chosen
+
+
+def _mean(values: Any) -> float:
+    """The mean of what is a number; NaN where nothing is."""
+    finite = [float(value) for value in values if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else float("nan")
 
 
 def _advantage_metrics(advantages: np.ndarray) -> dict[str, float]:

@@ -7,6 +7,8 @@ gradients added, which is exact because every token's weight is known before the
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -16,12 +18,18 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix_like.errors import UserError
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, token_logprobs
 from tunix_like.rl.packing import MicroBatches
 from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
     from tunix_like.types import AnyArray
+
+logger = logging.getLogger("tunix_like")
+
+MOST_SKIPPED = 5
+"""Steps in a row without an update after which a run stops."""
 
 
 @runtime_checkable
@@ -75,6 +83,29 @@ def update_input(batch: GroupBatch, in_update: Bool[np.ndarray, "P"], micro: Mic
         in_update,
         micro,
     )
+
+
+class SkipWatch:
+    """Called with the metrics of each step's updates: warns of skipped ones, and stops when whole steps are skipped.
+
+    Raises:
+      UserError: no update of `MOST_SKIPPED` steps in a row was made.
+    """
+
+    def __init__(self, what: str):
+        self.what, self.steps = what, 0
+
+    def __call__(self, updates: Sequence[dict[str, Any]]) -> None:
+        skipped = sum(int(row["update/skipped"]) for row in updates)
+        self.steps = self.steps + 1 if skipped == len(updates) else 0
+        if skipped:
+            message = "%d of %d updates of this step skipped: %s or its gradient is not finite"
+            logger.warning(message, skipped, len(updates), self.what)
+        if self.steps == MOST_SKIPPED:
+            raise UserError(
+                f"{self.what} or its gradient was not finite in {MOST_SKIPPED} steps in a row; the weights are as they "
+                "were before them. Lower the learning rate, or look at the loss."
+            )
 
 
 class ForwardOptions(NamedTuple):
@@ -145,8 +176,8 @@ def update_step(
 ) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G"]]:
     """One optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
 
-    Returns the new parameters and optimizer state, scalar metrics and the advantages. Where an advantage is not finite,
-    parameters and optimizer state stay as they were.
+    Returns the new parameters and optimizer state, scalar metrics and the advantages. Where an advantage, the loss or
+    the gradient is not finite, parameters and optimizer state stay as they were (`update/skipped` is 1).
     """
     advantages = objective.advantages(data.rewards, data.scored, data.lengths, data.estimator_ids)
     weights = objective.weights(data.scored, data.trained, data.lengths, data.in_update, data.estimator_ids)
@@ -164,11 +195,14 @@ def update_step(
 
     grads, (losses, extra) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), data.micro)
     updates, new_state = optimizer.update(grads, opt_state, params)
+    norm = optax.tree.norm(grads)
+    usable &= jnp.isfinite(losses).all() & jnp.isfinite(norm)
     params, opt_state = jax.tree.map(
         functools.partial(jnp.where, usable), (optax.apply_updates(params, updates), new_state), (params, opt_state)
     )
     sums = {name: parts.sum() for name, parts in extra["sums"].items()}
-    tokens = jnp.maximum(sums.pop("tokens"), 1.0)
-    metrics = {name: total / tokens for name, total in sums.items()}
-    metrics |= {name: parts.max() for name, parts in extra["largest"].items()}
-    return params, opt_state, metrics | {"loss": losses.sum(), "grad_norm": optax.tree.norm(grads)}, advantages
+    tokens = sums.pop("tokens")
+    metrics = {name: total / tokens for name, total in sums.items()}  # of no tokens: NaN, which is written as null
+    metrics |= {name: jnp.where(tokens > 0, parts.max(), jnp.nan) for name, parts in extra["largest"].items()}
+    metrics |= {"loss": losses.sum(), "grad_norm": norm, "update/skipped": 1.0 - usable}
+    return params, opt_state, metrics, advantages

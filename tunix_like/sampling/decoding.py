@@ -35,7 +35,7 @@ class Rows(NamedTuple):
     age: Int[Array, "A g"]
     live: Bool[Array, "A g"]
     ended: Bool[Array, "A g"]
-    keys: UInt32[Array, "A g 2"]
+    keys: UInt32[Array, "A g W"]
     hidden: Float[Array, "A g D"]
     tokens: Int[Array, "A g T"]
     logprobs: Float[Array, "A g T"]
@@ -59,8 +59,8 @@ def _merge(graphdef: Any, params: Any) -> Decoder:
     return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params))
 
 
-@functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room"))
-def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int) -> Rows:
+@functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))
+def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_words: int) -> Rows:
     """`size` rows a slot, none of them live, with a cache for `room` tokens each."""
     shape = (prompts.hidden.shape[0], size)
     count = shape[0] * size
@@ -69,7 +69,7 @@ def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int) -> Rows:
         age=jnp.zeros(shape, jnp.int32),
         live=jnp.zeros(shape, bool),
         ended=jnp.zeros(shape, bool),
-        keys=jnp.zeros((*shape, 2), jnp.uint32),
+        keys=jnp.zeros((*shape, key_words), jnp.uint32),
         hidden=jnp.zeros((*shape, prompts.hidden.shape[-1]), prompts.hidden.dtype),
         tokens=jnp.zeros((*shape, max_tokens), jnp.int32),
         logprobs=jnp.zeros((*shape, max_tokens), jnp.float32),
@@ -132,7 +132,7 @@ def advance(
     def body(rows: Rows) -> Rows:
         logits = jnp.matmul(rows.hidden, head, preferred_element_type=jnp.float32).reshape(slots * size, -1)
         draw = jax.vmap(lambda data, age: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
-        uniform = draw(rows.keys.reshape(-1, 2), rows.age.reshape(-1))
+        uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
         written = (*place, jnp.where(rows.live, rows.age, limit))  # beyond the last: dropped
         distance = ((rows.column - jnp.arange(room)) % room)[None, None]

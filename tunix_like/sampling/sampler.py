@@ -1,10 +1,10 @@
 """Prompts to completions: which rows are worked on when, so that cost follows live tokens.
 
 A prompt is prefilled once and stands in a slot with some of its completions beside it. Rows that are free are filled
-with completions that wait; when none wait, live rows are gathered into fewer. The cache is a ring that grows by powers
-of two. Which rows stand beside which changes no row: random numbers are `fold_in(key, problem number, sample,
-position)`. This module knows no reward and no training; weights are an argument, so there is nothing to keep in step
-with the trainer.
+with completions of the slot's prompt that wait, and an empty slot with the next prompt; when none wait, live rows are
+gathered into fewer. The cache is a ring that grows by powers of two. Which rows stand beside which changes no row:
+random numbers are `fold_in(key, problem number, sample, position)`. This module knows no reward and no training;
+weights are an argument, so there is nothing to keep in step with the trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import RolloutConfig
-from tunix_like.models.sharding import place_prompts, prompt_parts
+from tunix_like.models.sharding import place_prompts, prompt_parts, split_leading
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ FIRST_CACHE = 64
 """Columns of the first cache; it doubles from there."""
 
 WORTH_MOVING = 16
-"""Rows are gathered into fewer only while the longest may still grow by this many tokens."""
+"""Rows are gathered into fewer only while some may still grow by this many tokens."""
 
 
 class Completions(NamedTuple):
@@ -40,18 +40,6 @@ class Completions(NamedTuple):
     lengths: Int[np.ndarray, "P G"]
     logprobs: Float[np.ndarray, "P G T"]
     finished: Bool[np.ndarray, "P G"]
-
-
-class _State(NamedTuple):
-    """The loop's only state. `step` tokens are sampled; `hidden` predicts position `step`."""
-
-    step: Int[Array, ""]
-    hidden: Float[Array, "P G D"]
-    tokens: Int[Array, "P G T"]
-    logprobs: Float[Array, "P G T"]
-    lengths: Int[Array, "P G"]
-    done: Bool[Array, "P G"]
-    cache: list[KeyValue]
 
 
 def length_bucket(length: int, limit: int | None = None) -> int:
@@ -148,7 +136,9 @@ class _Run:
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
         self.next_sample = np.zeros(total, int)
         self.prompts = self._prefill(self.slot_prompt)
-        self.rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit))
+        words = jax.random.key_data(key).shape[-1]
+        rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
+        self.rows = split_leading(rows, sampler.mesh)
         self.out = Completions(
             np.zeros((total, size, limit), np.int32),
             np.zeros((total, size), np.int32),
@@ -280,7 +270,9 @@ class _Run:
         self.prompts, self.rows = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
 
     def _worth_moving(self) -> bool:
-        return self.sampler.max_tokens - int(self.ages.max()) >= WORTH_MOVING
+        live = self.ages[self.row_sample >= 0]
+        room = self.sampler.max_tokens - int(live.min()) if live.size else 0
+        return self.sampler.mesh is None and room >= WORTH_MOVING  # on a mesh moved rows would lose their place
 
     def _live_rows_of(self, prompt: int) -> Bool[np.ndarray, "R"]:
         return ((self.slot_prompt[:, None] == prompt) & (self.row_sample >= 0)).reshape(-1)
