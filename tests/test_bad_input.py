@@ -12,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import tunix_like
+from tests.tiny_model import HF
 from tunix_like import cli
 from tunix_like.config_file import load, save
 from tunix_like.data import reverse_text
@@ -76,17 +77,6 @@ FILES = {
     "run_without_checkpoint/model/config.json": "{}",
     "run/checkpoints/1/_CHECKPOINT_METADATA": "{}",
     "run/checkpoints/1/state/_METADATA": "{}",
-}
-HF = {
-    "model_type": "qwen2",
-    "vocab_size": 13,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
 }
 NORM = "model.norm.weight"
 

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
+from tests.tiny_model import HF as TINY
 from tunix_like import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig, SFTTrainer, Tokenizer, UserError
 from tunix_like.data import reverse_text
 from tunix_like.data.stream import render
@@ -19,17 +20,7 @@ from tunix_like.sft import _Likelihood
 
 TEXTS = ["ab", "cde", "efgh", "gh", "bad", "dc", "feed", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]
-HF = {
-    "model_type": "qwen2",
-    "vocab_size": 13,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+HF = TINY | {"tie_word_embeddings": False}
 TOKENIZER = reverse_text.tokenizer()
 ROLLOUT = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8)
 

@@ -12,21 +12,11 @@ import pytest
 from flax import nnx
 
 import tunix_like
+from tests.tiny_model import HF
 from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
 from tunix_like.data import reverse_text
 from tunix_like.metrics import rows as metric_rows
 
-HF = {
-    "model_type": "qwen2",
-    "vocab_size": 13,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
 LETTERS = [a + b for a in "abcd" for b in "efgh"]
 ROWS = [reverse_text.record(text) | {"row": i, "live": i % 3 == 0 or i > 10} for i, text in enumerate(LETTERS)]
 """In each pass over the 16 rows nine make mixed groups, unevenly spread."""

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
+from tests.tiny_model import HF
 from tunix_like import (
     LEARNERS,
     AlgorithmConfig,
@@ -44,17 +45,6 @@ from tunix_like.rl.objective import resolve
 
 TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]
-HF = {
-    "model_type": "qwen2",
-    "vocab_size": 13,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
 TOKENIZER = reverse_text.tokenizer()
 SGD = optax.sgd(0.5)
 OWN = ("tokenizer", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights", "source_estimators",

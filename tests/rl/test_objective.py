@@ -201,15 +201,21 @@ def test_what_is_wrong_with_a_data_source_names_it(given, message):
 
 
 def test_what_is_near_an_error_and_right():
-    make(policy_loss_fn="reinforce", sampler_is="sequence", sampler_is_threshold=3.0)
-    make(updates=2, dynamic_sampling=True, max_extra_batches=3)
-    make(advantage_estimator="maxrl", truncation_order=2, **NEGATIVE)
-    make(advantage_estimator="maxrl", beta=0.0, kl_in_reward=True)
-    make(advantage_estimator="maxrl", binarize=True, **PENALTY)
-    make(advantage_estimator="passk", k=3, beta=0.1)
-    make(overlong="penalty", overlong_buffer=MAX_TOKENS, overlong_penalty=0.5)
-    make(overlong="mask", advantage_estimator="pkpo", k=4)
-    make(advantage_estimator="maxpo", estimator_params={"k": 3})
+    """Accepted, and what was said is what is kept."""
+    for changes, params in (
+        ({"policy_loss_fn": "reinforce", "sampler_is": "sequence", "sampler_is_threshold": 3.0}, {}),
+        ({"updates": 2, "dynamic_sampling": True, "max_extra_batches": 3}, {}),
+        ({"advantage_estimator": "maxrl", "truncation_order": 2, **NEGATIVE}, {"truncation_order": 2}),
+        ({"advantage_estimator": "maxrl", "beta": 0.0, "kl_in_reward": True}, {}),
+        ({"advantage_estimator": "maxrl", "binarize": True, **PENALTY}, {}),
+        ({"advantage_estimator": "passk", "k": 3, "beta": 0.1}, {"k": 3}),
+        ({"overlong": "penalty", "overlong_buffer": MAX_TOKENS, "overlong_penalty": 0.5}, {}),
+        ({"overlong": "mask", "advantage_estimator": "pkpo", "k": 4}, {"k": 4}),
+        ({"advantage_estimator": "maxpo", "estimator_params": {"k": 3}}, {"k": 3}),
+    ):
+        objective = make(**changes)
+        assert objective.estimators[0].params == params
+        assert all(getattr(objective.config, key) == value for key, value in changes.items() if key != "updates")
 
 
 # --- what takes part --------------------------------------------------------------------------------------------------

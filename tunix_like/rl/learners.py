@@ -162,7 +162,8 @@ class OPOLearner(Learner):
 class ReinforcePPLearner(Learner):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): `A_i = r_i - m`, whitened over all tokens of the batch.
 
-    The gradient of the expected reward up to a factor that depends on the batch; assumes batches of many prompts.
+    Not unbiased: shift and scale come from the batch itself. For large batches, which it assumes, the gradient of the
+    expected reward up to a scale.
     """
 
     config_class = ReinforcePPConfig

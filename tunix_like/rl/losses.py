@@ -72,12 +72,14 @@ def register_policy_loss_fn(
         of weight 0), completions whose advantage is 0 have no gradient and are not computed.
 
     Raises:
-      UserError: the name is taken, or `behaviour` is neither of the two.
+      UserError: the name is taken or looks like a file or a module, or `behaviour` is neither of the two.
     """
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
         if name in POLICY_LOSSES:
             raise UserError(f"policy loss '{name}' is already registered; choose another name.")
+        if is_place(name):
+            raise UserError(f"policy loss '{name}': '.' and ':' mean files and modules; choose a name without.")
         if behaviour not in ("trainer", "rollout"):
             raise UserError(f"policy loss '{name}': behaviour must be 'trainer' or 'rollout', got '{behaviour}'.")
         POLICY_LOSSES[name] = PolicyLoss(function, behaviour, extra_term)

@@ -197,7 +197,8 @@ class RLPhase:
         """All optimizer updates of one rollout batch; metrics are their mean.
 
         Raises:
-          UserError: the estimator gave an advantage that is no finite number; the weights are as before.
+          UserError: the estimator gave an advantage that is no finite number (the weights are as before), or no update
+            was made for too many steps.
         """
         learner, count = self.learner, len(batch.prompt_lengths)
         old = self._logprobs(learner.params, batch) if self.updates_per_step > 1 else None
