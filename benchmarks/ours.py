@@ -6,6 +6,9 @@ for its sampler for updates, and `SFTTrainer` for the update of single completio
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,10 @@ from flax import nnx
 
 import tunix_like
 from benchmarks.cases import Case
-from benchmarks.worker import Gate, serve
+from benchmarks.worker import Gate, peak_memory_mb, serve
+from tunix_like import sizes
 from tunix_like.config import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig
+from tunix_like.memory import Phase, rollout_phase, update_phases
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import default_dtype
 from tunix_like.rl.learners import GRPOConfig, GRPOLearner
@@ -28,8 +33,52 @@ from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Completions, Sampler
 from tunix_like.tokenizer import Tokenizer
 
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
 LEARNING_RATE = 1e-6
 FOREVER = 10**6
+
+
+class Memory:
+    """The predicted peak of a case beside what was measured of it.
+
+    On a device that counts its own bytes the two are comparable as they are. On the CPU the process also holds an
+    interpreter, libraries and compiled programs. So the first repeat, which compiles, is left out: after it the
+    system's mark of the highest resident memory is set back, and what is resident besides the living arrays is taken
+    for the base. `measured_mb` is the mark of the later repeats less that base.
+    """
+
+    def __init__(self, *phases: Phase):
+        self.predicted = max(phase.bytes for phase in phases) / 1e6
+        self.base: float | None = None
+        self.highest = 0.0
+
+    def read(self) -> dict[str, float]:
+        """What to report at the end of a repeat; `peak_mb` is that of all repeats, as without this class."""
+        peak = peak_memory_mb()
+        self.highest = max(self.highest, peak)
+        known = {"peak_mb": self.highest, "predicted_mb": self.predicted}
+        if jax.local_devices()[0].memory_stats() is not None:
+            return known | {"measured_mb": peak}
+        if not RESET.exists():
+            return known
+        if self.base is None:
+            self.base = _settled_mb() - sum(x.nbytes for x in jax.live_arrays()) / 1e6
+            RESET.write_text("5")
+            return known
+        return known | {"measured_mb": peak - self.base}
+
+
+def _settled_mb() -> float:
+    """Resident memory once what was let go of is gone: the compiler's, by request, and the last program's, which the
+    runtime frees a while after its results are there."""
+    ctypes.CDLL(None).malloc_trim(0)
+    found = []
+    for _ in range(10):
+        time.sleep(0.1)
+        lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+        found.append(int(lines["VmRSS"].split()[0]) * 1024 / 1e6)
+    return min(found)
 
 
 def run_case(case: Case, gate: Gate, folder: Path | None) -> None:
@@ -50,10 +99,15 @@ def _rollout(case: Case, model: Decoder, gate: Gate) -> None:
     sampler = Sampler(graphdef, case.eos_ids(), max_prompt_length=case.prompt_length, max_tokens=case.max_tokens)
     prompts, numbers = case.batch().prompts.tolist(), list(range(case.prompts))
     sampling = SamplingParams(1.0, case.top_p)
+    work = sizes.update_work(
+        RLTrainingConfig(), model, (case.prompts, case.group), (case.prompt_length, case.max_tokens)
+    )
+    work = dataclasses.replace(work, filtered=case.top_p < 1)
+    memory = Memory(rollout_phase(work, case.rows, case.prompts, {"weights": work.weights}))
     gate.begin()
     for repeat in range(FOREVER):
         out = sampler.generate(params, prompts, numbers, case.group, jax.random.key(repeat), sampling)
-        gate.end(int(out.lengths.sum()))
+        gate.end(int(out.lengths.sum()), **memory.read())
 
 
 class _Given:
@@ -61,6 +115,7 @@ class _Given:
 
     def __init__(self, completions: Completions):
         self.completions = completions
+        self.row_steps = 0
 
     def generate(self, *_: Any, **__: Any) -> Completions:
         return self.completions
@@ -89,7 +144,7 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
 
     def on_row(row: dict[str, Any], total: int | None) -> None:
         tokens = round(row["train/completions/mean_length"] * case.rows)
-        gate.end(tokens, loss=row["train/loss"], grad_norm=row["train/grad_norm"])
+        gate.end(tokens, loss=row["train/loss"], grad_norm=row["train/grad_norm"], **memory.read())
 
     learner = GRPOLearner(
         model=model,
@@ -107,6 +162,10 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
     if given is not None:
         learner.sampler = given  # type: ignore[assignment]
     rows = [{"prompt": _text(prompt)} for prompt in batch.prompts]
+    shape, widths = (case.prompts, case.group), (case.prompt_length, case.length)
+    work = sizes.update_work(learner.training, model, shape, widths, reference=case.beta > 0)
+    phases = update_phases(work, sizes.chunk_size(learner.training, model, shape, widths, case.beta > 0))
+    memory = Memory(*phases, *([] if given else [rollout_phase(work, case.rows, case.prompts)]))
     gate.begin()
     learner.train(rows, batch_size=case.prompts, shuffle=False)
 
@@ -132,8 +191,11 @@ def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
         ),
     )
     tokens = int(batch.lengths.sum())
+    shape, widths = (case.prompts, 1), (case.prompt_length, case.length)
+    work = dataclasses.replace(sizes.update_work(trainer.training, model, shape, widths), clipped=False)
+    memory = Memory(*update_phases(work, sizes.chunk_size(trainer.training, model, shape, widths)))
     gate.begin()
-    trainer.train(rows, on_row=lambda row: gate.end(tokens))
+    trainer.train(rows, on_row=lambda row: gate.end(tokens, **memory.read()))
 
 
 def _logits(case: Case, model: Decoder, gate: Gate) -> None:

@@ -28,10 +28,11 @@ from tunix_like.config import OptimizerConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.optimizer import build_optimizer, init_optimizer
+from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.learners import GRPOConfig
 from tunix_like.rl.objective import build_objective
-from tunix_like.rl.packing import pack, split_shape
-from tunix_like.rl.update import ForwardOptions, update_input, update_step
+from tunix_like.rl.packing import choose_layout, micro_batch_size, pack
+from tunix_like.rl.update import update_input, update_step
 from tunix_like.types import GroupBatch
 
 AIM = 0.65
@@ -87,7 +88,8 @@ def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[i
     graphdef, split = nnx.split(Decoder(setting.model, rngs=nnx.Rngs(0)))
     weights = nnx.to_pure_dict(split)
     options = ForwardOptions(temperature=1.0, chunk=1024, remat=False)
-    shape = split_shape(setting.size, None, setting.prompts)
+    widths = setting.prompt_length, setting.completion_length
+    layout = choose_layout(setting.size, setting.prompts, widths, micro_batch_size(widths[1]))
     state = [weights, init_optimizer(optimizer, weights)]
     ids, everyone = np.zeros(setting.prompts, np.int32), np.ones(setting.prompts, bool)
 
@@ -100,8 +102,8 @@ def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[i
     def update(batch: GroupBatch) -> Timed:
         start, processor = time.perf_counter(), time.process_time()
         live = objective.live_rows(batch.rewards, batch.scored, ids)
-        micro = pack(batch, live, shape, room=setting.prompts)
-        *state[:], _, _ = step(*state, update_input(batch, everyone, micro))
+        packed = pack(batch.completion_lengths, live, widths[1], layout)
+        *state[:], _, _ = step(*state, update_input(batch, everyone, packed))
         jax.block_until_ready(state)
         return Timed(time.perf_counter() - start, time.process_time() - processor, int(live.sum()))
 

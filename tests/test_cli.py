@@ -156,10 +156,11 @@ METRICS = (
     [f"rewards/{name}" for name in ("mean", "min", "max", "std", "exact_match")]
     + [f"completions/{name}" for name in ("mean_length", "max_length", "min_length", "clipped_ratio")]
     + [f"advantage/{name}" for name in ("abs_mean", "max", "min", "nonzero_frac")]
-    + [f"time/{name}" for name in ("data", "rollout", "reward", "update")]
+    + [f"time/{name}" for name in ("data", "rollout", "reward", "update", "other")]
     + ["is_ratio/mean", "is_ratio/max", "pg_clipfrac", "entropy", "loss", "grad_norm", "learning_rate"]
     + ["step_time_sec", "pass@1", "reward/unscored_frac", "groups/mixed_frac", "perf/compilations"]
-    + ["perf/generation_tokens_per_sec", "perf/training_tokens_per_sec"]
+    + [f"perf/{name}" for name in ("generation_tokens_per_sec", "training_tokens_per_sec", "programs_compiled")]
+    + [f"perf/{name}" for name in ("compile_sec", "rollout_occupancy", "update_occupancy", "update_operations")]
 )
 
 

@@ -14,11 +14,14 @@ PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
     "types errors console",
-    "config tokenizer user_code",
+    "config tokenizer user_code speed",
     "config_file rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
-    "checkpoints doctor sampling/logits",
-    "data sampling loop rl/objective rl/packing",
-    "rl/rollouts rl/update rl/population_weights",
+    "checkpoints doctor sampling/logits rl/packing",
+    "memory",
+    "sizes",
+    "data sampling loop rl/objective",
+    "rl/rollouts rl/forward rl/population_weights",
+    "rl/update",
     "evaluate weights_figure",
     "sft rl advantages_table",
     "runs",

@@ -1,5 +1,7 @@
 """Supervised fine-tuning: what the loss counts, where it stops, what it asks of its rows, and resuming."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,10 @@ from tunix_like import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConf
 from tunix_like.data import reverse_text
 from tunix_like.data.stream import render
 from tunix_like.metrics import rows as metric_rows
+from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.losses import aggregation_weights
-from tunix_like.rl.packing import pack
-from tunix_like.rl.update import ForwardOptions, micro_loss
+from tunix_like.rl.packing import Layout, pack
+from tunix_like.rl.update import gradient, update_input
 from tunix_like.sft import _Likelihood
 
 TEXTS = ["ab", "cde", "efgh", "gh", "bad", "dc", "feed", "hg"]
@@ -102,14 +105,11 @@ def test_the_gradient_is_that_of_the_answers_likelihood():
     np.testing.assert_array_equal(batch.completion_lengths[:3, 0], [3, 4, 5])
 
     graphdef, _ = nnx.split(trainer.model)
-    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), pack(batch, batch.scored, (8, 1)))
+    packed = pack(batch.completion_lengths, batch.scored, batch.completion_tokens.shape[2], Layout(3, 3, 1, True))
+    data = update_input(batch, np.ones(len(ROWS), bool), packed)
     weights = aggregation_weights("token-mean", *map(jnp.asarray, (batch.completion_lengths, batch.scored)), 1)
-    options = ForwardOptions(1.0, 1024, False)
-
-    def loss(params):
-        return micro_loss(params, graphdef, _Likelihood(), options, micro, jnp.asarray(batch.rewards), weights)[0]
-
-    got = jax.jit(jax.grad(loss))(trainer.params)
+    run = functools.partial(gradient, graphdef, _Likelihood(), ForwardOptions(1.0, 1024, False))
+    got, _ = jax.jit(run)(trainer.params, data, jnp.asarray(batch.rewards), weights, packed.sets)
     expected = jax.jit(jax.grad(lambda params: naive_nll(nnx.merge(graphdef, params), ROWS)))(trainer.params)
     distance = optax.tree.norm(jax.tree.map(jnp.subtract, got, expected)) / optax.tree.norm(expected)
     assert distance < 1e-5

@@ -15,6 +15,7 @@ from typing import Any
 from tunix_like.errors import UserError, nearest
 
 LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum", "sequence-mean-token-scale")
+ATTENTIONS = ("auto", "plain", "blocked", "cudnn", "splash")
 KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
 
 
@@ -51,9 +52,11 @@ def check_ranges(section: Any, path: str) -> None:
         value, rule, name = getattr(section, field.name), field.metadata, f"{path}.{field.name}"
         if value is None or not rule:
             continue
-        if rule["choices"] is not None and value not in rule["choices"]:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        may_be_number = number and rule["at_least"] is not None  # `auto` or a number
+        if rule["choices"] is not None and value not in rule["choices"] and not may_be_number:
             raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not number:
             continue
         if not math.isfinite(value):
             raise UserError(f"{name}: got {value}; give a finite number.")
@@ -91,6 +94,12 @@ class ModelConfig(_Checked):
     )
     param_dtype: str = key(
         "float32", doc="dtype of weights and optimizer state; training needs float32", choices=("float32", "bfloat16")
+    )
+    attention: str = key(
+        "auto",
+        doc="plain: scores as one array; blocked: less memory; cudnn (NVIDIA, bfloat16), splash (TPU): the device's "
+        "kernel; auto: the kernel where there is one, else by the size of a call",
+        choices=ATTENTIONS,
     )
 
 
@@ -197,8 +206,11 @@ class RolloutConfig(_Checked):
     temperature: float = key(1.0, doc="sampling temperature; 0 is greedy (evaluation only)", at_least=0)
     top_p: float = key(1.0, doc="keep the most probable tokens whose probabilities sum to this", above=0, at_most=1)
     top_k: int | None = key(doc="keep only this many most probable tokens; unset: all", at_least=1)
-    max_concurrent_rows: int | None = key(
-        doc="completions sampled at once: bounds the cache; unset: all of a step", at_least=1
+    max_concurrent_rows: int | str = key(
+        "auto",
+        doc="completions sampled at once, which bounds the cache; auto: all of a step, or as many as fit into memory",
+        choices=("auto",),
+        at_least=1,
     )
     eos_tokens: list[int] | None = key(doc="ids that end a completion; unset: those of generation_config.json")
 
@@ -260,8 +272,12 @@ class RLTrainingConfig(_Checked):
     max_steps: int | None = key(doc="training steps (rollout batches); unset: one pass over the data", at_least=1)
     seed: int = key(0, doc="seed of weights, sampling and evaluation", at_least=0)
     mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
-    train_micro_batch_size: int | None = key(
-        doc="completions per forward and backward; unset: one whole group", at_least=1
+    train_micro_batch_size: int | str = key(
+        "auto",
+        doc="completions of full length per forward and backward; auto: 512 tokens on a CPU, elsewhere up to 16384 "
+        "where memory allows it",
+        choices=("auto",),
+        at_least=1,
     )
     logprob_chunk_size: int = key(1024, doc="tokens whose logits exist at once in the update", at_least=1)
     eval_every_n_steps: int | None = key(doc="evaluate every n steps; unset: only before and after", at_least=1)
@@ -270,6 +286,9 @@ class RLTrainingConfig(_Checked):
     )
     max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
     log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
+    profile_steps: list[int] | None = key(
+        doc="first and last step of a profiler trace, e.g. [5, 6], written to the run folder's profile/"
+    )
     remat: bool = key(False, doc="recompute each layer in the backward pass: less memory, about a third more compute")
     actor_optimizer: Any = key(
         doc="an OptimizerConfig or an optax.GradientTransformation; unset: the `optimizer` section", python_only=True

@@ -373,9 +373,10 @@ def _documented(section: Any, path: str) -> Iterator[str]:
 
 def _rule(field: dataclasses.Field[Any], hint: Any) -> str:
     rule = field.metadata
-    if rule["choices"] is not None:
-        return ", ".join([*rule["choices"], *(["null"] if _optional(hint) else [])])
     bounds = [f"{words} {rule[key]}" for key, words in _BOUNDS.items() if rule[key] is not None]
+    if rule["choices"] is not None:
+        number = [f"or {_describe(_options(hint)[0])}", *bounds] if bounds else []
+        return ", ".join([*rule["choices"], *number, *(["null"] if _optional(hint) else [])])
     return ", ".join([_describe(hint), *bounds])
 
 

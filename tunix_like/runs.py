@@ -45,7 +45,8 @@ from tunix_like.rl.learners import LEARNERS, find_learner
 from tunix_like.rl.losses import loss_parameters
 from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, check_takes_negative, resolve
 from tunix_like.rl.rollouts import WeightedReward
-from tunix_like.sampling.sampler import make_sampler
+from tunix_like.sampling.sampler import make_sampler, slot_shape
+from tunix_like.sizes import foresee
 from tunix_like.tokenizer import Tokenizer
 
 CHANGEABLE = (
@@ -55,6 +56,7 @@ CHANGEABLE = (
     "training.checkpoint_every_n_steps",
     "training.max_checkpoints_to_keep",
     "training.log_rollouts_every_n_steps",
+    "training.profile_steps",
     "eval.",
 )
 """Keys (or their beginnings) that a run may be resumed with other values of."""
@@ -171,18 +173,18 @@ def assemble(config: Config) -> Parts:
 
 
 def _load_model(config: Config, own: Tokenizer | None) -> tuple[Decoder, Tokenizer]:
-    section, dtypes = config.model, _dtypes(config)
+    section, kinds = config.model, _kinds(config)
     if section.path is not None:
         if section.config is not None:
             raise UserError("model.config: give either model.path or model.config, not both.")
-        model, tokenizer = load_model(section.path, init=section.init, seed=config.training.seed, **dtypes)
+        model, tokenizer = load_model(section.path, init=section.init, seed=config.training.seed, **kinds)
     else:
         if section.init != "random":
             raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
         fields = dict(section.config or {})
         if own is not None:
             fields.setdefault("vocab_size", own.vocab_size)
-        model, tokenizer = load_model(fields, init="random", seed=config.training.seed, **dtypes)
+        model, tokenizer = load_model(fields, init="random", seed=config.training.seed, **kinds)
     tokenizer = own or tokenizer
     if tokenizer is None:
         raise UserError(f"model.path: {section.path} has no tokenizer, and data.name={config.data.name} brings none.")
@@ -252,7 +254,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
         return _open_model(path, overrides, need_data)
     file = place / "config.yaml"  # a run of the Python interface has none
     config = load(file, overrides) if file.is_file() else _config_without_file(path, overrides, need_data)
-    graphdef, abstract, model_config, tokenizer = load_description(place / "model", **_dtypes(config))
+    graphdef, abstract, model_config, tokenizer = load_description(place / "model", **_kinds(config))
     with Checkpoints(steps_folder) as checkpoints:
         step = checkpoints.steps()[-1] if step is None else step
         params = checkpoints.restore(step, {"params": abstract})[0]["params"]
@@ -260,10 +262,14 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
     return Trained(config, graphdef, model_config, params, tokenizer, f"{steps_folder}/{step}")
 
 
-def _dtypes(config: Config) -> dict[str, Any]:
-    """`load_model`'s dtypes; an unset compute dtype is left to the device."""
+def _kinds(config: Config) -> dict[str, Any]:
+    """`load_model`'s dtypes and way to attend; an unset compute dtype is left to the device."""
     dtype = config.model.dtype
-    return {"dtype": None if dtype is None else jnp.dtype(dtype), "param_dtype": jnp.dtype(config.model.param_dtype)}
+    return {
+        "dtype": None if dtype is None else jnp.dtype(dtype),
+        "param_dtype": jnp.dtype(config.model.param_dtype),
+        "attention": config.model.attention,
+    }
 
 
 def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -> Config:
@@ -323,7 +329,7 @@ def _newest_checkpoints(run: Path) -> Path | None:
 
 def _open_model(path: str, overrides: Sequence[str], need_data: bool) -> Trained:
     config = _config_without_file(path, [f"model.path={path}", *overrides], need_data)
-    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, **_dtypes(config))
+    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, **_kinds(config))
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer.")
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
@@ -349,6 +355,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
         ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
+        *foresee(config, parts.model, parts.mesh, slot_shape).lines(),
     ]
 
 

@@ -25,17 +25,16 @@ from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
-from tunix_like.models.sharding import place_params, place_prompts, prompt_parts
+from tunix_like.models.sharding import place_params, place_replicated, prompt_parts
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
-from tunix_like.rl.packing import pack, split_shape
-from tunix_like.rl.update import ForwardOptions, SkipWatch, UpdateInput, update_input, update_step
+from tunix_like.rl.packing import choose_layout, pack
+from tunix_like.rl.update import SkipWatch, UpdateInput, update_input, update_step
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
+from tunix_like.sizes import chunk_size
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch
-
-MICRO_BATCH = 8
-"""Examples per forward when `training.train_micro_batch_size` is unset."""
 
 
 class _Likelihood:
@@ -160,10 +159,13 @@ class SFTTrainer:
 
     def advance(self, step: int) -> dict[str, float] | None:
         batch = self._batch(next(self.iterator))
-        size = self.training.train_micro_batch_size or MICRO_BATCH
-        shape = split_shape(1, size, self.config.batch_size, prompt_parts(self.mesh))
-        micro = place_prompts(pack(batch, batch.scored, shape), self.mesh, axis=1)
-        data = update_input(batch, np.ones(self.config.batch_size, bool), micro)
+        widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
+        shape = self.config.batch_size, 1
+        size = chunk_size(self.training, self.model, shape, widths, mesh=self.mesh)
+        layout = choose_layout(1, self.config.batch_size, widths, size, prompt_parts(self.mesh))
+        packed = place_packed(pack(batch.completion_lengths, batch.scored, widths[1], layout), self.mesh)
+        batch = place_replicated(batch, self.mesh)
+        data = update_input(batch, np.ones(self.config.batch_size, bool), packed)
         self.params, self.opt_state, metrics, _ = self._step(self.params, self.opt_state, data)
         out = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.watch([out])

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_like.models.attention import attention, group_attention, part_of
+from tunix_like.models import attention_blocked
+from tunix_like.models.attention import attention, group_attention
+from tunix_like.models.attention_parts import Causal, Lengths, part_of
 
 P, G, T, S, H, K, WIDTH = 2, 3, 4, 5, 4, 2, 6
 RNG = np.random.default_rng(0)
@@ -46,15 +48,23 @@ def ours(q, prompt_k, prompt_v, own_k, own_v, prompt_mask, own_mask):
     return group_attention(q, part_of(prompt_k, prompt_v, prompt_mask[:, None]), own)
 
 
+def in_blocks(q, prompt_k, prompt_v, own_k, own_v, prompt_mask, own_mask):
+    """The same masks, described: the only ones this is called with are `RAGGED` and `CAUSAL`."""
+    prompt = part_of(prompt_k, prompt_v, Lengths(jnp.asarray([S, 2])))
+    return group_attention(q, prompt, part_of(rows(own_k), rows(own_v), Causal()), kind="blocked")
+
+
 CAUSAL = jnp.tril(jnp.ones((T, T), bool))
 RAGGED = jnp.arange(S)[None] < jnp.asarray([[S], [2]])
 COTANGENT = normal(P, G, T, H, WIDTH)
 
 
 @pytest.mark.parametrize(("scale", "far"), [(1.0, 0.0), (30.0, 0.0), (1.0, 50.0)], ids=["mild", "peaked", "far apart"])
-def test_two_parts_are_one_softmax(scale, far):
+@pytest.mark.parametrize("way", [ours, in_blocks])
+def test_two_parts_are_one_softmax(way, scale, far, monkeypatch):
     """Ragged prompts and causal completions; with scores so large that one key takes all, and with the two parts so far
     apart that the exponentials of one of them vanish."""
+    monkeypatch.setattr(attention_blocked, "BLOCK", 3)
     q = scale * normal(P, G, T, H, WIDTH)
     prompt_k, prompt_v = normal(P, S, K, WIDTH) - far, normal(P, S, K, WIDTH)
     own_k, own_v = normal(P, G, T, K, WIDTH) + far, normal(P, G, T, K, WIDTH)
@@ -67,7 +77,7 @@ def test_two_parts_are_one_softmax(scale, far):
         jax.jit(jax.value_and_grad(lambda *arrays, f=f: loss(f, *arrays), argnums=range(5), has_aux=True))(
             q, prompt_k, prompt_v, own_k, own_v
         )
-        for f in (ours, by_group)
+        for f in (way, by_group)
     ]
     ((_, out), gradients), ((_, expected), expected_gradients) = both
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)

@@ -12,6 +12,11 @@ from flax import nnx
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_model
+from tunix_like.rl.forward import ForwardOptions, batch_logprobs
+from tunix_like.rl.packing import choose_layout, pack
+from tunix_like.sampling.logits import SamplingParams
+from tunix_like.sampling.sampler import Sampler, pad_tokens
+from tunix_like.types import GroupBatch
 
 SMALL = {
     "vocab_size": 53,
@@ -90,6 +95,40 @@ def test_logits_agree_with_transformers(reference, side):
     assert tokenizer is None
     assert theirs[mask].std() > 0.3, "logits near zero would agree with anything"
     np.testing.assert_allclose(our_logits(ours, mask)[mask], theirs[mask], rtol=0, atol=1e-4)
+
+
+def test_sampled_tokens_and_their_log_probabilities(reference):
+    """64 greedy tokens are the argmax of the full forward of transformers, token by token; what is drawn at a
+    temperature has the log-probabilities that transformers and the trainer compute."""
+    import torch
+
+    hf, folder = reference
+    graphdef, state = nnx.split(load_model(folder)[0])
+    params, prompts, steps = nnx.to_pure_dict(state), [TOKENS[0, :17].tolist(), TOKENS[1, :3].tolist()], 64
+    sampler = Sampler(graphdef, (), max_prompt_length=24, max_tokens=steps)
+    for temperature in (0.0, 0.7):
+        found = sampler.generate(params, prompts, [0, 1], 2, jax.random.key(0), SamplingParams(temperature))
+        logits = np.empty((2, 2, steps, SMALL["vocab_size"]))
+        for p, i in np.ndindex(2, 2):
+            with torch.no_grad():
+                out = hf(input_ids=torch.tensor([[*prompts[p], *found.tokens[p, i].tolist()]])).logits[0]
+            logits[p, i] = out[len(prompts[p]) - 1 : -1].double().numpy()
+        if temperature == 0:
+            np.testing.assert_array_equal(found.tokens, logits.argmax(axis=-1))
+            assert len(np.unique(found.tokens)) > 4, "one token over and over would not tell positions apart"
+            continue
+        scaled = logits / temperature
+        table = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+        expected = np.take_along_axis(table, found.tokens[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(found.logprobs, expected, rtol=0, atol=1e-4)
+        batch = GroupBatch(
+            pad_tokens(prompts, 24), np.array([17, 3], np.int32), found.tokens, found.lengths, None,
+            rewards=np.zeros((2, 2), np.float32), scored=np.ones((2, 2), bool),
+        )  # fmt: skip
+        packed = pack(found.lengths, batch.scored, steps, choose_layout(2, 2, (24, steps), 3))
+        options = ForwardOptions(temperature, chunk=50, remat=False)
+        trained = jax.jit(batch_logprobs, static_argnums=(0, 4))(graphdef, params, batch, packed, options)
+        np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
 
 
 def test_exported_model_loads_in_transformers(reference, tmp_path):

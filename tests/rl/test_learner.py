@@ -497,6 +497,26 @@ def test_a_mistake_in_a_source_names_it(given, message):
         make(source_estimators={"hard": {"advantage_estimator": "rloo"}, "easy": given})
 
 
+def test_where_the_time_goes(tmp_path, monkeypatch):
+    """Shares of useful work from the lengths, the split of the time, what was compiled, a trace; shares of the device's
+    peak where it is known."""
+    monkeypatch.setattr("tunix_like.rl.phase.peak_flops", lambda: 1e9)
+    learner = make(max_steps=3, reward=varied, output_dir=str(tmp_path), profile_steps=[2, 2])
+    sampled = watch_sampler(learner)
+    found = collect(learner, batch_size=8)
+    for row, completions in zip(found, sampled, strict=True):
+        split = sum(value for name, value in row.items() if name.startswith("train/time/"))
+        assert row["step"] == 2 or split == pytest.approx(row["train/step_time_sec"], rel=0.05)  # 2: writes the trace
+        lengths = completions.lengths
+        assert lengths.mean() / lengths.max() <= row["train/perf/rollout_occupancy"] <= 1
+        assert 0.4 <= row["train/perf/update_occupancy"] <= 1
+        useful = row["train/perf/update_mfu"] * row["train/time/update"] * 1e9
+        assert useful == pytest.approx(row["train/perf/update_operations"], rel=1e-4)
+        assert row["train/perf/rollout_mfu"] > 0
+    assert found[0]["train/perf/programs_compiled"] > 0 < found[0]["train/perf/compile_sec"]
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+
+
 @pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batch_size": 2}])
 def test_several_updates_of_one_batch(updates):
     """ppo_clip goes through the batch again with the log-probabilities of before the first update: ratios leave 1."""

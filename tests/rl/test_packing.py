@@ -1,140 +1,217 @@
-"""Every row of every group goes into a micro-batch exactly once, with its own prompt, and comes back to its place."""
+"""Every completion that is asked for goes through the model exactly once, beside its own prompt, in no more chunks than
+needed; and the shapes do not depend on which they are."""
 
 from __future__ import annotations
+
+import functools
+import itertools
+import math
 
 import numpy as np
 import pytest
 
-from tunix_like.rl.packing import pack, split_shape, unpack
-from tunix_like.types import GroupBatch
+from tunix_like.rl.packing import ROWS_PER_BIN, Layout, Packed, choose_layout, micro_batch_size, pack
 
-PROMPTS, SIZE, STEPS = 4, 5, 3
+PLACES = ("sample", "start", "length")
 
 
-def make_batch() -> GroupBatch:
-    """Every number names its place: token `t` of completion `i` of group `p` is `100 p + 10 i + t`."""
-    p, i, t = np.ogrid[:PROMPTS, :SIZE, :STEPS]
-    names = (100 * p + 10 * i + t).astype(np.int32)
-    return GroupBatch(
-        prompt_tokens=np.arange(PROMPTS, dtype=np.int32)[:, None] + np.zeros(6, np.int32),
-        prompt_lengths=np.arange(1, PROMPTS + 1, dtype=np.int32),
-        completion_tokens=names,
-        completion_lengths=1 + (p + i)[..., 0].astype(np.int32) % STEPS,
-        rollout_logprobs=names.astype(np.float32) / 500,
-        rewards=np.zeros((PROMPTS, SIZE), np.float32),
-        scored=np.ones((PROMPTS, SIZE), bool),
-    )
+def members(packed: Packed) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """`(set, chunk, lane, bin) -> [(group, sample, start, length), ...]` of what is laid out."""
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for place in zip(*np.nonzero(packed.length), strict=True):
+        number, chunk, lane, *_ = place
+        prompt = lane if packed.lane is None else packed.lane[number, chunk, lane]
+        row = (packed.prompts[number, prompt], *(getattr(packed, name)[place] for name in PLACES))
+        found.setdefault(tuple(map(int, place[:4])), []).append(tuple(map(int, row)))
+    return found
+
+
+@functools.cache
+def fewest_bins(lengths: tuple[int, ...], width: int) -> int:
+    """By trying every bin that the first completion could be in."""
+    if not lengths:
+        return 0
+    first, rest = lengths[0], range(1, len(lengths))
+    together = (beside for count in range(ROWS_PER_BIN) for beside in itertools.combinations(rest, count))
+    fits = (beside for beside in together if first + sum(lengths[i] for i in beside) <= width)
+    return min(1 + fewest_bins(tuple(lengths[i] for i in rest if i not in beside), width) for beside in fits)
+
+
+def divisions(groups: tuple[int, ...], size: int):
+    """Every division of groups into as few sets of at most `size` as there can be."""
+
+    def sets(groups):
+        if not groups:
+            yield []
+            return
+        for count in range(min(size - 1, len(groups) - 1) + 1):
+            for beside in itertools.combinations(groups[1:], count):
+                left = tuple(group for group in groups[1:] if group not in beside)
+                yield from ([(groups[0], *beside), *more] for more in sets(left))
+
+    return (found for found in sets(groups) if len(found) == math.ceil(len(groups) / size))
+
+
+def fewest_chunks(lengths: np.ndarray, live: np.ndarray, width: int, layout: Layout) -> int:
+    """Over every division of groups into sets and of completions into bins."""
+    bins = [fewest_bins(tuple(own[kept].tolist()), width) for own, kept in zip(lengths, live, strict=True)]
+    pieces = [math.ceil(count / layout.bins) for count in bins]
+
+    def chunks(groups):
+        own = [pieces[group] for group in groups]
+        return max(own) if layout.own_lanes else math.ceil(sum(own) / layout.lanes)
+
+    groups = tuple(group for group, count in enumerate(pieces) if count)
+    return min(sum(map(chunks, division)) for division in divisions(groups, layout.prompts))
+
+
+def random_cases(count: int, own_lanes: bool):
+    """Seeded `(lengths, rows, width, layout)`: some completions are empty, some are not asked for."""
+    rng = np.random.default_rng(own_lanes)
+    for _ in range(count):
+        prompts, size, width = (int(rng.integers(1, most)) for most in (6, 8, 9))
+        lengths = rng.integers(0, width + 1, (prompts, size)).astype(np.int32)
+        rows = rng.random((prompts, size)) < rng.choice([0.2, 0.6, 1.0])
+        together, bins = int(rng.integers(1, prompts + 2)), int(rng.integers(1, size + 1))
+        lanes = together if own_lanes else int(rng.integers(1, together * math.ceil(size / bins) + 1))
+        yield lengths, rows, width, Layout(together, lanes, bins, own_lanes)
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_each_completion_once_and_no_bin_overfull(own_lanes):
+    for lengths, rows, width, layout in random_cases(300, own_lanes):
+        packed = pack(lengths, rows, width, layout)
+        found = members(packed)
+        laid_out = [(group, sample) for bin_ in found.values() for group, sample, *_ in bin_]
+        assert sorted(laid_out) == [tuple(place) for place in np.argwhere(rows & (lengths > 0)).tolist()]
+        for inside in found.values():
+            assert len({group for group, *_ in inside}) == 1 and len(inside) <= ROWS_PER_BIN
+            taken = np.zeros(width, int)
+            for group, sample, start, length in inside:
+                assert length == lengths[group, sample] and start + length <= width
+                taken[start : start + length] += 1
+            assert taken.max() == 1, "they overlap"
+        assert (packed.prompts < len(rows)).all() and (packed.prompts >= 0).all()
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_what_is_used_stands_first(own_lanes):
+    """Beyond the counts there is nothing; a set has other prompts than the rest, and lane `i` its prompt `i` where
+    lanes are their own."""
+    for lengths, rows, width, layout in random_cases(100, own_lanes):
+        packed = pack(lengths, rows, width, layout)
+        live = (rows & (lengths > 0)).any(axis=1)
+        assert packed.sets == math.ceil(live.sum() / layout.prompts) == np.count_nonzero(packed.chunks[: packed.sets])
+        assert not packed.chunks[packed.sets :].any()
+        used = (packed.length > 0).any(axis=(2, 3, 4))
+        assert used.tolist() == [[chunk < count for chunk in range(used.shape[1])] for count in packed.chunks]
+        seen = packed.prompts[: packed.sets].reshape(-1)
+        assert sorted(seen[: live.sum()]) == np.flatnonzero(live).tolist()
+        assert (packed.lane is None) == layout.own_lanes
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_no_more_chunks_than_needed(own_lanes):
+    """First fit is not the best in all cases of this size, but in almost all; and never far from it."""
+    beyond = []
+    for lengths, rows, width, layout in random_cases(300, own_lanes):
+        packed = pack(lengths, rows, width, layout)
+        beyond.append(packed.chunks.sum() - fewest_chunks(lengths, rows & (lengths > 0), width, layout))
+    assert min(beyond) == 0 and max(beyond) <= 1 and np.mean(beyond) <= 0.02
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_shapes_hold_for_any_rows(own_lanes):
+    """Of none, of some, and of all at full width, which is just what there is room for."""
+    for lengths, rows, width, layout in random_cases(100, own_lanes):
+        room = len(rows) + 2
+        shapes = {
+            tuple(np.shape(x) for x in pack(own, kept, width, layout, room))
+            for own in (lengths, np.full_like(lengths, width))
+            for kept in (rows, np.ones_like(rows), np.zeros_like(rows))
+        }
+        assert len(shapes) == 1
+        full = pack(np.full_like(lengths, width), np.ones_like(rows), width, layout)
+        whole_sets = full.chunks[: len(rows) // layout.prompts]
+        assert (whole_sets == full.length.shape[1]).all()
+
+
+def test_a_group_split_over_chunks_is_laid_out_as_expected():
+    """Ten completions of which seven are live; a bin holds four at most, a chunk two bins."""
+    lengths = np.array([[6, 1, 4, 2, 3, 1, 1, 5, 1, 6]], np.int32)
+    rows = np.array([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0]], bool)
+    packed = pack(lengths, rows, 6, Layout(1, 1, 2, False), most_prompts=2)
+    assert packed.sets == 1 and packed.chunks.tolist() == [2, 0]
+    assert members(packed) == {
+        (0, 0, 0, 0): [(0, 0, 0, 6)],
+        (0, 0, 0, 1): [(0, 2, 0, 4), (0, 3, 4, 2)],
+        (0, 1, 0, 0): [(0, 1, 0, 1), (0, 5, 1, 1), (0, 6, 2, 1), (0, 8, 3, 1)],
+    }
+
+
+def test_groups_of_many_bins_go_together_where_lanes_are_their_own():
+    """A set has as many chunks as its longest group asks for, so that like goes with like."""
+    lengths = np.array([[8, 8, 8, 8], [2, 2, 2, 2], [8, 8, 8, 8], [2, 2, 2, 2]], np.int32)
+    packed = pack(lengths, np.ones((4, 4), bool), 8, Layout(2, 2, 1, True))
+    assert packed.prompts.tolist() == [[0, 2], [1, 3]] and packed.chunks.tolist() == [4, 1]
+
+
+# --- the layout that is chosen ----------------------------------------------------------------------------------------
+
+
+def layouts(count: int):
+    """Seeded `((generations, prompts, widths, micro-batch, parts), layout)`."""
+    rng = np.random.default_rng(0)
+    choices = ([1, 2, 3, 8, 16], range(1, 33), [1, 16, 100, 512], [1, 8, 64, 300, 1024], [1, 2, 3, 16, 128], [1, 2, 8])
+    for _ in range(count):
+        size, prompts, width, steps, micro, parts = (int(rng.choice(each)) for each in choices)
+        asked = (size, prompts, (width, steps), micro, parts)
+        yield asked, choose_layout(*asked)
+
+
+def test_a_layout_keeps_to_its_bounds():
+    """Bins a chunk and prompt tokens a set are bounded by `micro_batch_size`, but for one prompt a device; lanes and
+    bins by what a set can fill."""
+    for (size, prompts, (width, steps), micro, parts), layout in layouts(2000):
+        assert min(layout[:3]) >= 1 and layout.prompts % parts == 0
+        assert layout.own_lanes == (parts > 1 or size == 1)
+        before_rounding = layout.prompts - parts + 1  # at least
+        assert before_rounding <= prompts
+        assert layout.prompts == parts or before_rounding * width <= micro * steps
+        assert layout.lanes * layout.bins <= micro or (layout.bins == 1 and layout.lanes - parts < micro)
+        assert layout.bins <= size
+        assert layout.lanes == layout.prompts or not layout.own_lanes
+        assert layout.lanes <= layout.prompts * math.ceil(size / layout.bins), "lanes that nothing can fill"
+
+
+def test_a_layout_uses_what_it_is_given():
+    """More than half of the bins that `micro_batch_size` allows and a set can fill, and as many prompts as go."""
+    for (size, prompts, (width, steps), micro, parts), layout in layouts(2000):
+        asked = min(micro, prompts * size)
+        if parts == 1 and size > 1:
+            assert 2 * layout.lanes * layout.bins > min(asked, layout.prompts * size)
+            assert layout.prompts == prompts or (layout.prompts + 1) * width > asked * steps
+        if layout.own_lanes:
+            assert layout.bins == size or layout.prompts * (layout.bins + 1) > asked
 
 
 @pytest.mark.parametrize(
-    ("generations", "micro_batch", "expected"),
+    ("asked", "expected"),
     [
-        (8, None, (1, 8)),  # one whole group
-        (8, 8, (1, 8)),
-        (8, 16, (2, 8)),
-        (8, 23, (2, 8)),  # whole groups only
-        (8, 1000, (6, 8)),  # never more prompts than there are
-        (8, 7, (1, 4)),  # even parts
-        (8, 4, (1, 4)),
-        (8, 3, (1, 3)),
-        (8, 1, (1, 1)),
-        (5, 4, (1, 3)),
-        (1, 4, (4, 1)),
+        ((8, 6, (64, 64), 16), Layout(6, 16, 1, False)),  # short prompts: one bin a lane
+        ((8, 6, (512, 64), 16), Layout(2, 4, 4, False)),  # long ones are not copied for every bin
+        ((8, 6, (512, 64), 8), Layout(1, 1, 8, False)),
+        ((8, 6, (64, 64), 1), Layout(1, 1, 1, False)),
+        ((8, 6, (64, 64), 1000), Layout(6, 48, 1, False)),  # never more than there is
+        ((8, 30, (512, 8), 128), Layout(2, 2, 8, False)),  # nor more lanes than two prompts can fill
+        ((1, 6, (64, 64), 4), Layout(4, 4, 1, True)),  # one completion a prompt
+        ((8, 6, (64, 64), 16, 4), Layout(8, 8, 2, True)),  # a multiple of the devices
+        ((8, 6, (512, 64), 2, 4), Layout(4, 4, 1, True)),
     ],
 )
-def test_split_shape(generations, micro_batch, expected):
-    assert split_shape(generations, micro_batch, 6) == expected
+def test_layouts(asked, expected):
+    assert choose_layout(*asked) == expected
 
 
-def test_split_shape_gives_every_device_as_many_prompts():
-    assert split_shape(8, None, 6, device_parts=4) == (4, 8)
-    assert split_shape(8, 40, 6, device_parts=4) == (8, 8)
-    assert split_shape(8, 3, 6, device_parts=2) == (2, 3)
-
-
-def rows_of(*groups: int) -> np.ndarray:
-    """All completions of these groups."""
-    return np.isin(np.arange(PROMPTS), groups)[:, None] & np.ones(SIZE, bool)
-
-
-ROWS = {
-    "all": rows_of(*range(PROMPTS)),
-    "one group": rows_of(2),
-    "two groups": rows_of(1, 3),
-    "some of each": np.array([[1, 0, 0, 1, 1], [0, 1, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 0, 1]], bool),
-    "one": rows_of(3) & (np.arange(SIZE) == 4),
-    "none": rows_of(),
-}
-
-
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("shape", [(1, SIZE), (2, SIZE), (3, SIZE), (1, 2), (2, 2), (1, 3), (4, 1), (8, SIZE)], ids=str)
-def test_pack_and_unpack(shape, rows):
-    batch = make_batch()
-    names = batch.completion_tokens
-    old = names.astype(np.float32) / 1000
-    micro = pack(batch, rows, shape, old_logprobs=old, ref_logprobs=old + 1)
-    assert micro.tokens.shape[1:] == (*shape, STEPS)
-    parts = sum(-(-live // shape[1]) for live in rows.sum(axis=1))
-    assert len(micro.tokens) == max(1, -(-parts // shape[0])), "no more micro-batches than the live rows need"
-    seen = []
-    for place in zip(*np.nonzero(micro.lengths), strict=True):
-        group, sample = micro.group[place[:2]], micro.sample[place]
-        seen.append((group, sample))
-        assert micro.lengths[place] == batch.completion_lengths[group, sample]
-        np.testing.assert_array_equal(micro.tokens[place], names[group, sample])
-        np.testing.assert_array_equal(micro.rollout_logprobs[place], batch.rollout_logprobs[group, sample])
-        np.testing.assert_array_equal(micro.old_logprobs[place], old[group, sample])
-        np.testing.assert_array_equal(micro.ref_logprobs[place], old[group, sample] + 1)
-        assert micro.prompt_lengths[place[:2]] == batch.prompt_lengths[group]
-        np.testing.assert_array_equal(micro.prompt_tokens[place[:2]], batch.prompt_tokens[group])
-    assert sorted(seen) == [tuple(place) for place in np.argwhere(rows)], "each row once"
-    assert (micro.prompt_lengths > 0).all(), "padding rows still go through the model"
-    results = np.where(micro.lengths[..., None] > 0, micro.tokens, -1)  # what padding rows yield must go nowhere
-    expected = np.where(rows[..., None], names, 0)
-    np.testing.assert_array_equal(unpack(results, micro, (PROMPTS, SIZE)), expected)
-
-
-@pytest.mark.parametrize(
-    ("rows", "shape", "room", "count"),
-    [
-        (rows_of(1), (2, SIZE), 4, 2),
-        (rows_of(0, 3), (1, SIZE), 3, 3),
-        (rows_of(2), (1, 2), 2, 6),
-        (rows_of(), (2, SIZE), 3, 2),
-        (rows_of(1, 2), (1, SIZE), 1, 2),
-        (ROWS["some of each"], (1, SIZE), 4, 4),
-        (ROWS["some of each"], (2, 2), 4, 6),
-        (ROWS["one"], (1, 2), 1, 3),
-    ],
-)
-def test_room_makes_as_many_micro_batches_whatever_the_rows(rows, shape, room, count):
-    batch = make_batch()
-    micro = pack(batch, rows, shape, room)
-    assert micro.tokens.shape == (count, *shape, STEPS)
-    assert (micro.prompt_lengths > 0).all()
-    expected = np.where(rows, batch.completion_lengths, 0)
-    np.testing.assert_array_equal(unpack(micro.lengths, micro, (PROMPTS, SIZE)), expected)
-    assert micro.lengths.sum() == expected.sum()
-
-
-def test_a_split_group_holds_only_live_rows():
-    """Six of ten completions in micro-batches of three cost two of them, not four, and the rest of the room nothing."""
-    batch = make_batch()
-    live = np.array([[1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 0, 1, 0]], bool)
-    micro = pack(batch, live, (1, 3), room=PROMPTS)
-    assert (micro.lengths > 0).any(axis=(1, 2)).tolist() == [True, True] + [False] * 6
-    assert micro.group[:2].tolist() == [[0], [3]] and micro.sample[:2].tolist() == [[[0, 2, 4]], [[0, 1, 3]]]
-
-
-def test_an_empty_completion_goes_nowhere():
-    batch = make_batch()
-    batch.completion_lengths[1, 2] = 0
-    micro = pack(batch, rows_of(1), (1, SIZE))
-    back = unpack(micro.tokens, micro, (PROMPTS, SIZE))
-    assert not back[1, 2].any() and (back[1, [0, 1, 3, 4]] == batch.completion_tokens[1, [0, 1, 3, 4]]).all()
-
-
-def test_no_log_probabilities_are_made_up():
-    micro = pack(make_batch()._replace(rollout_logprobs=None), ROWS["all"], (1, SIZE))
-    assert micro.old_logprobs is None and micro.ref_logprobs is None and micro.rollout_logprobs is None
+def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():
+    assert [micro_batch_size(width) for width in (16, 64, 500, 512, 4096)] == [32, 8, 1, 1, 1]

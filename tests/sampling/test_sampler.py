@@ -5,6 +5,8 @@ The stream without end-of-sequence tokens is the oracle of the one with them, si
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, prompt_mask
 from tunix_like.sampling import decoding, sampler
 from tunix_like.sampling.logits import SamplingParams
-from tunix_like.sampling.sampler import FIRST_CACHE, Sampler, length_bucket, make_sampler, pad_tokens
+from tunix_like.sampling.sampler import Sampler, length_bucket, make_sampler, pad_tokens, slot_shape
 from tunix_like.tokenizer import Tokenizer
 
 VOCABULARY, SIZE, TEMPERATURE = 19, 2, 0.7
@@ -78,10 +80,11 @@ def endless():
     return sample()
 
 
-def test_logprobs_are_those_of_the_full_forward():
-    """Over 70 tokens, so that the cache grows once on the way."""
+def test_logprobs_are_those_of_the_full_forward(monkeypatch):
+    """Over 70 tokens, so that the cache grows on the way."""
+    monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
     found = sample(max_tokens=70)
-    assert found.tokens.shape == (3, SIZE, 70) and FIRST_CACHE < 70
+    assert found.tokens.shape == (3, SIZE, 70)
     logits = full_logits([A, B, C], found.tokens)
     assert logits.std() > 0.5, "flat logits would agree with anything"
     expected = chosen_logprobs(logits, found.tokens, TEMPERATURE)
@@ -181,13 +184,16 @@ def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
         np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
     names = [name for name, _ in seen]
     assert names.count("fill") > 1 and max(np.prod(shape) for name, shape in seen if name == "fill") <= rows
-    assert sum(shape[0] for name, shape in seen if name == "prefill") >= len(PROMPTS)
-    assert names.count("prefill") > 1, "prompts that wait are computed when their turn comes"
+    prefilled = [shape[0] for name, shape in seen if name == "prefill"]
+    assert sum(prefilled) >= len(PROMPTS)
+    assert len(prefilled) > 1 or rows > 12, "prompts that wait are computed when their turn comes"
 
 
 def test_moved_rows_change_nothing(ragged, monkeypatch):
     """Gathered into fewer rows as they finish, one prompt in several slots, then the cache grown."""
     monkeypatch.setattr(sampler, "WORTH_MOVING", 1)
+    monkeypatch.setattr(sampler, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
     seen = events(monkeypatch)
     found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
     for values, expected in zip(found, ragged, strict=True):
@@ -261,3 +267,38 @@ def test_make_sampler_takes_the_configs_end_tokens_before_the_tokenizers():
     plain = make_sampler(GRAPHDEF, tokenizer, rollout)
     assert (plain.eos_ids, plain.max_prompt_length, plain.max_tokens) == ((1,), 9, 4)
     assert make_sampler(GRAPHDEF, tokenizer, RolloutConfig(eos_tokens=[2, 0])).eos_ids == (2, 0)
+
+
+def test_the_shape_of_slots():
+    """A group a slot where all are at once; else short prompts give each row a slot, long ones are shared."""
+    assert slot_shape(4, 8, 32, 64, 128) == slot_shape(4, 8, 1000, 64, 128) == (4, 8)
+    assert slot_shape(64, 16, 512, 256, 1024) == (512, 1)
+    assert slot_shape(64, 16, 512, 4096, 64)[1] == 16
+    for prompts, size, at_once in itertools.product((1, 3, 8), (1, 5, 8), (1, 2, 7, 23)):
+        for lengths in ((8, 512), (64, 64), (2048, 16)):
+            slots, width = slot_shape(prompts, size, at_once, *lengths)
+            assert 1 <= width <= size and slots >= 1 and slots * width <= min(at_once, prompts * size + size)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_prompt_in_several_slots_is_computed_once(ragged, monkeypatch, width):
+    """Of four prompts, two stand in the slots at first and go from one slot to another; the others follow."""
+    monkeypatch.setattr(sampler, "slot_shape", lambda *_: (8 // width, width))
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=8)
+    for values, expected in zip(found, ragged, strict=True):
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    assert sum(shape[0] for name, shape in seen if name == "prefill") == len(PROMPTS)
+    assert [name for name, _ in seen].count("replace_prompts") > 2
+
+
+def test_useful_share_of_the_work(ragged, monkeypatch):
+    """Every row that is there at a step counts, live or not."""
+    made = {
+        rows: Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=80, max_concurrent_rows=rows) for rows in (1, 24)
+    }
+    monkeypatch.setattr(sampler, "WORTH_MOVING", 1000)
+    for one in made.values():
+        one.generate(PARAMS, PROMPTS, NUMBERS, MANY, KEY, WARM)
+    assert made[1].row_steps == ragged.lengths.sum(), "one row is live until it is done"
+    assert made[24].row_steps == 80 * len(PROMPTS) * MANY

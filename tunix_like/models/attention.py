@@ -1,65 +1,113 @@
 """Softmax attention over one or several parts of the keys, with grouped heads; scores and softmax in float32.
 
 A part is a set of keys and values with a mask. Completions of one prompt share the prompt's part, which therefore
-exists once per group. This module knows no weights, no cache and no positions.
+exists once per group. Here stands the plain way, which makes the scores, and the choice between it and the ways that
+do not: blocks, and the kernels of a device. This module knows no weights, no cache and no positions.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
+
+from tunix_like.config import ATTENTIONS
+from tunix_like.errors import UserError, nearest
+from tunix_like.models.attention_blocked import joined_attention
+from tunix_like.models.attention_kernels import cudnn_attention, splash_attention
+from tunix_like.models.attention_parts import Part, dense_mask
 
 MASKED = -1e30
 """Score of a masked key: finite, so that a row whose every key is masked yields finite garbage and no NaN gradient."""
 
+SCORES = 2**24
+"""Most scores `B H N U` that `auto` makes at once where the device has no kernel: 64 MB, kept for every layer in
+training. Sequences so long that blocks are quicker have more than that in a batch of any use."""
 
-class Part(NamedTuple):
-    """Keys and values that every query of a batch entry may look at, where `mask` allows.
+_ROADS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
-    Attributes:
-      k, v: one row of keys and values per batch entry, laid out as the two products read them: a cache in this layout
-        is never transposed.
-      mask: broadcastable to `[B, N, U]`: query n may see key u.
+
+def resolve_attention(name: str, dtype: Any, head_dim: int) -> str:
+    """The way to attend on this machine: `name`, or for "auto" the device's kernel if it has one for this model.
+
+    Returns:
+      one of `ATTENTIONS`; "auto" where the size of each call decides between the plain way and blocks.
+
+    Raises:
+      UserError: the name is unknown, or this machine or model cannot go that way.
     """
-
-    k: Float[Array, "B K h U"]
-    v: Float[Array, "B K U h"]
-    mask: Bool[Array, "#B #N U"]
-
-
-def part_of(k: Float[Array, "... U K h"], v: Float[Array, "... U K h"], mask: Bool[Array, "#B #N U"]) -> Part:
-    """A part of keys and values as projections give them, positions before heads."""
-    return Part(*laid_out(k, v), mask)
-
-
-def laid_out(k: Float[Array, "*B U K h"], v: Float[Array, "*B U K h"]) -> tuple[Array, Array]:
-    """Keys `[*B K h U]` and values `[*B K U h]`."""
-    return jnp.moveaxis(k, -3, -1), v.swapaxes(-3, -2)
+    if name not in ATTENTIONS:
+        raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
+    missing = {"cudnn": _cudnn_lacks(dtype, head_dim), "splash": _splash_lacks()}
+    if name == "auto":
+        return next((kernel for kernel, lack in missing.items() if lack is None), "auto")
+    if (lack := missing.get(name)) is not None:
+        raise UserError(f"model.attention: {name} needs {lack}. Set auto, which takes what this machine can do.")
+    return name
 
 
-def attention(q: Float[Array, "B N H h"], part: Part) -> Float[Array, "B N H h"]:
-    """`softmax(q k^T / sqrt(h)) v` over one part; query head `i` uses key head `i // (H // K)`."""
+def _cudnn_lacks(dtype: Any, head_dim: int) -> str | None:
+    device = jax.devices()[0]
+    if "NVIDIA" not in device.device_kind or float(device.compute_capability) < 8:
+        return f"an NVIDIA GPU of compute capability 8.0 or later, and this is {device.device_kind}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"model.dtype bfloat16, not {jnp.dtype(dtype).name}"
+    if head_dim > 128 or head_dim % 8:
+        return f"heads of at most 128 numbers, a multiple of 8, and this model's have {head_dim}"
+    return None
+
+
+def _splash_lacks() -> str | None:
+    if jax.default_backend() != "tpu":
+        return f"a TPU, and this is {jax.devices()[0].device_kind}"
+    if jax.device_count() > 1:  # the compiler cannot split a kernel over a mesh
+        return f"a single device, and there are {jax.device_count()}"
+    return None
+
+
+def _road(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Any:
+    """How to attend without making the scores, or None: make them. Masks that are arrays (decoding, one query a row)
+    always go the plain way."""
+    if kind == "plain" or not all(part.described for part in parts):
+        return None
+    if kind != "auto":
+        return _ROADS[kind]
+    scores = sum(q.size // q.shape[-1] * part.k.shape[-1] for part in parts)
+    return joined_attention if scores > SCORES else None
+
+
+def attention(q: Float[Array, "B N H h"], part: Part, kind: str = "auto") -> Float[Array, "B N H h"]:
+    """`softmax(q k^T / sqrt(h)) v` over one part; query head `i` uses key head `i // (H // K)`.
+
+    `kind` is what `resolve_attention` returned.
+    """
+    if (road := _road(kind, q, (part,))) is not None:
+        return road(q, (part,))
     scores = _scores(q, part)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = _unfold(weights.sum(-1, keepdims=True), q.shape[2])
     return (_unfold(_values(weights, part), q.shape[2]) / total).astype(q.dtype)
 
 
-def group_attention(q: Float[Array, "P G T H h"], prompt: Part, *own: Part) -> Float[Array, "P G T H h"]:
+def group_attention(
+    q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto"
+) -> Float[Array, "P G T H h"]:
     """Attention of completions over their prompt's keys (stored once per group) and their own, under ONE softmax.
 
     Args:
       q: queries of every completion of every prompt.
       prompt: part with `B = P`; its mask broadcasts over the `G * T` queries of a prompt.
       own: parts with `B = P * G`: each completion's own keys.
+      kind: what `resolve_attention` returned.
 
     The parts are joined by their common maximum and the sum of their exponentials, so no `[T, S + T]` array is
     assembled, and the gradient flows through all (unlike the residual of `jax.nn.dot_product_attention`).
     """
+    if (road := _road(kind, q, (prompt, *own))) is not None:
+        return road(q, (prompt, *own))
     groups, size, steps, heads, width = q.shape
     by_prompt = q.reshape(groups, size * steps, heads, width)
     by_row = q.reshape(groups * size, steps, heads, width)
@@ -95,7 +143,7 @@ def _scores(q: Float[Array, "B N H h"], part: Part) -> Float[Array, "B K R N U"]
     folded = split.transpose(0, 2, 3, 1, 4).reshape(batch, key_heads, -1, width)
     scores = jnp.matmul(folded, part.k, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, key_heads, heads // key_heads, count, -1)
-    return jnp.where(part.mask[:, None, None], scores, MASKED)
+    return jnp.where(dense_mask(part, count)[:, None, None], scores, MASKED)
 
 
 def _values(weights: Float[Array, "B K R N U"], part: Part) -> Float[Array, "B K R N h"]:

@@ -1,8 +1,8 @@
 """One decoder for every family: tokens to logits, with the prompt of a group computed once.
 
 Modules carry Hugging Face's attribute names, so that the table of weight names is mechanical. Four ways through the
-same layers: a plain forward (`__call__`), `prefill` and `decode` for sampling, `group_hidden` for training. This module
-knows no tokenizer, no sampling and no loss.
+same layers: a plain forward (`__call__`), `prefill` of prompts, and behind it `decode` for sampling or
+`completion_hidden` for training. This module knows no tokenizer, no sampling and no loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from tunix_like.models.attention import Part, attention, group_attention, laid_out, part_of
+from tunix_like.models.attention import attention, group_attention, resolve_attention
+from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
 
 KeyValue = tuple[Array, Array]
@@ -137,11 +138,22 @@ class Decoder(nnx.Module):
         2,500 and is too small for the tiny models that are trained from nothing).
       dtype: compute dtype of matrix products; norms, softmax and logits are float32 whatever it is.
       param_dtype: dtype of the stored weights.
+      attention: how to attend where sequences may be long, one of `config.ATTENTIONS`; `decode` goes the plain way.
+
+    Raises:
+      UserError: this machine cannot attend that way.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        attention: str = "auto",
     ):
+        self.attention = resolve_attention(attention, dtype, config.head_dim)
         kinds = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **kinds)
@@ -156,20 +168,31 @@ class Decoder(nnx.Module):
         """Logits (float32) at every position. `attention_mask` is 1 where a token is real; padding may stand left or
         right, positions count real tokens only. Logits at padded positions mean nothing."""
         if attention_mask is None:
-            attention_mask = jnp.ones(tokens.shape, jnp.int32)
-        real = attention_mask.astype(bool)
-        positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-        hidden, _ = self._causal(tokens, positions, real)
+            positions, mask = jnp.arange(tokens.shape[1])[None], Causal()
+        else:
+            real = attention_mask.astype(bool)
+            positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
+            mask = Causal(jnp.where(real, 0, -1))
+        hidden, _ = self._causal(tokens, positions, mask)
         return self.logits(self.norm(hidden))
 
     def _causal(
-        self, tokens: Int[Array, "B L"], positions: Int[Array, "#B L"], real: Bool[Array, "B L"]
+        self, tokens: Int[Array, "B L"], positions: Int[Array, "#B L"], mask: Causal, remat: bool = False
     ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
-        rope, attend = rope_tables(self.config, positions), causal_attend(real)
+        rope = rope_tables(self.config, positions)
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            return attention(q, part_of(k, v, mask), self.attention)
+
+        def run(layer: Layer, x: Array) -> tuple[Array, KeyValue]:
+            x, (k, v) = layer(x, rope, attend)
+            return x, laid_out(k, v)
+
+        run = nnx.remat(run) if remat else run
         x, cache = self.embed_tokens(tokens), []
         for layer in self.layers:
-            x, (k, v) = layer(x, rope, attend)
-            cache.append(laid_out(k, v))
+            x, key_value = run(layer, x)
+            cache.append(key_value)
         return x, cache
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -183,11 +206,12 @@ class Decoder(nnx.Module):
         return self.lm_head.kernel[...].astype(self.dtype)
 
     def prefill(
-        self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"]
+        self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
     ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
-        """Normed hidden state of each prompt's last token; every layer's keys `[P K h S]` and values `[P K S h]`."""
-        real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-        hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], real)
+        """Normed hidden state of each prompt's last token; every layer's keys `[P K h S]` and values `[P K S h]`.
+        `remat` recomputes each layer in the backward pass."""
+        # No real token stands behind padding, so causal attention needs no other mask.
+        hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], Causal(), remat)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
 
     def decode(
@@ -219,47 +243,44 @@ class Decoder(nnx.Module):
             x, _ = layer(x, rope, cached_attend(Part(prompt_k, prompt_v, prompt_mask), own, column, seen, filled))
         return self.norm(x[:, :, 0]), filled
 
-    def group_hidden(
+    def completion_hidden(
         self,
-        prompt_tokens: Int[Array, "P S"],
-        prompt_lengths: Int[Array, "P"],
-        completion_tokens: Int[Array, "P G T"],
+        first: Float[Array, "A D"],
+        prompt_cache: list[KeyValue],
+        prompt_lengths: Int[Array, "A"],
+        tokens: Int[Array, "A b T"],
+        offsets: Int[Array, "A b T"],
+        segments: Int[Array, "A b T"],
         remat: bool = False,
-    ) -> Float[Array, "P G T D"]:
-        """Normed hidden states that predict each completion token, the prompt computed once per group.
+    ) -> Float[Array, "A b T D"]:
+        """Normed hidden states that predict each token of completions whose prompts went through `prefill`.
 
-        Position 0 of a completion is predicted by its prompt's last token, hence the same vector for a whole group. The
-        gradient flows through the prompt's keys and values. `remat` recomputes each layer in the backward pass.
+        A bin of `T` holds one or several completions of its lane's prompt, one behind the other; the gradient flows
+        into `first` and `prompt_cache`, so that a prompt is computed once however its completions are split.
+
+        Args:
+          first, prompt_cache: from `prefill`; `first` predicts the first token of every completion.
+          offsets: place of each token in its completion, from 0.
+          segments: which completion of its bin a token belongs to (-1: none); it sees the same completion's tokens
+            only.
+          remat: recompute each layer in the backward pass.
         """
-        groups, size, steps = completion_tokens.shape
-        inputs = completion_tokens[:, :, :-1]
-        width = prompt_tokens.shape[1]
-        real = jnp.arange(width)[None] < prompt_lengths[:, None]
-        prompt_rope = rope_tables(self.config, jnp.arange(width)[None])
-        rope = rope_tables(
-            self.config,
-            jnp.broadcast_to(prompt_lengths[:, None, None] + jnp.arange(steps - 1)[None, None], inputs.shape),
-        )
-        causal = jnp.tril(jnp.ones((steps - 1, steps - 1), bool))[None]
+        rope = rope_tables(self.config, prompt_lengths[:, None, None] + offsets)
+        real, own = Lengths(prompt_lengths), Causal(to_rows(segments))
 
-        def both(layer: Layer, prompt: Array, x: Array) -> tuple[Array, Array]:
-            prompt, (prompt_k, prompt_v) = layer(prompt, prompt_rope, causal_attend(real))
-            if steps == 1:
-                return prompt, x
-
+        def run(layer: Layer, x: Array, prompt: KeyValue) -> Array:
             def attend(q: Array, k: Array, v: Array) -> Array:
-                own = part_of(to_rows(k), to_rows(v), causal)
-                return group_attention(q, part_of(prompt_k, prompt_v, real[:, None]), own)
+                parts = Part(*prompt, real), part_of(to_rows(k), to_rows(v), own)
+                return group_attention(q, *parts, kind=self.attention)
 
-            return prompt, layer(x, rope, attend)[0]
+            return layer(x, rope, attend)[0]
 
-        run = nnx.remat(both) if remat else both
-        prompt, x = self.embed_tokens(prompt_tokens), self.embed_tokens(inputs)
-        for layer in self.layers:
-            prompt, x = run(layer, prompt, x)
-        last = prompt[jnp.arange(groups), prompt_lengths - 1]
-        first = jnp.broadcast_to(last[:, None, None], (groups, size, 1, last.shape[-1]))
-        return self.norm(jnp.concatenate([first, x], axis=2))
+        run = nnx.remat(run) if remat else run
+        x = self.embed_tokens(tokens)
+        for layer, prompt in zip(self.layers, prompt_cache, strict=True):
+            x = run(layer, x, prompt)
+        before = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), self.norm(x[:, :, :-1])], axis=2)
+        return jnp.where((offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
 
 
 def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:
@@ -282,13 +303,6 @@ def cached_attend(prompt: Part, own: KeyValue, column: Array, seen: Array, fille
         return group_attention(q, prompt, Part(keys, values, to_rows(seen)[:, None]))
 
     return attend
-
-
-def causal_attend(real: Bool[Array, "B L"]) -> Attend:
-    """Each query sees the real tokens at or before its own place."""
-    causal = jnp.tril(jnp.ones((real.shape[1], real.shape[1]), bool))
-    mask = causal[None] & real[:, None]
-    return lambda q, k, v: attention(q, part_of(k, v, mask))
 
 
 def hidden_to_logits(hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:

@@ -36,6 +36,7 @@ def load_model(
     seed: int = 0,
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
+    attention: str = "auto",
 ) -> tuple[Decoder, Tokenizer | None]:
     """Makes a decoder, and the tokenizer that belongs to it if the folder has one.
 
@@ -46,28 +47,29 @@ def load_model(
       seed: of the random weights.
       dtype: of the matrix products; None is float32 on CPU and bfloat16 on accelerators.
       param_dtype: of the stored weights.
+      attention: how to attend, one of `config.ATTENTIONS`; "auto" takes what suits device and size.
 
     Returns:
       the model, and the tokenizer with the model's end-of-sequence ids, or None where the folder has none.
 
     Raises:
-      UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer.
+      UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer; or this machine
+        cannot attend that way.
     """
     if init not in _INITS:
         raise UserError(f"init {init!r} is unknown. {nearest(str(init), _INITS)}")
-    if dtype is None:
-        dtype = default_dtype()
+    kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     if isinstance(path_or_hub_id, Mapping):
         if init != "random":
             raise UserError("a config mapping has no weights: pass init='random', or a model folder.")
-        return _random(DecoderConfig.from_hf(path_or_hub_id), seed, dtype, param_dtype), None
+        return _random(DecoderConfig.from_hf(path_or_hub_id), seed, kinds), None
     folder = _find(path_or_hub_id, with_weights=init == "pretrained")
     config = DecoderConfig.from_hf(folder)
     # The tokenizer first: what is wrong with it shows in milliseconds, and weights may take minutes.
     tokenizer = _load_tokenizer(folder, config)
     if init == "random":
-        return _random(config, seed, dtype, param_dtype), tokenizer
-    return _pretrained(folder, config, dtype, param_dtype), tokenizer
+        return _random(config, seed, kinds), tokenizer
+    return _pretrained(folder, config, kinds), tokenizer
 
 
 def export_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
@@ -103,19 +105,20 @@ def save_description(config: DecoderConfig, tokenizer: Tokenizer | None, folder:
 
 
 def load_description(
-    folder: str | Path, *, dtype: Any = None, param_dtype: Any = jnp.float32
+    folder: str | Path, *, dtype: Any = None, param_dtype: Any = jnp.float32, attention: str = "auto"
 ) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
     """The graph, the abstract parameters, the config and the tokenizer of a folder that needs no weights.
 
     Raises:
-      UserError: the folder has no config or no tokenizer, or they are wrong.
+      UserError: the folder has no config or no tokenizer, or they are wrong, or this machine cannot attend that way.
     """
     folder = Path(folder)
     config = DecoderConfig.from_hf(folder)
     tokenizer = _load_tokenizer(folder, config)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer.json.")
-    graphdef, params = _abstract(config, default_dtype() if dtype is None else dtype, param_dtype)
+    kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
+    graphdef, params = _abstract(config, kinds)
     return graphdef, params, config, tokenizer
 
 
@@ -151,19 +154,19 @@ def default_dtype() -> Any:
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
-def _random(config: DecoderConfig, seed: int, dtype: Any, param_dtype: Any) -> Decoder:
+def _random(config: DecoderConfig, seed: int, kinds: Mapping[str, Any]) -> Decoder:
     # Eagerly on purpose: one small compilation per shape. Under one jit, 24 layers of generators compile for 15 s.
-    return Decoder(config, rngs=nnx.Rngs(params=seed), dtype=dtype, param_dtype=param_dtype)
+    return Decoder(config, rngs=nnx.Rngs(params=seed), **kinds)
 
 
-def _abstract(config: DecoderConfig, dtype: Any, param_dtype: Any) -> tuple[nnx.GraphDef, Params]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: _random(config, 0, dtype, param_dtype)))
+def _abstract(config: DecoderConfig, kinds: Mapping[str, Any]) -> tuple[nnx.GraphDef, Params]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: _random(config, 0, kinds)))
     return graphdef, nnx.to_pure_dict(state)
 
 
-def _pretrained(folder: Path, config: DecoderConfig, dtype: Any, param_dtype: Any) -> Decoder:
+def _pretrained(folder: Path, config: DecoderConfig, kinds: Mapping[str, Any]) -> Decoder:
     # Shapes only, so that random weights never exist beside the loaded ones.
-    graphdef, abstract = _abstract(config, dtype, param_dtype)
+    graphdef, abstract = _abstract(config, kinds)
     # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
     return nnx.merge(graphdef, load_weights(folder, abstract, config))
 

@@ -110,6 +110,11 @@ def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
     return jax.tree.map(put, tree)
 
 
+def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
+    """Puts whole arrays on every device of the mesh."""
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
 def split_leading(tree: Any, mesh: Mesh | None) -> Any:
     """Puts device arrays on the mesh, their first dimension split over `fsdp` where it divides, else replicated."""
     if mesh is None:

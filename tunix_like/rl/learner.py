@@ -25,10 +25,10 @@ from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.sharding import place_params
+from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import WeightedReward
-from tunix_like.rl.update import ForwardOptions
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import RewardFunction

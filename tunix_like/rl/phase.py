@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +23,18 @@ from jaxtyping import Bool, Float
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import check_prompts, prompt_batches
 from tunix_like.errors import UserError
-from tunix_like.models.sharding import place_prompts, prompt_parts
+from tunix_like.models.operations import forward_operations
+from tunix_like.models.sharding import place_replicated, prompt_parts
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.collection import Collector
+from tunix_like.rl.forward import batch_logprobs, place_packed
 from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
-from tunix_like.rl.packing import MicroBatches, pack, split_shape, unpack
+from tunix_like.rl.packing import Packed, choose_layout, pack, token_places
 from tunix_like.rl.rollouts import Rollout, cut_rollouts, repeat_columns, saved_on_failure, write_rollouts
-from tunix_like.rl.update import SkipWatch, batch_logprobs, update_input, update_step
+from tunix_like.rl.update import SkipWatch, UpdateInput, update_input, update_step
+from tunix_like.sizes import chunk_size
+from tunix_like.speed import Clock, Compilations, Profile, peak_flops
 from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class RLPhase:
     ):
         self.learner, self.rollouts = learner, None if folder is None else folder / "rollouts"
         training, rollout = learner.training, learner.rollout_config
+        self.compilations = Compilations()
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
             long = check_prompts(train_ds, learner.tokenizer, rollout.max_prompt_length, "skip", "training")
@@ -60,6 +64,7 @@ class RLPhase:
         self.total = training.max_steps
         if self.total is None and sized and not learner.algo.dynamic_sampling:
             self.total = (len(train_ds) - long) // batch_size
+        self.profile = Profile(training.profile_steps, folder, self.total)
         self.mini_batch_size = min(training.mini_batch_size or batch_size, batch_size)
         updates = -(-batch_size // self.mini_batch_size) * learner.algo.num_iterations
         self.updates_per_step = updates
@@ -85,12 +90,6 @@ class RLPhase:
         self.identity["source_estimators"] = learner.source_estimators
         self.opt_state = init_optimizer(optimizer, learner.params)
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'")
-        self.shape = split_shape(
-            learner.algo.num_generations,
-            training.train_micro_batch_size,
-            self.mini_batch_size,
-            prompt_parts(learner.mesh),
-        )
         self._compile(optimizer)
 
     def _compile(self, optimizer: optax.GradientTransformation) -> None:
@@ -129,7 +128,12 @@ class RLPhase:
         return self.evaluator(self.learner.params, rollouts=kept, step=step).metrics
 
     def advance(self, step: int) -> dict[str, float] | None:
-        clock = _Clock()
+        with self.profile.around(step):
+            return self._advance(step)
+
+    def _advance(self, step: int) -> dict[str, float] | None:
+        clock, before = Clock(), self.learner.sampler.row_steps
+        self.compilations.take()
         collected = self.collector(step, clock.lap)
         if collected is None:
             return None
@@ -144,23 +148,43 @@ class RLPhase:
         metrics["groups/zero_signal_frac"] = float((kept & (advantages == 0).all(axis=1)).mean())
         if self.schedule is not None:
             metrics["learning_rate"] = float(self.schedule((step - 1) * self.updates_per_step))
-        metrics |= clock.seconds
-        tokens = int(batch.completion_lengths.sum())
-        metrics["perf/generation_tokens_per_sec"] = sampled / max(clock.seconds["time/rollout"], 1e-9)
-        metrics["perf/training_tokens_per_sec"] = tokens / max(clock.seconds["time/update"], 1e-9)
-        metrics["perf/compilations"] = float(self.learner.compilations)
         metrics |= self._user_metrics(rollout, advantages)
         if self.rollouts is not None and (step == 1 or step % self.learner.training.log_rollouts_every_n_steps == 0):
-            shaped = np.where(batch.scored, batch.rewards, np.nan)
-            columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
-            columns |= {"length": batch.completion_lengths} | {
-                f"reward/{name}": values for name, values in rollout.scores.by_function.items()
-            }
-            write_rollouts(self.rollouts, step, rollout.problems, rollout.texts, columns)
+            self._write(step, rollout, batch, advantages)
+        clock.lap("other")
+        row_steps = self.learner.sampler.row_steps - before
+        return metrics | clock.seconds | self._speed(batch, sampled, row_steps, metrics | clock.seconds)
+
+    def _write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: np.ndarray) -> None:
+        assert self.rollouts is not None
+        shaped = np.where(batch.scored, batch.rewards, np.nan)
+        columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
+        columns |= {"length": batch.completion_lengths}
+        columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
+        write_rollouts(self.rollouts, step, rollout.problems, rollout.texts, columns)
+
+    def _speed(self, batch: GroupBatch, sampled: int, row_steps: int, known: dict[str, float]) -> dict[str, float]:
+        """Completion tokens a second, the share of the work that was on live rows, what was compiled, and the share of
+        the device's peak arithmetic, prompts counted once per group (`*_mfu`, where the peak is known). With dynamic
+        sampling the rollout's share counts the groups that were kept alone."""
+        rollout, update = (max(known[f"time/{name}"], 1e-9) for name in ("rollout", "update"))
+        programs, compiling = self.compilations.take()
+        metrics = {
+            "perf/generation_tokens_per_sec": sampled / rollout,
+            "perf/training_tokens_per_sec": int(batch.completion_lengths.sum()) / update,
+            "perf/rollout_occupancy": sampled / row_steps if row_steps else float("nan"),
+            "perf/compilations": float(self.learner.compilations),
+            "perf/programs_compiled": float(programs),
+            "perf/compile_sec": compiling,
+        }
+        if (peak := peak_flops()) is not None:
+            forward = forward_operations(self.learner.model.config, batch.prompt_lengths, batch.completion_lengths)
+            done = {"rollout": forward / rollout, "update": known["perf/update_operations"] / update}
+            metrics |= {f"perf/{name}_mfu": rate / peak for name, rate in done.items()}
         return metrics
 
     def _reference(
-        self, batch: GroupBatch, clock: _Clock
+        self, batch: GroupBatch, clock: Clock
     ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
         """The reference's log-probabilities where there is one, and the KL in the reward where it belongs there."""
         learner = self.learner
@@ -172,14 +196,22 @@ class RLPhase:
         clock.lap("reference")
         return batch, ref, metrics
 
-    def _pack(
-        self, batch: GroupBatch, rows: np.ndarray, room: int | None = None, **extra: np.ndarray | None
-    ) -> MicroBatches:
-        return place_prompts(pack(batch, rows, self.shape, room, **extra), self.learner.mesh, axis=1)
+    def _pack(self, batch: GroupBatch, rows: np.ndarray, most_prompts: int) -> Packed:
+        learner, widths = self.learner, (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2])
+        parts, reference = prompt_parts(learner.mesh), learner.ref_params is not None
+        shape = most_prompts, learner.algo.num_generations
+        size = chunk_size(learner.training, learner.model, shape, widths, reference, learner.mesh)
+        layout = choose_layout(learner.algo.num_generations, most_prompts, widths, size, parts)
+        return place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most_prompts), learner.mesh)
 
     def _logprobs(self, params: Any, batch: GroupBatch) -> np.ndarray:
-        micro = self._pack(batch, np.ones(batch.scored.shape, bool))
-        return unpack(np.asarray(self.logprobs(params, micro)), micro, batch.completion_lengths.shape)
+        everyone = np.ones(batch.scored.shape, bool)
+        packed = self._pack(batch, everyone, len(everyone))
+        return np.asarray(self.logprobs(params, self._place(batch), packed))
+
+    def _place(self, batch: GroupBatch) -> GroupBatch:
+        """Everywhere on the mesh: it is small, and chunks take rows out of it."""
+        return place_replicated(batch, self.learner.mesh)
 
     def _kl_into_reward(self, batch: GroupBatch, ref: np.ndarray) -> tuple[GroupBatch, float]:
         """`r - beta sum_t kl_t`, with the trainer's own log-probabilities, before the estimator; and the mean KL per
@@ -192,7 +224,7 @@ class RLPhase:
         return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
 
     def _update(
-        self, rollout: Rollout, batch: GroupBatch, ref: np.ndarray | None, clock: _Clock
+        self, rollout: Rollout, batch: GroupBatch, ref: np.ndarray | None, clock: Clock
     ) -> tuple[np.ndarray, dict[str, float]]:
         """All optimizer updates of one rollout batch; metrics are their mean.
 
@@ -200,20 +232,22 @@ class RLPhase:
           UserError: the estimator gave an advantage that is no finite number (the weights are as before), or no update
             was made for too many steps.
         """
-        learner, count = self.learner, len(batch.prompt_lengths)
+        learner, count, width = self.learner, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
         old = self._logprobs(learner.params, batch) if self.updates_per_step > 1 else None
         kept = ref if self.objective.reference_in_loss else None
         live, out = self._live_rows(batch)
+        placed, (old, kept) = self._place(batch), place_replicated((old, kept), learner.mesh)
         rows: list[dict[str, Any]] = []
         advantages: Any = None
+        real, places = 0, 0
         for _ in range(learner.algo.num_iterations):
             for start in range(0, count, self.mini_batch_size):
                 in_update = (np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size)
-                computed = live & in_update[:, None]
-                micro = self._pack(batch, computed, room=self.mini_batch_size, old_logprobs=old, ref_logprobs=kept)
+                packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
                 learner.params, self.opt_state, metrics, advantages = self.update_step(
-                    learner.params, self.opt_state, update_input(batch, in_update, micro)
+                    learner.params, self.opt_state, update_input(placed, in_update, packed, old, kept)
                 )
+                real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
                 rows.append(metrics)
                 if len(rows) == 1:
                     advantages = np.asarray(advantages)
@@ -221,6 +255,10 @@ class RLPhase:
         rows = jax.device_get(rows)
         self.watch(rows)
         clock.lap("update")
+        out["perf/update_occupancy"] = real / places if places else float("nan")
+        computed = np.where(live, batch.completion_lengths, 0)
+        forward = forward_operations(learner.model.config, batch.prompt_lengths, computed)
+        out["perf/update_operations"] = 3 * forward * learner.algo.num_iterations
         return np.asarray(advantages), {name: _mean([row[name] for row in rows]) for name in rows[0]} | out
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
@@ -280,16 +318,3 @@ def _advantage_metrics(advantages: np.ndarray) -> dict[str, float]:
         "advantage/min": float(advantages.min()),
         "advantage/nonzero_frac": float((advantages != 0).mean()),
     }
-
-
-class _Clock:
-    """Splits a step's wall time into named laps, in seconds."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
-        self._last = now

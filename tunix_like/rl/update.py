@@ -1,7 +1,9 @@
 """The compiled step: advantages of the whole batch and the loss of one optimizer update, in one jit.
 
-Rewards come in, new parameters go out; nothing between them is seen by the host. Micro-batches are scanned and their
-gradients added, which is exact because every token's weight is known before the first of them.
+Rewards come in, new parameters go out; nothing between them is seen by the host. Prompts go through the model once, a
+set at a time; the completions of a set follow in chunks, whose gradients with respect to the weights and to what they
+saw of their prompts are added up before the prompts' own backward pass. That is exact, because every token's weight is
+known before the first of them, and the memory is that of one set of prompts and one chunk.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.errors import UserError
-from tunix_like.rl.losses import Rows, TokenInputs, Tokens, token_logprobs
-from tunix_like.rl.packing import MicroBatches
+from tunix_like.rl.forward import Chunk, ForwardOptions, PromptStates, chunk_logprobs, chunk_of, prompt_states
+from tunix_like.rl.losses import Rows, TokenInputs, Tokens
+from tunix_like.rl.packing import Packed
 from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
@@ -60,29 +62,31 @@ class StepObjective(Protocol):
 
 
 class UpdateInput(NamedTuple):
-    """One optimizer update. Advantages are taken over the whole rollout batch, weights over `in_update` only."""
+    """One optimizer update. Advantages are taken over the whole rollout batch, weights over the groups `in_update`; the
+    completions in `packed` go through the model."""
 
-    rewards: Float[AnyArray, "P G"]
-    scored: Bool[AnyArray, "P G"]
-    trained: Bool[AnyArray, "P G"]
-    lengths: Int[AnyArray, "P G"]
-    estimator_ids: Int[AnyArray, "P"]
+    batch: GroupBatch
     in_update: Bool[AnyArray, "P"]
-    micro: MicroBatches
+    packed: Packed
+    old_logprobs: Float[AnyArray, "P G T"] | None = None
+    ref_logprobs: Float[AnyArray, "P G T"] | None = None
 
 
-def update_input(batch: GroupBatch, in_update: Bool[np.ndarray, "P"], micro: MicroBatches) -> UpdateInput:
-    """The update of the groups `in_update` of a rollout batch, packed in `micro`."""
+def update_input(
+    batch: GroupBatch,
+    in_update: Bool[np.ndarray, "P"],
+    packed: Packed,
+    old_logprobs: Float[AnyArray, "P G T"] | None = None,
+    ref_logprobs: Float[AnyArray, "P G T"] | None = None,
+) -> UpdateInput:
+    """The update of the groups `in_update` of a rollout batch. What the batch leaves open is filled in: all completions
+    are trained, with the run's own estimator."""
     everyone, own = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
-    return UpdateInput(
-        batch.rewards,
-        batch.scored,
-        everyone if batch.trained is None else batch.trained,
-        batch.completion_lengths,
-        own if batch.estimator_ids is None else batch.estimator_ids,
-        in_update,
-        micro,
+    batch = batch._replace(
+        trained=everyone if batch.trained is None else batch.trained,
+        estimator_ids=own if batch.estimator_ids is None else batch.estimator_ids,
     )
+    return UpdateInput(batch, in_update, packed, old_logprobs, ref_logprobs)
 
 
 class SkipWatch:
@@ -108,61 +112,98 @@ class SkipWatch:
             )
 
 
-class ForwardOptions(NamedTuple):
-    """How log-probabilities are computed: sampling temperature, tokens per logits chunk, recomputation of layers, and
-    whether the entropy has a gradient."""
-
-    temperature: float
-    chunk: int
-    remat: bool
-    entropy_gradient: bool = False
-
-
-def micro_logprobs(
-    graphdef: Any, params: Any, micro: MicroBatches, options: ForwardOptions
-) -> tuple[Float[Array, "p g T"], Float[Array, "p g T"]]:
-    """Log-probabilities and entropies of one micro-batch's completion tokens, the prompt computed once per group."""
-    model = nnx.merge(graphdef, params)
-    hidden = model.group_hidden(micro.prompt_tokens, micro.prompt_lengths, micro.tokens, remat=options.remat)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    logprobs, entropy = token_logprobs(
-        flat, model.head(), jnp.reshape(micro.tokens, -1), options.temperature, options.chunk, options.entropy_gradient
-    )
-    return logprobs.reshape(micro.tokens.shape), entropy.reshape(micro.tokens.shape)
-
-
-def batch_logprobs(graphdef: Any, params: Any, micro: MicroBatches, options: ForwardOptions) -> Float[Array, "M p g T"]:
-    """Log-probabilities of all micro-batches, without gradient."""
-    return jax.lax.map(lambda one: micro_logprobs(graphdef, params, one, options)[0], micro)
-
-
-def micro_loss(
+def chunk_loss(
     params: Any,
+    states: PromptStates,
+    chunk: Chunk,
+    data: UpdateInput,
     graphdef: Any,
     objective: StepObjective,
     options: ForwardOptions,
-    micro: MicroBatches,
     advantages: Float[Array, "P G"],
     weights: Float[Array, "P G"],
-) -> tuple[Float[Array, ""], dict[str, Any]]:
-    """This micro-batch's share of the update's loss, and sums for the metrics."""
-    logprobs, entropy = micro_logprobs(graphdef, params, micro, options)
-    mask = jnp.arange(micro.tokens.shape[-1])[None, None] < micro.lengths[..., None]
-    row_advantages = advantages[micro.group[:, None], micro.sample][..., None]
-    row_weights = jnp.where(micro.lengths > 0, weights[micro.group[:, None], micro.sample], 0.0)[..., None]
-    old = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
-    tokens = TokenInputs(logprobs, old, micro.rollout_logprobs, micro.ref_logprobs, entropy, mask)
-    token_loss, token_metrics = objective.token_loss(tokens, row_advantages)
+) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
+    """This chunk's share of the update's loss; sums over its tokens, and maxima, for the metrics."""
+
+    def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
+        if values is None:
+            return None
+        found = chunk.rows_of(values)
+        return found.reshape(len(found), -1, *found.shape[3:])
+
+    found = chunk_logprobs(graphdef, params, states, data.batch, chunk, options)
+    logprobs, entropy = (x.reshape(len(x), -1, x.shape[-1]) for x in found)
+    length = chunk.length.reshape(len(chunk.length), -1, 1)
+    mask = jnp.arange(logprobs.shape[-1])[None, None] < length
+    weight = jnp.where(length > 0, rows(weights)[..., None], 0.0)
+    rollout = rows(data.batch.rollout_logprobs)
+    old = jax.lax.stop_gradient(logprobs) if data.old_logprobs is None else rows(data.old_logprobs)
+    tokens = TokenInputs(logprobs, old, rollout, rows(data.ref_logprobs), entropy, mask)
+    token_loss, token_metrics = objective.token_loss(tokens, rows(advantages)[..., None])
     largest: dict[str, Array] = {}
-    if micro.rollout_logprobs is not None:  # how far the sampler's arithmetic is from the trainer's
-        gap = jnp.abs(jax.lax.stop_gradient(old) - micro.rollout_logprobs)
+    if rollout is not None:  # how far the sampler's arithmetic is from the trainer's
+        gap = jnp.abs(jax.lax.stop_gradient(old) - rollout)
         token_metrics |= {"logprob_gap/mean": gap}
         largest["logprob_gap/max"] = jnp.where(mask, gap, 0.0).max()
     if "is_ratio/mean" in token_metrics:
         largest["is_ratio/max"] = jnp.where(mask, token_metrics["is_ratio/mean"], 0.0).max()
+    loss = (weight * token_loss).sum()
     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in token_metrics.items()}
-    sums |= {"entropy": jnp.where(mask, entropy, 0.0).sum(), "tokens": mask.sum().astype(jnp.float32)}
-    return (row_weights * token_loss).sum(), {"sums": jax.lax.stop_gradient(sums), "largest": largest}
+    sums |= {"entropy": jnp.where(mask, entropy, 0.0).sum(), "tokens": mask.sum().astype(jnp.float32), "loss": loss}
+    return loss, jax.lax.stop_gradient({"sums": sums, "largest": largest})
+
+
+def gradient(
+    graphdef: Any,
+    objective: StepObjective,
+    options: ForwardOptions,
+    params: Any,
+    data: UpdateInput,
+    advantages: Float[Array, "P G"],
+    weights: Float[Array, "P G"],
+    sets: Int[Array, ""],
+) -> tuple[Any, dict[str, dict[str, Array]]]:
+    """Gradient of the loss over the first `sets` sets, and sums and maxima for the metrics."""
+    packed = jax.tree.map(jnp.asarray, data.packed)
+    loss = functools.partial(
+        chunk_loss,
+        data=data,
+        graphdef=graphdef,
+        objective=objective,
+        options=options,
+        advantages=advantages,
+        weights=weights,
+    )
+
+    def states_of(params: Any, number: Any) -> PromptStates:
+        return prompt_states(graphdef, params, data.batch, packed.prompts[number], options)
+
+    def one_set(number: Array, carry: Any) -> Any:
+        states, pull_back = jax.vjp(lambda params: states_of(params, number), params)
+
+        def one_chunk(place: Array, carry: Any) -> Any:
+            grads, cotangents, totals = carry
+            both = jax.grad(loss, argnums=(0, 1), has_aux=True)
+            (own, seen), extra = both(params, states, chunk_of(packed, number, place))
+            sums = jax.tree.map(jnp.add, totals["sums"], extra["sums"])
+            largest = jax.tree.map(jnp.maximum, totals["largest"], extra["largest"])
+            add = functools.partial(jax.tree.map, lambda total, part: total + part.astype(total.dtype))
+            return add(grads, own), add(cotangents, seen), {"sums": sums, "largest": largest}
+
+        grads, totals = carry
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), states)
+        start = (grads, nothing, totals)
+        grads, cotangents, totals = jax.lax.fori_loop(0, packed.chunks[number], one_chunk, start)
+        (prompts,) = pull_back(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, states))
+        return jax.tree.map(jnp.add, grads, prompts), totals
+
+    states = jax.eval_shape(states_of, params, 0)
+    _, extra = jax.eval_shape(loss, params, states, jax.eval_shape(chunk_of, packed, 0, 0))
+    totals = {
+        "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),
+        "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
+    }
+    return jax.lax.fori_loop(0, sets, one_set, (jax.tree.map(jnp.zeros_like, params), totals))
 
 
 def update_step(
@@ -179,30 +220,20 @@ def update_step(
     Returns the new parameters and optimizer state, scalar metrics and the advantages. Where an advantage, the loss or
     the gradient is not finite, parameters and optimizer state stay as they were (`update/skipped` is 1).
     """
-    advantages = objective.advantages(data.rewards, data.scored, data.lengths, data.estimator_ids)
-    weights = objective.weights(data.scored, data.trained, data.lengths, data.in_update, data.estimator_ids)
+    batch = jax.tree.map(jnp.asarray, data.batch)
+    lengths, ids = batch.completion_lengths, batch.estimator_ids
+    advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
+    weights = objective.weights(batch.scored, batch.trained, lengths, data.in_update, ids)
     usable = jnp.isfinite(advantages).all()
-
-    def share(micro: MicroBatches) -> Any:
-        loss = functools.partial(micro_loss, graphdef=graphdef, objective=objective, options=options, micro=micro)
-        return jax.value_and_grad(loss, has_aux=True)(params, advantages=advantages, weights=weights)
-
-    def add(total: Any, micro: MicroBatches) -> tuple[Any, Any]:
-        nothing = lambda micro: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(share, micro))  # noqa: E731
-        live = (micro.lengths > 0).any() & usable  # padding costs nothing
-        (loss, extra), grads = jax.lax.cond(live, share, nothing, micro)
-        return jax.tree.map(jnp.add, total, grads), (loss, extra)
-
-    grads, (losses, extra) = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), data.micro)
+    sets = jnp.where(usable, data.packed.sets, 0)
+    grads, totals = gradient(graphdef, objective, options, params, data, advantages, weights, sets)
     updates, new_state = optimizer.update(grads, opt_state, params)
-    norm = optax.tree.norm(grads)
-    usable &= jnp.isfinite(losses).all() & jnp.isfinite(norm)
+    norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
+    usable &= jnp.isfinite(loss) & jnp.isfinite(norm)
     params, opt_state = jax.tree.map(
         functools.partial(jnp.where, usable), (optax.apply_updates(params, updates), new_state), (params, opt_state)
     )
-    sums = {name: parts.sum() for name, parts in extra["sums"].items()}
-    tokens = sums.pop("tokens")
-    metrics = {name: total / tokens for name, total in sums.items()}  # of no tokens: NaN, which is written as null
-    metrics |= {name: jnp.where(tokens > 0, parts.max(), jnp.nan) for name, parts in extra["largest"].items()}
-    metrics |= {"loss": losses.sum(), "grad_norm": norm, "update/skipped": 1.0 - usable}
+    metrics = {name: total / tokens for name, total in totals["sums"].items()}  # of no tokens: NaN, written as null
+    metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
+    metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable}
     return params, opt_state, metrics, advantages

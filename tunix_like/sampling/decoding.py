@@ -29,9 +29,11 @@ class Prompts(NamedTuple):
 
 class Rows(NamedTuple):
     """The completions in work. `age` counts a row's tokens; a row is no longer `live` once it `ended` (with an
-    end-of-sequence token) or reached the limit. `column` is where the next keys and values go."""
+    end-of-sequence token) or reached the limit. `column` is where the next keys and values go, `steps` counts the
+    tokens that every row was worked on for, live or not."""
 
     column: Int[Array, ""]
+    steps: Int[Array, ""]
     age: Int[Array, "A g"]
     live: Bool[Array, "A g"]
     ended: Bool[Array, "A g"]
@@ -66,6 +68,7 @@ def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_word
     count = shape[0] * size
     return Rows(
         column=jnp.int32(0),
+        steps=jnp.int32(0),
         age=jnp.zeros(shape, jnp.int32),
         live=jnp.zeros(shape, bool),
         ended=jnp.zeros(shape, bool),
@@ -105,10 +108,28 @@ def fill(
     )
 
 
+@jax.jit
+def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
+    """New slot `b` has the prompt of old slot `source[b]`."""
+    return jax.tree.map(lambda x: x[source], prompts)
+
+
 @functools.partial(jax.jit, donate_argnames=("prompts",))
-def replace_prompts(prompts: Prompts, slots: Int[Array, "N"], fresh: Prompts) -> Prompts:
-    """Puts freshly prefilled prompts into slots; a slot number beyond the last is dropped."""
-    return jax.tree.map(lambda old, new: old.at[slots].set(new, mode="drop"), prompts, fresh)
+def replace_prompts(
+    prompts: Prompts, slots: Int[Array, "N"], source: Int[Array, "N"], fresh: Prompts | None
+) -> Prompts:
+    """Puts prompts into slots: `source` counts through the slots as they are, then through those freshly prefilled. A
+    slot number beyond the last is dropped."""
+
+    def moved(old: Array, new: Array | None = None) -> Array:
+        count = old.shape[0]
+        picked = old[jnp.minimum(source, count - 1)]
+        if new is not None:
+            here = (source < count).reshape(-1, *(1,) * (old.ndim - 1))
+            picked = jnp.where(here, picked, new[jnp.clip(source - count, 0, new.shape[0] - 1)])
+        return old.at[slots].set(picked, mode="drop")
+
+    return jax.tree.map(moved, prompts) if fresh is None else jax.tree.map(moved, prompts, fresh)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "sampling", "eos_ids"), donate_argnames=("rows",))
@@ -148,6 +169,7 @@ def advance(
         age, ended = rows.age + rows.live, rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
             column=(rows.column + 1) % room,
+            steps=rows.steps + 1,
             age=age,
             live=rows.live & ~ended & (age < limit),
             ended=ended,
@@ -188,4 +210,4 @@ def regroup(
     }
     moved["cache"] = jax.tree.map(lambda x: x[picked.reshape(-1)], rows.cache)
     moved["live"] &= real
-    return jax.tree.map(lambda x: x[source], prompts), rows._replace(**moved)
+    return pick_prompts(prompts, source), rows._replace(**moved)

@@ -1,10 +1,10 @@
 """Prompts to completions: which rows are worked on when, so that cost follows live tokens.
 
-A prompt is prefilled once and stands in a slot with some of its completions beside it. Rows that are free are filled
-with completions of the slot's prompt that wait, and an empty slot with the next prompt; when none wait, live rows are
-gathered into fewer. The cache is a ring that grows by powers of two. Which rows stand beside which changes no row:
-random numbers are `fold_in(key, problem number, sample, position)`. This module knows no reward and no training;
-weights are an argument, so there is nothing to keep in step with the trainer.
+A prompt is prefilled once and stands in one or more slots, each with some of its completions beside it. Rows that are
+free are filled with completions of the slot's prompt that wait, and an empty slot with the next prompt; when none wait,
+live rows are gathered into fewer. The cache is a ring that grows by powers of two. Which rows stand beside which
+changes no row: random numbers are `fold_in(key, problem number, sample, position)`. This module knows no reward and no
+training; weights are an argument, so there is nothing to keep in step with the trainer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,10 +22,14 @@ from tunix_like.config import RolloutConfig
 from tunix_like.models.sharding import place_prompts, prompt_parts, split_leading
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
+from tunix_like.sizes import concurrent_rows
 from tunix_like.tokenizer import Tokenizer
 
-FIRST_CACHE = 64
-"""Columns of the first cache; it doubles from there."""
+FIRST_CACHE = 128
+"""Columns of the first cache; it doubles from there. Each size is a program of its own."""
+
+FEWEST_ROWS = 8
+"""Rows are not gathered into fewer than this: a step then costs what reading the weights costs."""
 
 WORTH_MOVING = 16
 """Rows are gathered into fewer only while some may still grow by this many tokens."""
@@ -59,6 +64,24 @@ def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N 
     return out
 
 
+def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
+    """Slots and completions per slot, for `at_once` rows.
+
+    Where all are at once, a slot is a group. Where some wait, a slot takes another prompt only when all of its rows are
+    done: with lengths that are exponential, `w` rows take `1 + 1/2 + ... + 1/w` times the mean, while the next prompt's
+    could be at work. Fewer rows a slot, on the other hand, share what is read of a prompt's keys at every step.
+    """
+    if at_once >= prompts * size:
+        return prompts, size
+
+    def cost(width: int) -> float:
+        waiting = sum(1 / i for i in range(1, width + 1))
+        return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # no longer than all tokens there are
+
+    width = min((w for w in {*(1 << i for i in range(size.bit_length())), size} if w <= at_once), key=cost)
+    return min(prompts * -(-size // width), at_once // width), width
+
+
 class Sampler:
     """Samples completions of prompts with a decoder's graph and whatever weights it is handed.
 
@@ -68,6 +91,10 @@ class Sampler:
       max_prompt_length, max_tokens: limits, in tokens.
       max_concurrent_rows: completions in work at once; None is all of them.
       mesh: prompts are split over its `fsdp` axis; None is one device.
+
+    Attributes:
+      row_steps: tokens that could have been sampled so far had every row been live at every step: what was sampled,
+        over the growth of this number, is the share of the work that was useful.
     """
 
     def __init__(
@@ -86,6 +113,7 @@ class Sampler:
         self.max_tokens = max_tokens
         self.max_concurrent_rows = max_concurrent_rows
         self.mesh = mesh
+        self.row_steps = 0
 
     def generate(
         self,
@@ -130,12 +158,13 @@ class _Run:
         self.numbers, self.size = np.array(numbers, np.uint32), size
         total, limit = len(prompts), sampler.max_tokens
         at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
-        width = min(size, at_once)
-        slots = min(total, max(1, at_once // width))
-        self.slot_prompt, self.next_prompt = np.arange(slots), slots
+        slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
+        self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
-        self.next_sample = np.zeros(total, int)
-        self.prompts = self._prefill(self.slot_prompt)
+        self.next_sample, self.steps = np.zeros(total, int), 0
+        self.prompts = self._prefill(np.unique(self.slot_prompt))
+        if width < size:
+            self.prompts = decoding.pick_prompts(self.prompts, self.slot_prompt)
         words = jax.random.key_data(key).shape[-1]
         rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
         self.rows = split_leading(rows, sampler.mesh)
@@ -190,7 +219,9 @@ class _Run:
     def _harvest(self) -> None:
         """Takes what is done out of its rows."""
         rows, out = self.rows, self.out
-        live, ended, ages = jax.device_get((rows.live, rows.ended, rows.age))
+        live, ended, ages, steps = jax.device_get((rows.live, rows.ended, rows.age, rows.steps))
+        self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
+        self.steps = int(steps)
         done = (self.row_sample >= 0) & ~live
         self.ages = np.where(live, ages, 0)
         if not done.any():
@@ -204,36 +235,43 @@ class _Run:
         self.row_sample[done] = -1
 
     def _fill(self) -> None:
-        """Starts waiting completions in free rows: those of a slot's own prompt, and in an empty slot the next
-        prompt's."""
+        """Starts waiting completions in free rows: those of a slot's own prompt, and in an empty slot those of the
+        first prompt that has some."""
         if not self._waiting():
             return
-        fresh = []
-        for slot, prompt in enumerate(self.slot_prompt):
-            used_up = self.next_sample[prompt] >= self.size and (self.row_sample[slot] < 0).all()
-            if used_up and self.next_prompt < len(self.lengths):
-                self.slot_prompt[slot] = self.next_prompt
-                self.next_prompt += 1
-                fresh.append(slot)
-        if fresh:
-            self._replace(np.array(fresh))
-        take, samples = np.zeros(self.row_sample.shape, bool), np.zeros(self.row_sample.shape, np.uint32)
-        for slot, prompt in enumerate(self.slot_prompt):
-            free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
-            take[slot, free] = True
-            samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
-            self.next_sample[prompt] += len(free)
+        held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
+        take = np.zeros(self.row_sample.shape, bool)
+        for slot, prompt in enumerate(held.tolist()):  # first, so that a prompt stays where it is
+            self._start(slot, prompt, take, samples)
+        for slot in np.flatnonzero((self.row_sample < 0).all(axis=1)).tolist():
+            if not self._waiting():
+                break
+            self.slot_prompt[slot] = prompt = int(np.argmax(self.next_sample < self.size))
+            self._start(slot, prompt, take, samples)
+        self._bring(held)
         if take.any():
             numbers = self.numbers[self.slot_prompt]
             self.rows = decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key)
 
-    def _replace(self, slots: Int[np.ndarray, "N"]) -> None:
-        """Prefills the new prompts of slots; as many as the next power of two, so that few shapes are compiled."""
-        count = min(1 << (len(slots) - 1).bit_length(), len(self.slot_prompt))
-        chosen = self.slot_prompt[slots]
-        fresh = self._prefill(np.concatenate([chosen, np.repeat(chosen[-1:], count - len(slots))]))
-        places = np.concatenate([slots, np.full(count - len(slots), len(self.slot_prompt))]).astype(np.int32)
-        self.prompts = decoding.replace_prompts(self.prompts, places, fresh)
+    def _start(self, slot: int, prompt: int, take: np.ndarray, samples: np.ndarray) -> None:
+        free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
+        take[slot, free] = True
+        samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
+        self.next_sample[prompt] += len(free)
+
+    def _bring(self, held: Int[np.ndarray, "A"]) -> None:
+        """Puts prompts into the slots that hold another one: copied from a slot that has it, else prefilled, once each.
+        Their number is rounded up to a power of two, so that few shapes are compiled."""
+        slots = np.flatnonzero(self.slot_prompt != held)
+        if not len(slots):
+            return
+        wanted = self.slot_prompt[slots]
+        fresh = np.setdiff1d(wanted, held)
+        source = np.array([np.argmax(held == p) if p in held else len(held) + np.argmax(fresh == p) for p in wanted])
+        new = self._prefill(_rounded(fresh, len(held))) if len(fresh) else None
+        places = _rounded(slots, len(held), fill=len(held))  # beyond the last: dropped
+        sources = _rounded(source, len(held))
+        self.prompts = decoding.replace_prompts(self.prompts, places, sources, new)
 
     def _fewer(self) -> list[tuple[int, int]]:
         """Slots and rows a slot that live rows may be gathered into, in falling order: half, a quarter, ... of what
@@ -242,6 +280,8 @@ class _Run:
         parts, shapes = prompt_parts(self.sampler.mesh), []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
             slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
+            if slots * width < FEWEST_ROWS:
+                break
             shapes.append((slots, width))
         return shapes
 
@@ -278,13 +318,24 @@ class _Run:
         return ((self.slot_prompt[:, None] == prompt) & (self.row_sample >= 0)).reshape(-1)
 
 
+def _rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
+    """As many as the next power of two (at most `most`); what is missing is `fill`, or the last number again."""
+    count = max(len(numbers), min(1 << (len(numbers) - 1).bit_length(), most))
+    return np.pad(numbers, (0, count - len(numbers)), constant_values=numbers[-1] if fill is None else fill)
+
+
 def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
-    """The sampler of a model, its tokenizer and the `rollout` section."""
+    """The sampler of a model, its tokenizer and the `rollout` section.
+
+    Raises:
+      UserError: not one completion fits into memory.
+    """
+    model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # what it is, without weights
     return Sampler(
         graphdef,
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
-        max_concurrent_rows=rollout.max_concurrent_rows,
+        max_concurrent_rows=concurrent_rows(model, rollout, mesh),
         mesh=mesh,
     )

@@ -1,0 +1,326 @@
+"""Every way to attend against a softmax in float64, in values and gradients, and what each needs of memory and machine.
+
+Splash attention runs in its interpreter, and is translated for TPUs; cuDNN's road runs with the reference
+implementation of the same interface.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.tiny_model import HF
+from tunix_like import runs
+from tunix_like.config import Config, ModelConfig
+from tunix_like.errors import UserError
+from tunix_like.models import attention as roads
+from tunix_like.models import attention_blocked, attention_kernels
+from tunix_like.models.attention import attention, group_attention, resolve_attention
+from tunix_like.models.attention_parts import Causal, Lengths, part_of
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import load_model
+
+P, G, T, S, H, K, WIDTH = 2, 2, 7, 6, 4, 2, 8
+KINDS = ("plain", "blocked", "cudnn", "splash")
+LENGTHS = np.array([6, 3], np.int32)
+EMPTY = np.array([4, 0], np.int32)
+BINS = np.array([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, -1, -1, -1], [-1] * 7], np.int32)
+PADDED = np.where(np.array([[0] * 7, [1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1], [1] * 7]) == 1, -1, 0)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks, the last one short; and the reference in cuDNN's place, with what that refuses."""
+    reference = jax.nn.dot_product_attention
+
+    def like_cudnn(q, k, v, *, implementation, **changes):
+        assert implementation == "cudnn" and q.shape[1] % 2 == k.shape[1] % 2 == 0
+        assert len({x.dtype for x in (q, k, v)}) == 1
+        return reference(q, k, v, implementation="xla", **changes)
+
+    monkeypatch.setattr(attention_blocked, "BLOCK", 3)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", like_cudnn)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def oracle(q, k, v, mask, cotangent):
+    """Output and gradients in q, k, v `[B N H h]`, `[B U K h]` in float64 by the softmax's own derivative; a query
+    without a key gives zeros."""
+    q, k, v, cotangent = (np.asarray(x, np.float64) for x in (q, k, v, cotangent))
+    repeats = q.shape[2] // k.shape[2]
+    wide = [np.repeat(x, repeats, axis=2) for x in (k, v)]
+    scores = np.einsum("bnxh,buxh->bxnu", q, wide[0]) / WIDTH**0.5
+    seen = np.broadcast_to(mask[:, None], scores.shape)
+    weights = np.where(seen, np.exp(scores - scores.max()), 0)
+    weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+    out = np.einsum("bxnu,buxh->bnxh", weights, wide[1])
+    of_weights = np.einsum("bnxh,buxh->bxnu", cotangent, wide[1])
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True)) / WIDTH**0.5
+    of_k = np.einsum("bxnu,bnxh->buxh", of_scores, q)
+    of_v = np.einsum("bxnu,bnxh->buxh", weights, cotangent)
+    shared = [x.reshape(*k.shape[:3], repeats, -1).sum(3) for x in (of_k, of_v)]
+    return out, np.einsum("bxnu,buxh->bnxh", of_scores, wide[0]), *shared
+
+
+def seen_of(mask, batch: int, count: int, width: int) -> np.ndarray:
+    """Which query sees which key, position by position."""
+    out = np.zeros((batch, count, width), bool)
+    for b, n, u in np.ndindex(*out.shape):
+        if isinstance(mask, Lengths):
+            out[b, n, u] = u < mask.lengths[b]
+        elif mask.segments is None:
+            out[b, n, u] = u <= n
+        else:
+            out[b, n, u] = u <= n and mask.segments[b, u] == mask.segments[b, n] >= 0
+    return out
+
+
+def found_by(function, cotangent, *arrays):
+    """Output and gradients of one road."""
+
+    def run(arrays, cotangent):
+        out, pull = jax.vjp(function, *arrays)
+        return out, *pull(cotangent.astype(out.dtype))
+
+    return [np.asarray(x, np.float32) for x in jax.jit(run)(arrays, cotangent)]
+
+
+def assert_same(found, wanted, tolerance):
+    for one, other in zip(found, wanted, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1.0, np.abs(other).max()))
+
+
+SINGLE = {
+    "prompts": Causal(),
+    "bins": Causal(BINS),
+    "padded left or right": Causal(PADDED),
+    "key padding": Lengths(np.array([7, 1, 3, 0], np.int32)),
+}
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*((case, "float32") for case in SINGLE), ("bins", "bfloat16")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_part(kind, case, dtype):
+    """Padded rows have no cotangent, as in a loss; what stands there is finite. 7 positions in blocks of 3 and 128."""
+    mask, batch = SINGLE[case], 4
+    q, k, v = (normal(batch, T, heads, WIDTH) + shift for heads, shift in ((H, 0.0), (K, 0.1), (K, 0.2)))
+    if dtype == "bfloat16":
+        q, k, v = (np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in (q, k, v))
+    seen = seen_of(mask, batch, T, T)
+    real = seen.any(-1)[..., None, None]
+    cotangent = np.where(real, normal(batch, T, H, WIDTH + 1)[..., 1:], 0).astype(np.float32)
+    found = found_by(lambda q, k, v: attention(q, part_of(k, v, mask), kind), cotangent, q, k, v)
+    assert np.isfinite(found[0]).all()
+    found[0] = np.where(real, found[0], 0)
+    assert_same(found, oracle(q, k, v, seen, cotangent), {"float32": 1e-5, "bfloat16": 4e-2}[dtype])
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, EMPTY], ids=["prompts", "an empty prompt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_parts_are_one_softmax(kind, lengths):
+    """Bins of completions over their prompts, with every prompt's keys written out once per bin for the oracle. In the
+    second case one bin sees nothing at all."""
+    q, cotangent = normal(P, G, T, H, WIDTH), normal(P, G, T, H, WIDTH + 1)[..., 1:]
+    keys = [normal(P, S, K, WIDTH), normal(P, S, K, WIDTH + 1)[..., 1:]]
+    keys += [normal(P, G, T, K, WIDTH), normal(P, G, T, K, WIDTH + 1)[..., 1:]]
+    of_prompt = np.repeat(seen_of(Lengths(lengths), P, T, S), G, axis=0)
+    seen = np.concatenate([of_prompt, seen_of(Causal(BINS), P * G, T, T)], axis=-1)
+    real = seen.any(-1)[..., None, None]
+    cotangent = np.where(real.reshape(P, G, T, 1, 1), cotangent, 0)
+
+    def rows(x):
+        return x.reshape(P * G, *x.shape[2:])
+
+    def run(q, prompt_k, prompt_v, own_k, own_v):
+        own = part_of(rows(own_k), rows(own_v), Causal(BINS))
+        return group_attention(q, part_of(prompt_k, prompt_v, Lengths(lengths)), own, kind=kind)
+
+    out, of_q, *of_keys = found_by(run, cotangent, q, *keys)
+    k, v = (np.concatenate([np.repeat(keys[i], G, axis=0), rows(keys[i + 2])], axis=1) for i in (0, 1))
+    wanted, wanted_q, *sides = oracle(rows(q), k, v, seen, rows(cotangent))
+    prompts = [x[:, :S].reshape(P, G, S, K, WIDTH).sum(1) for x in sides]
+    own = [x[:, S:].reshape(P, G, T, K, WIDTH) for x in sides]
+    assert np.isfinite(out).all()
+    found = [np.where(real, rows(out), 0), rows(of_q), *of_keys]
+    assert_same(found, [wanted, wanted_q, *prompts, *own], 1e-5)
+
+
+def test_splash_attention_translates_for_tpus(monkeypatch):
+    """Kernels forward and, where they have a gradient of their own, backward; lengths that no tile divides."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    q, k = (jax.ShapeDtypeStruct((1, 150, heads, WIDTH), jnp.bfloat16) for heads in (H, K))
+
+    def loss(mask, q, k, v):
+        return attention(q, part_of(k, v, mask), "splash").astype(jnp.float32).sum()
+
+    for mask, kernels in ((Causal(), 3), (Causal(jnp.zeros((1, 150), jnp.int32)), 1)):
+        gradient = jax.jit(jax.grad(functools.partial(loss, mask), argnums=(0, 1, 2)))
+        program = gradient.trace(q, k, k).lower(lowering_platforms=("tpu",)).as_text()
+        assert program.count("tpu_custom_call") == kernels
+
+
+def test_blocked_sees_nothing_as_zeros():
+    """A query without a key gets 0, and gives no gradient whatever its cotangent."""
+    q, k, v = normal(1, T, H, WIDTH), normal(1, T, K, WIDTH), normal(1, T, K, WIDTH)
+    nobody = Lengths(np.zeros(1, np.int32))
+    for found in found_by(lambda q, k, v: attention(q, part_of(k, v, nobody), "blocked"), np.ones_like(q), q, k, v):
+        assert (found == 0).all()
+
+
+def test_only_blocks_that_meet_are_visited():
+    """Causal blocks stop at the diagonal, bins at their completions, key padding at the longest prompt."""
+    blocks = attention_blocked._Blocks(2, 2, True)
+    ids = jnp.asarray([[0, 0, 1, 1, 1, 2, 2, -1]])
+    order, number = attention_blocked._meetings(jnp.where(ids < 0, -2, ids), ids, blocks)
+    visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
+    assert visited == [[0], [1], [1, 2], [2, 3]]
+    keys = jnp.asarray([[0, 0, 0, -1, -1, -1], [0, -1, -1, -1, -1, -1]])
+    zeros = jnp.zeros((2, 4), jnp.int32)
+    assert attention_blocked._meetings(zeros, keys, blocks._replace(causal=False))[1].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["causal", "two parts"])
+def test_memory(own, monkeypatch):
+    """Forward and backward at 2048 positions need a fraction of what the scores of one pass alone take."""
+    monkeypatch.undo()  # blocks of their true size
+    length, heads, width = 2048, 2, 16
+    shapes = [(1, length, heads, width)] * 3
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def loss(kind, q, k, v):
+        if not own:
+            return attention(q, part_of(k, v, Causal()), kind).sum()
+        parts = part_of(k, v, Lengths(jnp.full(1, 9))), part_of(k, v, Causal(jnp.zeros((1, length), jnp.int32)))
+        return group_attention(q[None], *parts, kind=kind).sum()
+
+    def temporary(kind):
+        compiled = jax.jit(jax.grad(functools.partial(loss, kind), argnums=(0, 1, 2))).lower(*arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    plain, blocked = temporary("plain"), temporary("blocked")
+    assert plain > heads * length**2 * 4
+    assert blocked < plain / 5
+
+
+NUMBERS = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "head_dim": WIDTH}
+CONFIG = DecoderConfig(**NUMBERS, num_heads=H, num_kv_heads=K)
+SHALLOW = DecoderConfig(**NUMBERS | {"num_layers": 1}, num_heads=H, num_kv_heads=K)
+
+
+def everything(graphdef, params):
+    """A number that depends on `__call__`, with and without padding, and on `completion_hidden` behind `prefill`; and
+    their logits and hidden states at real positions."""
+    model = nnx.merge(graphdef, params)
+    rng = np.random.default_rng(0)
+    tokens, mask = rng.integers(0, 11, (4, T)), (PADDED >= 0).astype(np.int32)
+    mask[3] = 1
+    logits = jnp.where(mask[..., None] == 1, model(jnp.asarray(tokens), jnp.asarray(mask)), 0.0)
+    whole = model(jnp.asarray(tokens))
+    lengths = jnp.asarray(LENGTHS)
+    first, cache = model.prefill(jnp.asarray(rng.integers(0, 11, (P, S))), lengths, remat=True)
+    bins = BINS.reshape(P, G, T)
+    offsets = np.array([[int((row[:i] == row[i]).sum()) for i in range(T)] for row in BINS]).reshape(P, G, T)
+    bin_tokens = jnp.asarray(rng.integers(0, 11, (P, G, T)))
+    hidden = model.completion_hidden(first, cache, lengths, bin_tokens, jnp.asarray(offsets), jnp.asarray(bins))
+    hidden = jnp.where(bins[..., None] >= 0, hidden, 0.0)
+    return jnp.sin(logits).mean() + jnp.sin(whole).mean() + (hidden**3).mean(), (logits, whole, hidden)
+
+
+@pytest.mark.parametrize(("kind", "config"), [("blocked", CONFIG), ("cudnn", CONFIG), ("splash", SHALLOW)])
+def test_decoder_is_the_same_by_every_road(kind, config):
+    """Logits, hidden states and the gradient in every weight. The interpreter of splash attention compiles slowly: one
+    layer will do."""
+    model, results = Decoder(config, rngs=nnx.Rngs(0), attention="plain"), []
+    for model.attention in ("plain", kind):
+        graphdef, state = nnx.split(model)
+        run = jax.jit(jax.value_and_grad(functools.partial(everything, graphdef), has_aux=True))
+        results.append(jax.tree.leaves(run(nnx.to_pure_dict(state))))
+    assert_same(results[1], results[0], 2e-5)
+
+
+def test_auto_goes_by_the_size_of_a_call(monkeypatch):
+    """Blocks once the scores of all parts together exceed the constant; arrays of masks always the plain way."""
+    taken = []
+    monkeypatch.setattr(roads, "joined_attention", lambda q, parts: taken.append(len(parts)) or q)
+    monkeypatch.setattr(roads, "SCORES", P * G * T * H * (S + T))
+    q = jnp.zeros((P, G, T, H, WIDTH))
+    prompt = part_of(jnp.zeros((P, S, K, WIDTH)), jnp.zeros((P, S, K, WIDTH)), Lengths(jnp.asarray(LENGTHS)))
+    keys = jnp.zeros((P * G, T, K, WIDTH))
+    own, dense = part_of(keys, keys, Causal()), part_of(keys, keys, jnp.ones((1, T, T), bool))
+    group_attention(q, prompt, own)
+    assert taken == []
+    monkeypatch.setattr(roads, "SCORES", P * G * T * H * (S + T) - 1)
+    group_attention(q, prompt, own)
+    group_attention(q, prompt, dense)
+    assert taken == [2]
+
+
+def test_large_masks_are_not_written_out_for_cudnn(monkeypatch):
+    """Beyond the limit the same call goes in blocks, to the same result."""
+    q, k, v = (jnp.asarray(normal(2, T, heads, WIDTH)) for heads in (H, K, K))
+    run = lambda: attention(q, part_of(k, v, Causal(jnp.asarray(BINS[:2]))), "cudnn")  # noqa: E731
+    written = run()
+    monkeypatch.setattr(attention_kernels, "MASK_ELEMENTS", 2 * T * T - 1)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, **kwargs: pytest.fail("called"))
+    np.testing.assert_allclose(np.asarray(run())[:, :6], np.asarray(written)[:, :6], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("cudnn", "NVIDIA"), ("splash", "TPU"), ("blokced", "Did you mean 'blocked'")]
+)
+def test_what_this_machine_cannot_do(name, said):
+    with pytest.raises(UserError, match=rf"model\.attention: .*{said}"):
+        Decoder(CONFIG, rngs=nnx.Rngs(0), attention=name)
+    assert resolve_attention("auto", jnp.float32, WIDTH) == "auto"
+
+
+def test_the_choice_reaches_the_model():
+    """From the config's key to the decoder, made or described; and what cannot run says so before weights are made."""
+    kinds = runs._kinds(Config(model=ModelConfig(attention="blocked")))
+    assert load_model(HF, init="random", **kinds)[0].attention == "blocked"
+    assert load_model(HF, init="random")[0].attention == "auto"
+    with pytest.raises(UserError, match=r"model\.attention: splash needs a TPU"):
+        load_model(HF, init="random", attention="splash")
+    with pytest.raises(UserError, match=r"model\.attention: unknown value 'flash'"):
+        ModelConfig(attention="flash")
+
+
+class Device:
+    def __init__(self, kind, capability="9.0"):
+        self.device_kind, self.compute_capability = kind, capability
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "resolved"),
+    [
+        (Device("NVIDIA H200"), "bfloat16", 128, "cudnn"),
+        (Device("NVIDIA H200"), "float32", 128, "auto"),
+        (Device("NVIDIA H200"), "bfloat16", 256, "auto"),
+        (Device("NVIDIA H200"), "bfloat16", 60, "auto"),
+        (Device("NVIDIA TITAN V", "7.0"), "bfloat16", 64, "auto"),
+        (Device("AMD Instinct MI300X", "gfx942"), "bfloat16", 64, "auto"),
+    ],
+)
+def test_auto_takes_the_kernel_of_the_gpu(monkeypatch, device, dtype, head_dim, resolved):
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert resolve_attention("auto", jnp.dtype(dtype), head_dim) == resolved
+    if resolved == "auto":
+        with pytest.raises(UserError, match=r"model\.attention: cudnn needs"):
+            resolve_attention("cudnn", jnp.dtype(dtype), head_dim)
+
+
+@pytest.mark.parametrize(("devices", "resolved"), [(1, "splash"), (4, "auto")])
+def test_auto_takes_splash_attention_on_one_tpu(monkeypatch, devices, resolved):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    assert resolve_attention("auto", jnp.bfloat16, 128) == resolved

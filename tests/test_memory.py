@@ -1,0 +1,282 @@
+"""Predicted memory against the buffers that XLA assigns, and the sizes chosen from it against trying every size."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tunix_like import sizes
+from tunix_like.config import AlgorithmConfig, Config, DataConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config_file import load
+from tunix_like.errors import UserError
+from tunix_like.memory import FIRST_CACHE, Work, amount, parameter_count, rollout_phase, update_phases
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.optimizer import build_optimizer
+from tunix_like.rl.forward import ForwardOptions
+from tunix_like.rl.learners import GRPOConfig
+from tunix_like.rl.objective import build_objective, resolve
+from tunix_like.rl.packing import choose_layout, pack
+from tunix_like.rl.update import UpdateInput, update_step
+from tunix_like.sampling import decoding, sampler
+from tunix_like.sampling.logits import SamplingParams
+from tunix_like.types import GroupBatch
+
+SMALL = DecoderConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=192,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+BASE = Work(SMALL, prompts=4, group=8, widths=(32, 64), logits_chunk=128)
+
+
+def changed(work: Work = BASE, **changes: Any) -> Work:
+    """`work` with other fields; those of the decoder go there."""
+    numbers = {field.name for field in dataclasses.fields(DecoderConfig)}
+    model = dataclasses.replace(work.model, **{name: value for name, value in changes.items() if name in numbers})
+    rest = {name: value for name, value in changes.items() if name not in numbers}
+    return dataclasses.replace(work, model=model, **rest)
+
+
+@functools.cache
+def abstract(config: DecoderConfig, attention: str = "auto") -> tuple[Any, Any]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), attention=attention)))
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def held_by(program: Any) -> int:
+    """Most bytes that a compiled program and its arguments take."""
+    found = program.memory_analysis()
+    sizes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return sizes - found.alias_size_in_bytes
+
+
+def shape(*axes: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(axes, dtype)
+
+
+def nbytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def compiled_update(work: Work, size: int) -> int:
+    (width, steps), prompts, group = work.widths, work.prompts, work.group
+    layout = choose_layout(group, prompts, work.widths, size)
+    packed = pack(np.full((prompts, group), steps, np.int32), np.ones((prompts, group), bool), steps, layout, prompts)
+    batch = GroupBatch(
+        prompt_tokens=shape(prompts, width),
+        prompt_lengths=shape(prompts),
+        completion_tokens=shape(prompts, group, steps),
+        completion_lengths=shape(prompts, group),
+        rollout_logprobs=shape(prompts, group, steps, dtype=np.float32),
+        rewards=shape(prompts, group, dtype=np.float32),
+        scored=shape(prompts, group, dtype=bool),
+        trained=shape(prompts, group, dtype=bool),
+        estimator_ids=shape(prompts),
+    )
+    packed = jax.tree.map(lambda x: shape(*np.shape(x)), packed)
+    data = UpdateInput(batch, shape(prompts, dtype=bool), packed)
+    objective = build_objective(resolve(GRPOConfig(num_generations=group), GRPOConfig), steps, 1, {})
+    optimizer = build_optimizer(OptimizerConfig(max_grad_norm=1.0 if work.clipped else None), None)
+    graphdef, params = abstract(work.model, work.attention)
+    options = ForwardOptions(1.0, work.logits_chunk, work.remat)
+    step = functools.partial(update_step, graphdef, objective, optimizer, options)
+    state = jax.eval_shape(optimizer.init, params)
+    return held_by(jax.jit(step, donate_argnums=(0, 1)).lower(params, state, data).compile())
+
+
+UPDATES = {
+    "two layers, long completions": (changed(num_layers=2, widths=(32, 256)), 2),
+    "long prompts": (changed(widths=(256, 32), num_layers=2), 8),
+    "wide MLP, large chunk": (changed(intermediate_size=512), 16),
+    "large vocabulary, one piece": (changed(vocab_size=8192, logits_chunk=512, tie_embeddings=False), 8),
+    "large vocabulary, pieces": (changed(vocab_size=8192), 8),
+    "recomputed": (changed(num_layers=2, remat=True), 8),
+    "weights, not clipped": (
+        changed(
+            prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8), clipped=False
+        ),
+        1,
+    ),
+    "one block": (changed(widths=(32, 256), attention="blocked"), 2),
+    "blocks": (changed(widths=(32, 1024), attention="blocked"), 1),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_holds_what_is_foreseen(name):
+    work, size = UPDATES[name]
+    foreseen = max(phase.bytes for phase in update_phases(work, size))
+    assert foreseen == pytest.approx(compiled_update(work, size), rel=0.1)  # twice as good as is promised
+
+
+ROLLOUTS = {
+    "large caches": (changed(widths=(32, 256), num_layers=2), 64, 4),
+    "large vocabulary": (changed(vocab_size=8192), 32, 4),
+    "top-p": (changed(vocab_size=8192, filtered=True), 64, 4),
+    "long prompts": (changed(widths=(512, 16)), 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_a_rollout_holds_what_is_foreseen(name):
+    """The worst of prefill, sampling at full room, and the growth of the cache, each with what else is held then."""
+    work, count, slots = ROLLOUTS[name]
+    (width, steps), (graphdef, params) = work.widths, abstract(work.model)
+    prefill = decoding.prefill.lower(graphdef, params, shape(slots, width), shape(slots)).compile()
+    run = functools.partial(decoding.prefill, graphdef)
+    prompts = jax.eval_shape(run, params, shape(slots, width), shape(slots))
+    room = min(steps, FIRST_CACHE)
+    rows = [
+        jax.eval_shape(lambda p, room=room: decoding.empty_rows(p, count // slots, steps, room, 2), prompts)
+        for room in (room, steps)
+    ]
+    sampling = SamplingParams(1.0, 0.9 if work.filtered else 1.0)
+    advance = decoding.advance.lower(graphdef, params, prompts, rows[1], shape(), sampling, (1,)).compile()
+    moments = [held_by(prefill), held_by(advance)]
+    if room < steps:
+        moments.append(held_by(decoding.grow.lower(rows[0], room=steps).compile()) + nbytes((params, prompts)))
+    foreseen = rollout_phase(work, count, slots, {"weights": work.weights}).bytes
+    assert foreseen == pytest.approx(max(moments), rel=0.2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "qkv_bias": True, "qk_norm": False}])
+def test_parameters_are_counted(changes):
+    work = changed(num_layers=3, **changes)
+    params = abstract(work.model)[1]
+    assert parameter_count(work.model) == sum(x.size for x in jax.tree.leaves(params))
+    assert work.weights == nbytes(params)
+
+
+def test_the_first_cache_is_the_samplers():
+    assert sampler.FIRST_CACHE == FIRST_CACHE
+
+
+def test_a_reference_and_devices_count():
+    alone, beside, split = (
+        update_phases(changed(**changes), 4)[0].parts
+        for changes in ({}, {"reference": True}, {"devices": 2, "parts": 2})
+    )
+    assert beside["reference"] == BASE.weights and "reference" not in alone
+    assert split["weights"] * 2 == alone["weights"] and split["chunk"] * 2 == alone["chunk"]
+
+
+def test_recomputation_keeps_little_on_an_accelerator():
+    kept = {
+        remat: update_phases(changed(num_layers=8, backend="gpu", dtype=jnp.dtype("bfloat16"), remat=remat), 8)[0]
+        for remat in (False, True)
+    }
+    assert kept[True].parts["chunk"] < 0.4 * kept[False].parts["chunk"]
+    assert kept[True].bytes < kept[False].bytes
+
+
+def decoder() -> Decoder:
+    return nnx.merge(*abstract(SMALL))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the device's memory so that `share` bytes of it may be filled."""
+    return lambda share: monkeypatch.setattr(sizes, "device_memory", lambda: int(share / sizes.SHARE))
+
+
+def test_a_chunk_takes_what_fits(memory, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    training, rest = RLTrainingConfig(), ((64, 8), BASE.widths)
+    work = sizes.update_work(training, decoder(), *rest)
+    need = [max(phase.bytes for phase in update_phases(work, size)) for size in range(1, 300)]
+    for size in (1, 5, 40, 200):
+        memory(need[size - 1] + 1)
+        found = sizes.chunk_size(training, decoder(), *rest)
+        assert size <= found and need[found - 1] <= need[size - 1] < need[found]
+    memory(1e12)
+    assert sizes.chunk_size(training, decoder(), *rest) == 16384 // 64
+    memory(need[0] - 1)
+    with pytest.raises(UserError, match=r"train_micro_batch_size: one .* Lower training\.logprob_chunk_size, rollout"):
+        sizes.chunk_size(training, decoder(), *rest)
+    assert sizes.chunk_size(RLTrainingConfig(train_micro_batch_size=77), decoder(), *rest) == 77
+
+
+def test_a_chunk_on_a_cpu(memory):
+    memory(1e12)
+    rest = RLTrainingConfig(), decoder()
+    assert sizes.chunk_size(*rest, (64, 8), BASE.widths) == 512 // 64
+    assert sizes.chunk_size(*rest, (64, 1), BASE.widths) == 512 // (64 + 32)
+    assert sizes.chunk_size(*rest, (2, 2), BASE.widths) == 4  # there are no more
+
+
+def test_rows_take_what_fits(memory):
+    rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
+    work = changed(prompts=1, group=1, reference=True)
+    need = lambda rows, held=None: rollout_phase(work, rows, -(-rows // 4), held).bytes  # noqa: E731
+    alone = {"weights": work.weights}
+    for rows in (1, 7, 100):
+        memory(need(rows) + 1)
+        assert sizes.concurrent_rows(decoder(), rollout) == rows
+    memory(need(1) - 1)  # nothing could be trained here: an evaluation has room all the same
+    found = sizes.concurrent_rows(decoder(), rollout)
+    assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
+    memory(need(1, alone) - 1)
+    with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
+        sizes.concurrent_rows(decoder(), rollout)
+    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9)) == 9
+
+
+def foreseen() -> sizes.Foreseen:
+    config = Config(
+        data=DataConfig(batch_size=4),
+        algorithm=AlgorithmConfig(advantage_estimator="grpo", num_generations=8),
+        rollout=RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64, max_concurrent_rows=16),
+    )
+    return sizes.foresee(config, decoder(), None, sampler.slot_shape)
+
+
+def test_what_is_foreseen_is_said(memory):
+    memory(1e12)
+    lines = dict(foreseen().lines())
+    assert lines["sizes"] == "8 completions a chunk (auto), 16 sampled at once (as set)"
+    assert amount(foreseen().peak.bytes) in lines["memory"]
+    assert {"rollout", "evaluation", "update"} < set(lines) and "warning" not in lines
+    for name in ("rollout", "update"):
+        total, *parts = (float(x) * {"GB": 1e9, "MB": 1e6, "kB": 1e3}[unit] for x, unit in PARTS.findall(lines[name]))
+        assert sum(parts) == pytest.approx(total, rel=0.1)
+
+
+PARTS = re.compile(r"([\d.]+) (GB|MB|kB)")
+
+
+def test_too_much_is_warned_of(memory):
+    memory(1e12)
+    plenty = foreseen()
+    short = dataclasses.replace(plenty, available=plenty.peak.bytes - 1)
+    assert "training.train_micro_batch_size" in dict(short.lines())["warning"]
+    only = dataclasses.replace(short, phases=tuple(p for p in plenty.phases if p.name != "evaluation"))
+    assert "training.logprob_chunk_size" in dict(only.lines())["warning"]
+
+
+def test_a_device_says_its_own_memory(monkeypatch):
+    device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 5}})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert sizes.device_memory.__wrapped__() == 5
+
+
+def test_the_config_takes_auto_or_a_number():
+    assert load(None, ["rollout.max_concurrent_rows=3"]).rollout.max_concurrent_rows == 3
+    assert load(None).training.train_micro_batch_size == "auto"
+    for bad in ("all", "0", "null"):
+        with pytest.raises(UserError, match=r"rollout\.max_concurrent_rows"):
+            load(None, [f"rollout.max_concurrent_rows={bad}"])

@@ -1,0 +1,243 @@
+"""Sizes chosen from memory: completions per chunk of an update, completions sampled at once; and what a run will hold.
+
+A number in the config is taken as it is. `auto` takes as much as pays and fits, by the predictions of `memory.py`. This
+module knows the device's memory and the config; it allocates nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix_like.config import Config, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.errors import UserError
+from tunix_like.memory import Phase, Work, amount, rollout_phase, update_phases
+from tunix_like.models.sharding import prompt_parts
+from tunix_like.rl.packing import micro_batch_size
+
+if TYPE_CHECKING:
+    from tunix_like.models.decoder import Decoder
+
+SHARE = 0.8
+"""Of a device's memory that `auto` may fill: predictions are good to a fifth."""
+
+ROWS_PER_SLOT = 4
+"""Completions that share a copy of their prompt's keys, where the size of the groups is not known."""
+
+MOST_ROWS = 1 << 16
+"""More are never sampled at once."""
+
+LOWER = {
+    "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
+    "training": "training.train_micro_batch_size, training.logprob_chunk_size, rollout.max_prompt_length or "
+    "rollout.max_tokens_to_generate",
+}
+"""The keys that the memory of a phase depends on."""
+
+SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
+"""`sampling.sampler.slot_shape`: slots and completions a slot."""
+
+
+@functools.cache
+def device_memory() -> int:
+    """Bytes of one device: what it says itself, else the host's memory or its cgroup's limit, shared by its devices."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits) // jax.local_device_count()
+
+
+def chunk_size(
+    training: RLTrainingConfig,
+    model: Decoder,
+    shape: tuple[int, int],
+    widths: tuple[int, int],
+    reference: bool = False,
+    mesh: Mesh | None = None,
+) -> int:
+    """Completions of full width per forward and backward pass.
+
+    Args:
+      shape: prompts of one update, and completions of each.
+      widths: of the padded prompts and completions, `(S, T)`.
+
+    Raises:
+      UserError: not even one fits beside weights and optimizer.
+    """
+    work = update_work(training, model, shape, widths, reference, mesh)
+    return _chunk_size(training.train_micro_batch_size, work, device_memory())
+
+
+def update_work(
+    training: RLTrainingConfig,
+    model: Decoder,
+    shape: tuple[int, int],
+    widths: tuple[int, int],
+    reference: bool = False,
+    mesh: Mesh | None = None,
+) -> Work:
+    """What the memory of one update depends on; arguments as `chunk_size`."""
+    chosen = training.actor_optimizer or OptimizerConfig()
+    return dataclasses.replace(
+        _work(model, *shape, widths, mesh),
+        clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
+        reference=reference,
+        remat=training.remat,
+        logits_chunk=training.logprob_chunk_size,
+    )
+
+
+def _work(model: Decoder, prompts: int, group: int, widths: tuple[int, int], mesh: Mesh | None) -> Work:
+    return Work(
+        model.config,
+        prompts,
+        group,
+        widths,
+        dtype=jnp.dtype(model.dtype),
+        attention=model.attention,
+        backend=jax.default_backend(),
+        devices=1 if mesh is None else mesh.size,
+        parts=prompt_parts(mesh),
+    )
+
+
+@functools.lru_cache(64)
+def _chunk_size(setting: int | str, work: Work, available: int) -> int:
+    if isinstance(setting, int):
+        return setting
+    width = work.widths[1] if work.group > 1 else sum(work.widths)  # a single completion brings its prompt along
+    top = min(micro_batch_size(width, work.backend), work.prompts * work.group)
+
+    def needed(size: int) -> int:
+        return max(phase.bytes for phase in update_phases(work, size))
+
+    if found := _most(top, needed, SHARE * available):
+        return found
+    raise _too_large("training.train_micro_batch_size", needed(1), SHARE * available, "training")
+
+
+def concurrent_rows(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None = None) -> int:
+    """Most completions that are sampled at once.
+
+    Under `auto` as many as fit beside a trainer's weights, moments and reference; where these alone do not fit, beside
+    the weights, since then nothing is being trained.
+
+    Raises:
+      UserError: not even one fits beside the weights.
+    """
+    setting = rollout.max_concurrent_rows
+    if isinstance(setting, int):
+        return setting
+    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
+    filtered = rollout.top_p < 1 or rollout.top_k is not None
+    work = dataclasses.replace(_work(model, 1, 1, widths, mesh), reference=True, filtered=filtered)
+
+    def needed(rows: int, held: dict[str, int] | None) -> int:
+        return rollout_phase(work, rows, -(-rows // ROWS_PER_SLOT), held).bytes
+
+    alone, limit = {"weights": work.weights}, SHARE * device_memory()
+    for held in (None, alone):
+        if found := _most(MOST_ROWS, functools.partial(needed, held=held), limit):
+            return found
+    raise _too_large("rollout.max_concurrent_rows", needed(1, alone), limit, "sampling")
+
+
+def _too_large(key: str, needed: int, limit: float, what: str) -> UserError:
+    others = LOWER[what].removeprefix(f"{key}, ")
+    return UserError(
+        f"{key}: one completion at a time needs about {amount(needed)}, and {amount(limit)} may be filled "
+        f"({SHARE:.0%} of the device's memory). Lower {others}, or take a smaller model or more devices. "
+        f"{key}=1 tries all the same."
+    )
+
+
+def _most(top: int, needed: Callable[[int], int], limit: float) -> int:
+    """The largest number up to `top` whose need fits; 0 where none does. More never need less, but for steps in the
+    layout of chunks, which is why a smaller one may be found than there is."""
+    if needed(top) <= limit:
+        return top
+    low, high = 0, top
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= limit else (low, middle)
+    return low
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreseen:
+    """What a run will hold at its worst moments, and the sizes chosen for it."""
+
+    micro_batch: int
+    rows: int
+    chosen: tuple[bool, bool]
+    phases: tuple[Phase, ...]
+    available: int
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For the screen: sizes, the peak beside what there is, each phase by component, and what to do if it is too
+        much."""
+        update, rollout = ("auto" if auto else "as set" for auto in self.chosen)
+        sizes = f"{self.micro_batch} completions a chunk ({update}), {self.rows} sampled at once ({rollout})"
+        peak = f"{amount(self.peak.bytes)} at most ({self.peak.name}), {amount(self.available)} on the device"
+        update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
+        shown = [phase for phase in self.phases if phase.name != "optimizer" or phase.bytes > update_bytes]
+        phases = [(phase.name, str(phase)) for phase in shown]
+        return [("sizes", sizes), ("memory", peak), *phases, *self._warning()]
+
+    def _warning(self) -> list[tuple[str, str]]:
+        if self.peak.bytes <= self.available:
+            return []
+        keys = LOWER["sampling" if self.peak.name in ("rollout", "evaluation") else "training"]
+        return [("warning", f"this is more than the device has: lower {keys}, or take more devices")]
+
+
+def foresee(config: Config, model: Decoder, mesh: Mesh | None, slot_shape: SlotShape) -> Foreseen:
+    """The sizes and phases of a resolved config, for prompts and completions of full length.
+
+    Raises:
+      UserError: as `chunk_size` and `concurrent_rows`.
+    """
+    rollout, data, group = config.rollout, config.data, config.algorithm.num_generations
+    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
+    training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
+    reference = config.algorithm.beta > 0
+    most = min(training.mini_batch_size or data.batch_size, data.batch_size)
+    update = update_work(training, model, (most, group), widths, reference, mesh)
+    size = _chunk_size(training.train_micro_batch_size, update, device_memory())
+    update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
+    limit = concurrent_rows(model, rollout, mesh)
+    phases = []
+    for name, prompts, samples in (
+        ("rollout", data.batch_size, group),
+        ("evaluation", config.eval.batch_size, config.eval.samples),
+    ):
+        rows = min(limit, prompts * samples)
+        slots, _ = slot_shape(prompts, samples, rows, *widths)
+        work = dataclasses.replace(update, filtered=rollout.top_p < 1 or rollout.top_k is not None)
+        phases.append(dataclasses.replace(rollout_phase(work, rows, slots), name=name))
+    phases += update_phases(update, size)
+    if config.sft.max_steps:
+        shape = config.sft.batch_size, 1
+        single = update_work(training, model, shape, widths, False, mesh)
+        found = update_phases(single, _chunk_size(training.train_micro_batch_size, single, device_memory()))[0]
+        phases.append(dataclasses.replace(found, name="sft"))
+    chosen = (not isinstance(training.train_micro_batch_size, int), not isinstance(rollout.max_concurrent_rows, int))
+    rows = min(limit, data.batch_size * group)
+    return Foreseen(size, rows, chosen, tuple(phases), device_memory())

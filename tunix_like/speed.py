@@ -1,0 +1,118 @@
+"""Where a step's time goes: laps of its clock, programs compiled meanwhile, the device's peak, a profiler trace.
+
+It knows jax and its devices; no model and no training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from tunix_like.errors import UserError
+
+logger = logging.getLogger("tunix_like")
+
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+}
+"""Beginning of a device's kind to its dense bfloat16 operations per second, from the makers' data sheets."""
+
+
+def peak_flops() -> float | None:
+    """Of all devices together; None where it is not known."""
+    kind = jax.devices()[0].device_kind
+    known = [name for name in PEAK_FLOPS if kind.startswith(name)]
+    return PEAK_FLOPS[max(known, key=len)] * jax.device_count() if known else None
+
+
+class Clock:
+    """Splits wall time into named laps, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
+        self._last = now
+
+
+class Compilations:
+    """Programs that XLA built (or took from the compilation cache) since the last `take`, and the seconds it took."""
+
+    def __init__(self) -> None:
+        self._seen = len(_DURATIONS)
+
+    def take(self) -> tuple[int, float]:
+        new = _DURATIONS[self._seen :]
+        self._seen += len(new)
+        return len(new), sum(new)
+
+
+_DURATIONS: list[float] = []
+
+
+def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _DURATIONS.append(duration_secs)
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+class Profile:
+    """A profiler trace of some steps.
+
+    Args:
+      steps: the first and the last of them, or None for no trace.
+      folder: of the run; the trace goes into its `profile/`.
+      total: the last step of the run, where that is known; a trace ends there at the latest.
+
+    Raises:
+      UserError: there is no folder, or `steps` is no pair of numbers in order.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, folder: Path | None, total: int | None = None) -> None:
+        self.steps, self.folder, self.total = steps, folder, total
+        self._running = False
+        if steps is None:
+            return
+        if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+            raise UserError(f"training.profile_steps: expected the first and the last step, e.g. [5, 6], got {steps}.")
+        if folder is None:
+            raise UserError("training.profile_steps: the trace needs a place; set training.output_dir.")
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Around each step: starts the trace before the first of them, and ends it after the last or on an error."""
+        if self.steps is None or self.folder is None or not self.steps[0] <= step <= self.steps[1]:
+            yield
+            return
+        if not self._running:  # at the first of them, or where a resumed run comes in
+            jax.profiler.start_trace(str(self.folder / "profile"))
+            self._running = True
+        over = True
+        try:
+            yield
+            over = step in (self.steps[1], self.total)
+        finally:
+            if over:
+                self._running = False
+                jax.profiler.stop_trace()
+                logger.warning("a profile up to step %d is in %s; open it in XProf", step, self.folder / "profile")
