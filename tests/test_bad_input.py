@@ -260,7 +260,7 @@ MISTAKES = {
     "no model": ((*REVERSED, "model.config=null"), ["model.path: name a model folder or hub id"]),
     "two models": ((*REVERSED, "model.path=model"), ["model.config", "either model.path or model.config"]),
     "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
-    "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, qwen2, qwen3"]),
+    "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, mistral, qwen2"]),
     "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "take it out"]),
     "unsupported value": ((*REVERSED, "model.config.hidden_act=gelu"), ["'hidden_act' = 'gelu'", 'only "silu" is']),
     "small vocabulary": (

@@ -9,6 +9,7 @@ source. No weights are needed. This module knows no device, and it chooses nothi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -139,11 +140,23 @@ def amount(size: float) -> str:
 
 def parameter_count(model: DecoderConfig) -> int:
     """Numbers in all weights of a decoder."""
-    width, inner, head = model.hidden_size, model.intermediate_size, model.head_dim
+    width, head = model.hidden_size, model.head_dim
     query, key = model.num_heads * head, model.num_kv_heads * head
-    layer = width * (2 * query + 2 * key + 3 * inner) + 2 * width
+    layer = width * (2 * query + 2 * key) + (4 if model.post_norms else 2) * width
     layer += (query + 2 * key) * model.qkv_bias + 2 * head * model.qk_norm
-    return model.num_layers * layer + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
+    layers = model.num_layers * layer + sum(map(functools.partial(_mlp_count, model), range(model.num_layers)))
+    return layers + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
+
+
+def _mlp_count(model: DecoderConfig, layer: int) -> int:
+    if (experts := model.experts) is None or not model.has_experts(layer):
+        return 3 * model.hidden_size * model.intermediate_size
+    return model.hidden_size * experts.number * (3 * experts.intermediate_size + 1)
+
+
+def _inner(model: DecoderConfig) -> int:
+    """Width of the MLPs that a token goes through, in the widest layer."""
+    return max(map(model.active_width, range(model.num_layers)))
 
 
 def update_phases(work: Work, micro_batch: int) -> list[Phase]:
@@ -188,7 +201,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width), cache // 2)
     tokens = slots * prompt_width
     prompt_scores = _made(work, slots, prompt_width, prompt_width)
-    forward = max(prompt_scores, WORKING_INNER * tokens * model.intermediate_size * work.size)
+    forward = max(prompt_scores, WORKING_INNER * tokens * _inner(model) * work.size)
     forward += tokens * model.hidden_size * work.size
     moments = [
         sampling | {"completion cache": cache},
@@ -226,7 +239,7 @@ def _kept(work: Work, tokens: int, scores: int) -> int:
         key = 2 * model.num_kv_heads * model.head_dim
         return model.num_layers * tokens * (model.hidden_size + key) * work.size
     widths = {
-        "inner": model.intermediate_size,
+        "inner": _inner(model),
         "hidden": model.hidden_size,
         "query": model.num_heads * model.head_dim,
         "key": model.num_kv_heads * model.head_dim,
@@ -256,10 +269,10 @@ def _layer_backward(work: Work, rows: int) -> int:
     """What the backward pass of one layer needs for itself; with recomputation, what the layer would have kept, too."""
     model, (prompt_width, width) = work.model, work.widths
     tokens = rows * width
-    mlp = WORKING_INNER * tokens * (model.intermediate_size + model.hidden_size) * work.size
+    mlp = WORKING_INNER * tokens * (_inner(model) + model.hidden_size) * work.size
     made = _made(work, rows, width, prompt_width + width)
     if _road(work, tokens * model.num_heads * (prompt_width + width)) != "blocks":
-        made -= tokens * (KEPT_PER_TOKEN["inner"] * model.intermediate_size + 2 * model.hidden_size) * work.size
+        made -= tokens * (KEPT_PER_TOKEN["inner"] * _inner(model) + 2 * model.hidden_size) * work.size
     own = max(mlp, made)
     if work.remat and work.backend != "cpu":
         one = dataclasses.replace(work, remat=False, model=dataclasses.replace(model, num_layers=1))

@@ -6,6 +6,7 @@ implementation of the same interface.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models.attention_oracle import oracle, seen_of
 from tests.tiny_model import HF
 from tunix_like import runs
 from tunix_like.config import Config, ModelConfig
@@ -52,36 +54,9 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
 
-def oracle(q, k, v, mask, cotangent):
-    """Output and gradients in q, k, v `[B N H h]`, `[B U K h]` in float64 by the softmax's own derivative; a query
-    without a key gives zeros."""
-    q, k, v, cotangent = (np.asarray(x, np.float64) for x in (q, k, v, cotangent))
-    repeats = q.shape[2] // k.shape[2]
-    wide = [np.repeat(x, repeats, axis=2) for x in (k, v)]
-    scores = np.einsum("bnxh,buxh->bxnu", q, wide[0]) / WIDTH**0.5
-    seen = np.broadcast_to(mask[:, None], scores.shape)
-    weights = np.where(seen, np.exp(scores - scores.max()), 0)
-    weights = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-    out = np.einsum("bxnu,buxh->bnxh", weights, wide[1])
-    of_weights = np.einsum("bnxh,buxh->bxnu", cotangent, wide[1])
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True)) / WIDTH**0.5
-    of_k = np.einsum("bxnu,bnxh->buxh", of_scores, q)
-    of_v = np.einsum("bxnu,bnxh->buxh", weights, cotangent)
-    shared = [x.reshape(*k.shape[:3], repeats, -1).sum(3) for x in (of_k, of_v)]
-    return out, np.einsum("bxnu,buxh->bnxh", of_scores, wide[0]), *shared
-
-
-def seen_of(mask, batch: int, count: int, width: int) -> np.ndarray:
-    """Which query sees which key, position by position."""
-    out = np.zeros((batch, count, width), bool)
-    for b, n, u in np.ndindex(*out.shape):
-        if isinstance(mask, Lengths):
-            out[b, n, u] = u < mask.lengths[b]
-        elif mask.segments is None:
-            out[b, n, u] = u <= n
-        else:
-            out[b, n, u] = u <= n and mask.segments[b, u] == mask.segments[b, n] >= 0
-    return out
+def offsets_of(bins: np.ndarray) -> np.ndarray:
+    """The place of every token in its completion."""
+    return np.array([[int((row[:i] == row[i]).sum()) for i in range(T)] for row in bins])
 
 
 def found_by(function, cotangent, *arrays):
@@ -105,6 +80,9 @@ SINGLE = {
     "bins": Causal(BINS),
     "padded left or right": Causal(PADDED),
     "key padding": Lengths(np.array([7, 1, 3, 0], np.int32)),
+    "windows": Causal(window=3),
+    "windows in bins": Causal(BINS, window=2),
+    "starts": Lengths(np.array([7, 1, 3, 5], np.int32), jnp.arange(-3, 25).reshape(4, 7) % 6),
 }
 
 
@@ -125,16 +103,30 @@ def test_one_part(kind, case, dtype):
     assert_same(found, oracle(q, k, v, seen, cotangent), {"float32": 1e-5, "bfloat16": 4e-2}[dtype])
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, EMPTY], ids=["prompts", "an empty prompt"])
+def test_the_window_is_a_distance():
+    """Of the oracle itself: with 3, a query sees itself and two more, and none of them beyond its completion."""
+    seen = seen_of(Causal(BINS[:1], window=3), 1, T, T)[0]
+    assert [np.flatnonzero(row).tolist() for row in seen] == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [5], []]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "cap"),
+    [(LENGTHS, None, None), (EMPTY, None, None), (LENGTHS, 5, None), (LENGTHS, None, 0.7), (LENGTHS, 4, 0.7)],
+    ids=["prompts", "an empty prompt", "windows", "caps", "windows and caps"],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_parts_are_one_softmax(kind, lengths):
+def test_two_parts_are_one_softmax(kind, lengths, window, cap):
     """Bins of completions over their prompts, with every prompt's keys written out once per bin for the oracle. In the
-    second case one bin sees nothing at all."""
+    second case one bin sees nothing at all; with windows, later tokens see less of the prompt or nothing."""
+    starts = None
+    if window is not None:
+        starts = jnp.asarray(offsets_of(BINS).reshape(P, G * T) + lengths[:, None] - window + 1)
+    prompt_mask, own_mask = Lengths(lengths, starts), Causal(BINS, window)
     q, cotangent = normal(P, G, T, H, WIDTH), normal(P, G, T, H, WIDTH + 1)[..., 1:]
     keys = [normal(P, S, K, WIDTH), normal(P, S, K, WIDTH + 1)[..., 1:]]
     keys += [normal(P, G, T, K, WIDTH), normal(P, G, T, K, WIDTH + 1)[..., 1:]]
-    of_prompt = np.repeat(seen_of(Lengths(lengths), P, T, S), G, axis=0)
-    seen = np.concatenate([of_prompt, seen_of(Causal(BINS), P * G, T, T)], axis=-1)
+    of_prompt = seen_of(prompt_mask, P, G * T, S).reshape(P * G, T, S)
+    seen = np.concatenate([of_prompt, seen_of(own_mask, P * G, T, T)], axis=-1)
     real = seen.any(-1)[..., None, None]
     cotangent = np.where(real.reshape(P, G, T, 1, 1), cotangent, 0)
 
@@ -142,12 +134,12 @@ def test_two_parts_are_one_softmax(kind, lengths):
         return x.reshape(P * G, *x.shape[2:])
 
     def run(q, prompt_k, prompt_v, own_k, own_v):
-        own = part_of(rows(own_k), rows(own_v), Causal(BINS))
-        return group_attention(q, part_of(prompt_k, prompt_v, Lengths(lengths)), own, kind=kind)
+        own = part_of(rows(own_k), rows(own_v), own_mask)
+        return group_attention(q, part_of(prompt_k, prompt_v, prompt_mask), own, kind=kind, cap=cap)
 
     out, of_q, *of_keys = found_by(run, cotangent, q, *keys)
     k, v = (np.concatenate([np.repeat(keys[i], G, axis=0), rows(keys[i + 2])], axis=1) for i in (0, 1))
-    wanted, wanted_q, *sides = oracle(rows(q), k, v, seen, rows(cotangent))
+    wanted, wanted_q, *sides = oracle(rows(q), k, v, seen, rows(cotangent), cap)
     prompts = [x[:, :S].reshape(P, G, S, K, WIDTH).sum(1) for x in sides]
     own = [x[:, S:].reshape(P, G, T, K, WIDTH) for x in sides]
     assert np.isfinite(out).all()
@@ -178,7 +170,8 @@ def test_blocked_sees_nothing_as_zeros():
 
 
 def test_only_blocks_that_meet_are_visited():
-    """Causal blocks stop at the diagonal, bins at their completions, key padding at the longest prompt."""
+    """Causal blocks stop at the diagonal, bins at their completions, key padding at the longest prompt; windows leave
+    out what lies behind."""
     blocks = attention_blocked._Blocks(2, 2, True)
     ids = jnp.asarray([[0, 0, 1, 1, 1, 2, 2, -1]])
     order, number = attention_blocked._meetings(jnp.where(ids < 0, -2, ids), ids, blocks)
@@ -186,6 +179,10 @@ def test_only_blocks_that_meet_are_visited():
     assert visited == [[0], [1], [1, 2], [2, 3]]
     keys = jnp.asarray([[0, 0, 0, -1, -1, -1], [0, -1, -1, -1, -1, -1]])
     zeros = jnp.zeros((2, 4), jnp.int32)
+    starts = jnp.arange(8)[None] - 2  # windows of 3
+    order, number = attention_blocked._meetings(jnp.zeros_like(ids), jnp.zeros_like(ids), blocks, starts)
+    visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
+    assert visited == [[0], [0, 1], [1, 2], [2, 3]]
     assert attention_blocked._meetings(zeros, keys, blocks._replace(causal=False))[1].tolist() == [2, 2]
 
 
@@ -229,14 +226,18 @@ def everything(graphdef, params):
     lengths = jnp.asarray(LENGTHS)
     first, cache = model.prefill(jnp.asarray(rng.integers(0, 11, (P, S))), lengths, remat=True)
     bins = BINS.reshape(P, G, T)
-    offsets = np.array([[int((row[:i] == row[i]).sum()) for i in range(T)] for row in BINS]).reshape(P, G, T)
+    offsets = offsets_of(BINS).reshape(P, G, T)
     bin_tokens = jnp.asarray(rng.integers(0, 11, (P, G, T)))
     hidden = model.completion_hidden(first, cache, lengths, bin_tokens, jnp.asarray(offsets), jnp.asarray(bins))
     hidden = jnp.where(bins[..., None] >= 0, hidden, 0.0)
     return jnp.sin(logits).mean() + jnp.sin(whole).mean() + (hidden**3).mean(), (logits, whole, hidden)
 
 
-@pytest.mark.parametrize(("kind", "config"), [("blocked", CONFIG), ("cudnn", CONFIG), ("splash", SHALLOW)])
+WINDOWED = dataclasses.replace(CONFIG, windows=(3, None))
+CAPPED = dataclasses.replace(WINDOWED, attention_cap=0.7)
+
+
+@pytest.mark.parametrize(("kind", "config"), [("blocked", CAPPED), ("cudnn", WINDOWED), ("splash", SHALLOW)])
 def test_decoder_is_the_same_by_every_road(kind, config):
     """Logits, hidden states and the gradient in every weight. The interpreter of splash attention compiles slowly: one
     layer will do."""
@@ -249,9 +250,12 @@ def test_decoder_is_the_same_by_every_road(kind, config):
 
 
 def test_auto_goes_by_the_size_of_a_call(monkeypatch):
-    """Blocks once the scores of all parts together exceed the constant; arrays of masks always the plain way."""
+    """Blocks once the scores of all parts together exceed the constant; arrays of masks always the plain way. With
+    kernels too, where they do not know caps or windows."""
     taken = []
-    monkeypatch.setattr(roads, "joined_attention", lambda q, parts: taken.append(len(parts)) or q)
+    monkeypatch.setattr(roads, "joined_attention", lambda q, parts, cap=None: taken.append(len(parts)) or q)
+    refuse = lambda *_: pytest.fail("a kernel was called")  # noqa: E731
+    monkeypatch.setattr(roads, "_ROADS", {"cudnn": refuse, "splash": refuse})
     monkeypatch.setattr(roads, "SCORES", P * G * T * H * (S + T))
     q = jnp.zeros((P, G, T, H, WIDTH))
     prompt = part_of(jnp.zeros((P, S, K, WIDTH)), jnp.zeros((P, S, K, WIDTH)), Lengths(jnp.asarray(LENGTHS)))
@@ -263,6 +267,10 @@ def test_auto_goes_by_the_size_of_a_call(monkeypatch):
     group_attention(q, prompt, own)
     group_attention(q, prompt, dense)
     assert taken == [2]
+    group_attention(q, prompt, own, kind="cudnn", cap=5.0)
+    group_attention(q, prompt, own, kind="splash", cap=5.0)
+    group_attention(q, prompt, part_of(keys, keys, Causal(window=2)), kind="splash")
+    assert taken == [2] * 4
 
 
 def test_large_masks_are_not_written_out_for_cudnn(monkeypatch):

@@ -12,7 +12,9 @@ from flax import nnx
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_model
+from tunix_like.models.weights import hf_name
 from tunix_like.rl.forward import ForwardOptions, batch_logprobs
+from tunix_like.rl.losses import token_logprobs
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Sampler, pad_tokens
@@ -28,6 +30,7 @@ SMALL = {
     "max_position_embeddings": 128,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
     "attn_implementation": "eager",
 }
 # With head_dim 8 and theta 1e4 the wavelengths are 6.3, 63, 628, 6283: one below 64 / 4, one between, two above 64 / 1.
@@ -46,6 +49,58 @@ FAMILIES = {
     "qwen3-untied": ("Qwen3", {"head_dim": 16}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-rope": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    # windows of 8 cut within prompts, completions and from these into those; caps are low enough to bend most scores
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 12,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 24,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,  # tied to an embedding as large, a token would predict itself
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-shares": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+        },
+    ),
 }
 LENGTHS = (40, 11, 1)
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (len(LENGTHS), max(LENGTHS)))
@@ -61,8 +116,8 @@ def reference(request, tmp_path_factory):
 
     name, extra = FAMILIES[request.param]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SMALL | extra)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    made = getattr(transformers, f"{name}ForCausalLM")
+    model = made(made.config_class(**SMALL | extra)).float().eval()
     with torch.no_grad():  # transformers starts with zero biases and unit norms, which would hide a swap of names
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -129,6 +184,60 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
         options = ForwardOptions(temperature, chunk=50, remat=False)
         trained = jax.jit(batch_logprobs, static_argnums=(0, 4))(graphdef, params, batch, packed, options)
         np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
+
+
+NEW = ("gemma3", "gemma2", "mistral", "smollm3", "qwen3-moe", "qwen3-moe-shares")
+BINS = ((9, 7), (3, 12))  # lengths of the completions that share a bin of 20, of prompts of 17 and 3 tokens
+
+
+@pytest.mark.parametrize("reference", NEW, indirect=True)
+def test_gradients_agree_with_autograd(reference):
+    """Of every weight, through prompts that are computed once and completions that share bins."""
+    import torch
+
+    hf, folder = reference
+    model, _ = load_model(folder)
+    rng = np.random.default_rng(2)
+    lengths, tokens = np.array([17, 3], np.int32), rng.integers(0, SMALL["vocab_size"], (2, 1, 20))
+    segments = np.array([[[0] * a + [1] * b + [-1] * (20 - a - b)] for a, b in BINS])
+    offsets = np.array([[[*range(a), *range(b), *range(20 - a - b)]] for a, b in BINS])
+    weights = np.where(segments >= 0, rng.normal(size=tokens.shape), 0).astype(np.float32)
+    graphdef, state = nnx.split(model)
+
+    def loss(params):
+        model = nnx.merge(graphdef, params)
+        first, cache = model.prefill(jnp.asarray(TOKENS[:2, :24]), jnp.asarray(lengths))
+        hidden = model.completion_hidden(first, cache, *map(jnp.asarray, (lengths, tokens, offsets, segments)))
+        flat, cap = hidden.reshape(-1, hidden.shape[-1]), model.config.logits_cap
+        found, _ = token_logprobs(flat, model.head(), jnp.asarray(tokens).reshape(-1), 1.0, 100, cap=cap)
+        return (found * weights.reshape(-1)).sum()
+
+    ours = jax.jit(jax.grad(loss))(nnx.to_pure_dict(state))
+    hf.zero_grad()
+    for p, i in np.ndindex(2, 2):
+        mine = segments[p, 0] == i
+        sequence = torch.tensor(np.concatenate([TOKENS[p, : lengths[p]], tokens[p, 0, mine]]))[None]
+        table = hf(input_ids=sequence).logits[0, lengths[p] - 1 : -1].log_softmax(-1)
+        found = table.gather(1, sequence[0, lengths[p] :, None])[:, 0]
+        (found * torch.tensor(weights[p, 0, mine])).sum().backward()
+    theirs = {name: parameter.grad.numpy() for name, parameter in hf.named_parameters()}
+    hf.zero_grad()
+    compared = dict(named_gradients(ours))
+    for name in [name for name in theirs if name.endswith("gate_up_proj")]:  # fused in memory, not in files
+        stem, fused = name.removesuffix("gate_up_proj"), theirs.pop(name)
+        theirs |= dict(zip((f"{stem}gate_proj", f"{stem}up_proj"), np.split(fused, 2, axis=1), strict=True))
+    assert compared.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert np.abs(value).max() > 1e-4, name
+        np.testing.assert_allclose(compared[name], value, rtol=0, atol=1e-4 * np.abs(value).max(), err_msg=name)
+
+
+def named_gradients(tree):
+    """Under the names and in the layout that transformers has in memory."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        keys = tuple(key.key for key in path)
+        name = hf_name(keys) if "experts" not in keys else f"model.{'.'.join(map(str, keys[:-1]))}"
+        yield name, np.asarray(leaf.swapaxes(-1, -2) if keys[-1] == "kernel" else leaf)
 
 
 def test_exported_model_loads_in_transformers(reference, tmp_path):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from tunix_like.config import ATTENTIONS
 from tunix_like.errors import UserError, nearest
-from tunix_like.models.attention_blocked import joined_attention
+from tunix_like.models.attention_blocked import capped, joined_attention
 from tunix_like.models.attention_kernels import cudnn_attention, splash_attention
 from tunix_like.models.attention_parts import Part, dense_mask
 
@@ -68,46 +68,55 @@ def _splash_lacks() -> str | None:
     return None
 
 
-def _road(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Any:
+def _road(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
     """How to attend without making the scores, or None: make them. Masks that are arrays (decoding, one query a row)
-    always go the plain way."""
+    always go the plain way. No kernel knows caps, and splash attention no windows: there the size decides, as under
+    "auto"."""
     if kind == "plain" or not all(part.described for part in parts):
         return None
+    if cap is not None:
+        kind = "blocked" if kind == "blocked" else "auto"
+    elif kind == "splash" and any(part.windowed for part in parts):
+        kind = "auto"
     if kind != "auto":
         return _ROADS[kind]
     scores = sum(q.size // q.shape[-1] * part.k.shape[-1] for part in parts)
     return joined_attention if scores > SCORES else None
 
 
-def attention(q: Float[Array, "B N H h"], part: Part, kind: str = "auto") -> Float[Array, "B N H h"]:
+def attention(
+    q: Float[Array, "B N H h"], part: Part, kind: str = "auto", cap: float | None = None
+) -> Float[Array, "B N H h"]:
     """`softmax(q k^T / sqrt(h)) v` over one part; query head `i` uses key head `i // (H // K)`.
 
-    `kind` is what `resolve_attention` returned.
+    `kind` is what `resolve_attention` returned. With `cap`, scores become `cap tanh(scores / cap)` (Gemma 2,
+    arXiv 2408.00118).
     """
-    if (road := _road(kind, q, (part,))) is not None:
-        return road(q, (part,))
-    scores = _scores(q, part)
+    if (road := _road(kind, q, (part,), cap)) is not None:
+        return road(q, (part,)) if cap is None else road(q, (part,), cap=cap)
+    scores = _scores(q, part, cap)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = _unfold(weights.sum(-1, keepdims=True), q.shape[2])
     return (_unfold(_values(weights, part), q.shape[2]) / total).astype(q.dtype)
 
 
 def group_attention(
-    q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto"
+    q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "P G T H h"]:
     """Attention of completions over their prompt's keys (stored once per group) and their own, under ONE softmax.
 
     Args:
       q: queries of every completion of every prompt.
-      prompt: part with `B = P`; its mask broadcasts over the `G * T` queries of a prompt.
+      prompt: part with `B = P`; its mask is for the `G * T` queries of a prompt, or for all alike.
       own: parts with `B = P * G`: each completion's own keys.
       kind: what `resolve_attention` returned.
+      cap: as in `attention`.
 
     The parts are joined by their common maximum and the sum of their exponentials, so no `[T, S + T]` array is
     assembled, and the gradient flows through all (unlike the residual of `jax.nn.dot_product_attention`).
     """
-    if (road := _road(kind, q, (prompt, *own))) is not None:
-        return road(q, (prompt, *own))
+    if (road := _road(kind, q, (prompt, *own), cap)) is not None:
+        return road(q, (prompt, *own)) if cap is None else road(q, (prompt, *own), cap=cap)
     groups, size, steps, heads, width = q.shape
     by_prompt = q.reshape(groups, size * steps, heads, width)
     by_row = q.reshape(groups * size, steps, heads, width)
@@ -120,7 +129,7 @@ def group_attention(
         x = x.reshape(groups, size, *x.shape[1:])
         return jnp.moveaxis(x, 1, 3).reshape(groups, *x.shape[2:4], size * steps, 1)
 
-    prompt_scores, own_scores = _scores(by_prompt, prompt), [_scores(by_row, part) for part in own]
+    prompt_scores, own_scores = _scores(by_prompt, prompt, cap), [_scores(by_row, part, cap) for part in own]
     tops = [to_rows(prompt_scores.max(-1, keepdims=True)), *(scores.max(-1, keepdims=True) for scores in own_scores)]
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
     prompt_exp = jnp.exp(prompt_scores - to_prompts(top))
@@ -134,14 +143,14 @@ def group_attention(
     return (out / _unfold(total, heads).reshape(*q.shape[:4], 1)).astype(q.dtype)
 
 
-def _scores(q: Float[Array, "B N H h"], part: Part) -> Float[Array, "B K R N U"]:
-    """Scaled and masked scores. Heads stand before positions, so that the product is a plain batched one: on the CPU
-    its gradient takes half the time of one whose batch axes lie in between."""
+def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
+    """Scaled, capped and masked scores. Heads stand before positions, so that the product is a plain batched one: on
+    the CPU its gradient takes half the time of one whose batch axes lie in between."""
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]
     split = (q * width**-0.5).reshape(batch, count, key_heads, heads // key_heads, width)
     folded = split.transpose(0, 2, 3, 1, 4).reshape(batch, key_heads, -1, width)
-    scores = jnp.matmul(folded, part.k, preferred_element_type=jnp.float32)
+    scores = capped(jnp.matmul(folded, part.k, preferred_element_type=jnp.float32), cap)
     scores = scores.reshape(batch, key_heads, heads // key_heads, count, -1)
     return jnp.where(dense_mask(part, count)[:, None, None], scores, MASKED)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.models.attention_parts import Causal, Part, segment_ids
+from tunix_like.models.attention_parts import Causal, Part, first_keys, segment_ids
 
 BLOCK = 256
 """Queries and keys of a block, at most. On a CPU, blocks are as quick as the plain way at this length, twice as quick
@@ -23,31 +23,38 @@ at 1024; with 512 they gain nothing there."""
 NOTHING = -1e30
 """Log-sum-exp of a query that sees no key: finite, so that differences of two are no NaN."""
 
-Forward = Callable[[Array, Part], tuple[Array, Array]]
-"""`forward(q [B N H h], part) -> (out [B N H h], lse [B N H])`, float32: attention over one part and the logarithm of
-its sum of exponentials. Without any key `lse` is at most `NOTHING` (or so low as to weigh nothing) and `out` finite."""
+Forward = Callable[[Array, Part, float | None], tuple[Array, Array]]
+"""`forward(q [B N H h], part, cap) -> (out [B N H h], lse [B N H])`, float32: attention over one part and the logarithm
+of its sum of exponentials. Without any key `lse` is at most `NOTHING` (or so low as to weigh nothing), `out` finite."""
 
 
-def joined_attention(q: Float[Array, "*B H h"], parts: Sequence[Part], forward: Forward | None = None) -> Array:
+def joined_attention(
+    q: Float[Array, "*B H h"], parts: Sequence[Part], forward: Forward | None = None, cap: float | None = None
+) -> Array:
     """`softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]` under one softmax, with described masks.
 
     Args:
       q: any leading axes; a part with `B` rows of keys reads it as `[B, N, H, h]`.
       forward: how one part is computed; None: in blocks. The gradient is computed in blocks in any case.
+      cap: scores become `cap tanh(scores / cap)`.
 
     Returns:
       outputs of the shape and dtype of `q`; where no part has a key to see, 0 in blocks and finite otherwise.
     """
-    return _joined(part_forward if forward is None else forward, q, tuple(parts))
+    return _joined(part_forward if forward is None else forward, cap, q, tuple(parts))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _joined(forward: Forward, q: Array, parts: tuple[Part, ...]) -> Array:
-    return _joined_forward(forward, q, parts)[0]
+def capped(scores: Float[Array, "*B"], cap: float | None) -> Float[Array, "*B"]:
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def _joined_forward(forward: Forward, q: Array, parts: tuple[Part, ...]) -> tuple[Array, Any]:
-    found = [forward(_rows(q, part), part) for part in parts]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _joined(forward: Forward, cap: float | None, q: Array, parts: tuple[Part, ...]) -> Array:
+    return _joined_forward(forward, cap, q, parts)[0]
+
+
+def _joined_forward(forward: Forward, cap: float | None, q: Array, parts: tuple[Part, ...]) -> tuple[Array, Any]:
+    found = [forward(_rows(q, part), part, cap) for part in parts]
     each = [lse.reshape(q.shape[:-1]) for _, lse in found]
     lse = functools.reduce(jnp.logaddexp, each)
     out = jnp.zeros(q.shape, jnp.float32)
@@ -56,14 +63,16 @@ def _joined_forward(forward: Forward, q: Array, parts: tuple[Part, ...]) -> tupl
     return out.astype(q.dtype), (q, parts, out.astype(q.dtype), lse)
 
 
-def _joined_backward(forward: Forward, saved: Any, cotangent: Array) -> tuple[Array, tuple[Part, ...]]:
+def _joined_backward(
+    forward: Forward, cap: float | None, saved: Any, cotangent: Array
+) -> tuple[Array, tuple[Part, ...]]:
     """`dS = P (dO V^T - rowsum(dO O))`, with `P = exp(S - lse)` recomputed of each block."""
     q, parts, out, lse = saved
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
     for part in parts:
         level, mean = (x.reshape(part.k.shape[0], -1, q.shape[-2]) for x in (lse, delta))
-        of_q, of_k, of_v = part_backward(_rows(q, part), _rows(cotangent, part), level, mean, part)
+        of_q, of_k, of_v = part_backward(_rows(q, part), _rows(cotangent, part), level, mean, part, cap)
         total += of_q.reshape(q.shape)
         gradients.append(Part(of_k.astype(part.k.dtype), of_v.astype(part.v.dtype), None))  # type: ignore[arg-type]
     return total.astype(q.dtype), tuple(gradients)
@@ -80,6 +89,7 @@ class _Work(NamedTuple):
     """Queries, keys and values of a part padded to whole blocks, and which blocks meet.
 
     Attributes:
+      starts: the first key that each query may see, where there are windows.
       order, number: of each block of queries, the blocks of keys that it sees anything of come first, `number` many.
     """
 
@@ -88,13 +98,16 @@ class _Work(NamedTuple):
     v: Float[Array, "B K U h"]
     query_ids: Int[Array, "B N"]
     key_ids: Int[Array, "B U"]
+    starts: Int[Array, "B N"] | None
     order: Int[Array, "n m"]
     number: Int[Array, "n"]
 
 
-def part_forward(q: Float[Array, "B N H h"], part: Part) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
+def part_forward(
+    q: Float[Array, "B N H h"], part: Part, cap: float | None = None
+) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
     """Output and log-sum-exp of one part: an online softmax over the blocks of keys. 0 and `NOTHING` without a key."""
-    work, blocks = _plan(q, part)
+    work, blocks = _plan(q, part, cap)
 
     def of_queries(i: Array) -> tuple[Array, Array]:
         queries = blocks.queries(work.q, i)
@@ -124,9 +137,10 @@ def part_backward(
     lse: Float[Array, "B N H"],
     delta: Float[Array, "B N H"],
     part: Part,
+    cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
     """Gradients (float32) in queries, keys and values; `lse` is of the whole softmax, `delta` is `rowsum(dO O)`."""
-    work, blocks = _plan(q, part)
+    work, blocks = _plan(q, part, cap)
     cotangent, lse, delta = (
         padded(_fold(x, part.k.shape[1]), 3, blocks.query) for x in (cotangent, lse[..., None], delta[..., None])
     )
@@ -141,6 +155,8 @@ def part_backward(
             scores, seen = blocks.scores(work, queries, i, j)
             weights = jnp.where(seen, jnp.exp(scores - level), 0.0)
             of_scores = weights * (_product(out, blocks.keys(work.v, j, 2).swapaxes(2, 3)) - mean)
+            if cap is not None:
+                of_scores *= 1 - (scores / cap) ** 2
             weights, of_scores = weights.astype(queries.dtype), of_scores.astype(queries.dtype)
             of_q += _product(of_scores, blocks.keys(work.k, j, 3).swapaxes(2, 3))
             of_k = blocks.added(of_k, _over_queries(queries, of_scores), j, 3)
@@ -157,11 +173,12 @@ def part_backward(
 
 
 class _Blocks(NamedTuple):
-    """Sizes of the blocks of a part, and whether a query sees only what is not behind it."""
+    """Sizes of the blocks of a part, whether a query sees only what is not behind it, and the cap of scores."""
 
     query: int
     key: int
     causal: bool
+    cap: float | None = None
 
     def queries(self, x: Float[Array, "B K R N x"], i: Array) -> Float[Array, "B K R b x"]:
         return jax.lax.dynamic_slice_in_dim(x, i * self.query, self.query, axis=3)
@@ -176,28 +193,33 @@ class _Blocks(NamedTuple):
         """Scores `[B K R b c]` of a block and which of them count."""
         mine = jax.lax.dynamic_slice_in_dim(work.query_ids, i * self.query, self.query, axis=1)
         seen = mine[:, :, None] == self.keys(work.key_ids, j, 1)[:, None]
+        if work.starts is not None:
+            starts = jax.lax.dynamic_slice_in_dim(work.starts, i * self.query, self.query, axis=1)
+            seen &= (j * self.key + jnp.arange(self.key))[None, None] >= starts[:, :, None]
         if self.causal:
             rows, columns = i * self.query + jnp.arange(self.query), j * self.key + jnp.arange(self.key)
             seen &= (rows[:, None] >= columns[None])[None]
-        return _product(queries, self.keys(work.k, j, 3)), seen[:, None, None]
+        return capped(_product(queries, self.keys(work.k, j, 3)), self.cap), seen[:, None, None]
 
 
-def _plan(q: Float[Array, "B N H h"], part: Part) -> tuple[_Work, _Blocks]:
+def _plan(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> tuple[_Work, _Blocks]:
     count, width = q.shape[1], part.k.shape[-1]
-    blocks = _Blocks(min(BLOCK, count), min(BLOCK, width), isinstance(part.mask, Causal))
+    blocks = _Blocks(min(BLOCK, count), min(BLOCK, width), isinstance(part.mask, Causal), cap)
     queries, keys = segment_ids(part, count)
     queries, keys = padded(queries, 1, blocks.query, -2), padded(keys, 1, blocks.key, -1)
-    order, number = _meetings(queries, keys, blocks)
+    if (starts := first_keys(part, count)) is not None:
+        starts = padded(starts, 1, blocks.query, width)
+    order, number = _meetings(queries, keys, blocks, starts)
     folded = padded(_fold(q * q.shape[-1] ** -0.5, part.k.shape[1]), 3, blocks.query)
     k, v = padded(part.k, 3, blocks.key), padded(part.v, 2, blocks.key)
-    return _Work(folded, k, v, queries, keys, order, number), blocks
+    return _Work(folded, k, v, queries, keys, starts, order, number), blocks
 
 
 def _meetings(
-    queries: Int[Array, "B N"], keys: Int[Array, "B U"], blocks: _Blocks
+    queries: Int[Array, "B N"], keys: Int[Array, "B U"], blocks: _Blocks, starts: Int[Array, "B N"] | None = None
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
     """Which blocks of keys each block of queries must look at: those whose range of segments meets its own in any
-    batch entry and, under `Causal`, that do not stand wholly behind it."""
+    batch entry and, under `Causal`, that do not stand wholly behind it. With windows, none that ends before them."""
 
     def ranges(ids: Array, size: int) -> tuple[Array, Array]:
         ids = ids.reshape(ids.shape[0], -1, size)
@@ -205,6 +227,9 @@ def _meetings(
 
     (first, last), (key_first, key_last) = ranges(queries, blocks.query), ranges(keys, blocks.key)
     meet = (first[:, :, None] <= key_last[:, None]) & (key_first[:, None] <= last[:, :, None])
+    if starts is not None:
+        ends = (jnp.arange(meet.shape[2]) + 1) * blocks.key
+        meet &= starts.reshape(starts.shape[0], -1, blocks.query).min(-1)[:, :, None] < ends[None, None]
     meet = meet.any(0)
     if blocks.causal:
         ends, starts = (jnp.arange(meet.shape[0]) + 1) * blocks.query, jnp.arange(meet.shape[1]) * blocks.key

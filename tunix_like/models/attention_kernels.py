@@ -1,7 +1,8 @@
 """Attention by kernels that others wrote: cuDNN's on NVIDIA GPUs, splash attention on TPUs.
 
 Causal attention over one part is a kernel's own, gradient included. What completions see (their prompt, and their own
-segment of a bin) no kernel describes; each road has its way for that, and both fall back on blocks.
+segment of a bin) no kernel describes; each road has its way for that, and both fall back on blocks. Caps neither knows,
+nor splash attention windows: such calls do not come here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from tunix_like.models.attention_blocked import joined_attention, padded
-from tunix_like.models.attention_parts import Causal, Part, dense_mask, segment_ids
+from tunix_like.models.attention_parts import Causal, Lengths, Part, dense_mask, segment_ids
 
 MASK_ELEMENTS = 2**28
 """Largest mask `[B, N, U]` that is written out for cuDNN: 0.5 GB in bfloat16, and as much for its unused gradient."""
@@ -41,8 +42,7 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
         return joined_attention(q, parts)
     pairs = [_positions_first(part) for part in parts]
     k, v = (jnp.concatenate([_repeat(x, batch) for x in side], axis=1) for side in zip(*pairs, strict=True))
-    masks = [_repeat(dense_mask(part, count), batch) for part in parts]
-    masks = [jnp.broadcast_to(mask, (batch, count, mask.shape[-1])) for mask in masks]
+    masks = [jnp.broadcast_to(mask, (batch, count, mask.shape[-1])) for mask in (_mask(p, batch, count) for p in parts)]
     rows, k, v = (padded(x, 1, _TILE) for x in (rows, k, v))
     mask = padded(padded(jnp.concatenate(masks, axis=-1), 1, _TILE), 2, _TILE)
     return call(rows, k, v, mask=mask[:, None])[:, :count].reshape(q.shape)
@@ -59,8 +59,11 @@ def splash_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Floa
     return joined_attention(q, parts, _splash_forward)
 
 
-def _splash_forward(q: Float[Array, "B N H h"], part: Part) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
+def _splash_forward(
+    q: Float[Array, "B N H h"], part: Part, cap: float | None
+) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
     """Output and log-sum-exp of one part, float32. A query without a key gets a log-sum-exp near float32's lowest."""
+    assert cap is None and not part.windowed, "calls that the kernel does not know are not sent here"
     out, lse = _splash(q, part, residuals=True)
     return out.astype(jnp.float32), lse
 
@@ -98,6 +101,14 @@ def _tiles(queries: int, keys: int) -> dict[str, Any]:
 
 def _positions_first(part: Part) -> tuple[Float[Array, "B U K h"], Float[Array, "B U K h"]]:
     return jnp.moveaxis(part.k, -1, -3), part.v.swapaxes(-3, -2)
+
+
+def _mask(part: Part, batch: int, count: int) -> Bool[Array, "R #N U"]:
+    """The mask of a part for `batch` rows of `count` queries, several of which may belong to one entry of the part."""
+    mask = dense_mask(part, batch * count // part.k.shape[0])
+    if isinstance(part.mask, Lengths) and part.mask.starts is not None:
+        return mask.reshape(batch, count, -1)
+    return _repeat(mask, batch)
 
 
 def _repeat(x: Shaped[Array, "B ..."], batch: int) -> Shaped[Array, "R ..."]:

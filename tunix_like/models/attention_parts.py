@@ -12,20 +12,23 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Lengths(NamedTuple):
-    """Every query of batch entry `i` sees its first `lengths[i]` keys."""
+    """Every query of batch entry `i` sees its first `lengths[i]` keys; with `starts`, those from its own start on."""
 
     lengths: Int[Array, "B"]
+    starts: Int[Array, "B N"] | None = None
 
 
 class Causal(NamedTuple):
     """Queries and keys are the same positions: each sees itself and what stands before it, and with `segments` only
-    what belongs to the same one. Segment -1 is padding, which sees nothing and is not seen.
+    what belongs to the same one. Segment -1 is padding, which sees nothing and is not seen. With `window`, a query sees
+    as many positions at most, its own included.
 
     Right padding needs no segments: a real position stands before all padding, and what padding sees is no one's
     concern.
     """
 
     segments: Int[Array, "B U"] | None = None
+    window: int | Int[Array, ""] | None = None
 
 
 Mask = Bool[Array, "#B #N U"] | Lengths | Causal
@@ -53,7 +56,14 @@ class Part(NamedTuple):
     @property
     def only_causal(self) -> bool:
         """Whether a query sees all that is not behind it, which every kernel can do."""
-        return isinstance(self.mask, Causal) and self.mask.segments is None
+        return isinstance(self.mask, Causal) and self.mask.segments is None and self.mask.window is None
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a query does not see everything from its first key on."""
+        if isinstance(self.mask, Causal):
+            return self.mask.window is not None
+        return isinstance(self.mask, Lengths) and self.mask.starts is not None
 
 
 def part_of(k: Float[Array, "... U K h"], v: Float[Array, "... U K h"], mask: Mask) -> Part:
@@ -79,14 +89,26 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
     return jnp.zeros((batch, count), jnp.int32), keys
 
 
+def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
+    """Of a described mask with windows: the first key that each of the `count` queries may see."""
+    if isinstance(part.mask, Lengths):
+        return part.mask.starts
+    if not isinstance(part.mask, Causal) or part.mask.window is None:
+        return None
+    return jnp.broadcast_to(jnp.arange(count) - part.mask.window + 1, (part.k.shape[0], count))
+
+
 def dense_mask(part: Part, count: int) -> Bool[Array, "#B #N U"]:
     """The mask of a part as an array, for `count` queries."""
+    if not part.described:
+        return part.mask  # type: ignore[return-value]
     if isinstance(part.mask, Lengths):
-        return segment_ids(part, 1)[1][:, None] == 0
-    if not isinstance(part.mask, Causal):
-        return part.mask
-    before = jnp.tril(jnp.ones((count, count), bool))[None]
-    if part.mask.segments is None:
-        return before
-    queries, keys = segment_ids(part, count)
-    return before & (queries[:, :, None] == keys[:, None])
+        seen = segment_ids(part, 1)[1][:, None] == 0
+    else:
+        seen = jnp.tril(jnp.ones((count, count), bool))[None]
+        if part.mask.segments is not None:  # type: ignore[union-attr]
+            queries, keys = segment_ids(part, count)
+            seen &= queries[:, :, None] == keys[:, None]
+    if (starts := first_keys(part, count)) is None:
+        return seen
+    return seen & (jnp.arange(part.k.shape[-1])[None, None] >= starts[:, :, None])

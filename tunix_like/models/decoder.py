@@ -7,7 +7,6 @@ same layers: a plain forward (`__call__`), `prefill` of prompts, and behind it `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,119 +17,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
-
-KeyValue = tuple[Array, Array]
-Attend = Callable[[Array, Array, Array], Array]
-"""`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: which keys a query sees is the caller's business."""
-
-
-def rope_tables(config: DecoderConfig, positions: Int[Array, "..."]) -> tuple[Array, Array]:
-    """Cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with Llama-3 frequency scaling if
-    configured."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    if (scaling := config.rope_scaling) is not None:
-        wavelengths = 2 * jnp.pi / frequencies
-        low = scaling.original_max_positions / scaling.low_freq_factor
-        high = scaling.original_max_positions / scaling.high_freq_factor
-        blend = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-        frequencies = jnp.where(
-            wavelengths > low, frequencies / scaling.factor, jnp.where(wavelengths < high, frequencies, between)
-        )
-    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Float[Array, "... N h"], tables: tuple[Array, Array]) -> Float[Array, "... N h"]:
-    """Rotary embedding, halves convention (Su et al., 2104.09864, in Hugging Face's layout)."""
-    cosine, sine = (table[..., None, :] for table in tables)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
-
-
-class Linear(nnx.Module):
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
-        self.kernel = nnx.Param(inputs**-0.5 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype))
-        self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
-        self.dtype = dtype
-
-    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        out = x @ self.kernel[...].astype(self.dtype)
-        return out if self.bias is None else out + jnp.broadcast_to(self.bias[...].astype(self.dtype), out.shape)
-
-
-class RMSNorm(nnx.Module):
-    def __init__(self, width: int, epsilon: float, *, param_dtype: Any):
-        self.scale = nnx.Param(jnp.ones(width, param_dtype))
-        self.epsilon = epsilon
-
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), wide.shape)).astype(x.dtype)
-
-
-class Embedding(nnx.Module):
-    def __init__(self, vocabulary: int, width: int, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
-        self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
-        self.dtype = dtype
-
-    def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
-        return self.embedding[...][tokens].astype(self.dtype)
-
-
-class Attention(nnx.Module):
-    def __init__(self, config: DecoderConfig, **kinds: Any):
-        width, head = config.hidden_size, config.head_dim
-        self.q_proj = Linear(width, config.num_heads * head, bias=config.qkv_bias, **kinds)
-        self.k_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
-        self.v_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
-        self.o_proj = Linear(config.num_heads * head, width, bias=False, **kinds)
-        norm = lambda: RMSNorm(head, config.norm_eps, param_dtype=kinds["param_dtype"])  # noqa: E731
-        self.q_norm = norm() if config.qk_norm else None
-        self.k_norm = norm() if config.qk_norm else None
-        self.head_dim = head
-
-    def __call__(self, x: Float[Array, "... D"], rope: tuple[Array, Array], attend: Attend) -> tuple[Array, KeyValue]:
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rope), rotate(k, rope)
-        return self.o_proj(attend(q, k, v).reshape(*x.shape[:-1], -1)), (k, v)
-
-
-class MLP(nnx.Module):
-    def __init__(self, config: DecoderConfig, **kinds: Any):
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False, **kinds)
-
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nnx.Module):
-    def __init__(self, config: DecoderConfig, **kinds: Any):
-        norm = {"width": config.hidden_size, "epsilon": config.norm_eps, "param_dtype": kinds["param_dtype"]}
-        self.input_layernorm = RMSNorm(**norm)
-        self.self_attn = Attention(config, **kinds)
-        self.post_attention_layernorm = RMSNorm(**norm)
-        self.mlp = MLP(config, **kinds)
-
-    def __call__(self, x: Float[Array, "... D"], rope: tuple[Array, Array], attend: Attend) -> tuple[Array, KeyValue]:
-        """Returns the new residual stream and this layer's rotated keys and values."""
-        mixed, key_value = self.self_attn(self.input_layernorm(x), rope, attend)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), key_value
+from tunix_like.models.layers import Attend, Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables, soft_cap
 
 
 class Decoder(nnx.Module):
-    """A pre-norm, rotary, gated-MLP transformer (Qwen2/2.5, Qwen3, Llama-3, SmolLM2 shapes).
+    """A pre-norm transformer with gated MLPs, whose layers may differ in windows, rotary positions and experts.
 
     Args:
       config: numbers and switches; no family name.
@@ -156,9 +47,9 @@ class Decoder(nnx.Module):
         self.attention = resolve_attention(attention, dtype, config.head_dim)
         kinds = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **kinds)
-        self.layers = nnx.List([Layer(config, **kinds) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, param_dtype=param_dtype)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scaled=config.scale_embeddings, **kinds)
+        self.layers = nnx.List([Layer(config, index, **kinds) for index in range(config.num_layers)])
+        self.norm = norm_of(config.hidden_size, config, **kinds)
         self.lm_head = (
             None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False, **kinds)
         )
@@ -168,36 +59,60 @@ class Decoder(nnx.Module):
         """Logits (float32) at every position. `attention_mask` is 1 where a token is real; padding may stand left or
         right, positions count real tokens only. Logits at padded positions mean nothing."""
         if attention_mask is None:
-            positions, mask = jnp.arange(tokens.shape[1])[None], Causal()
+            positions, segments = jnp.arange(tokens.shape[1])[None], None
         else:
             real = attention_mask.astype(bool)
             positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-            mask = Causal(jnp.where(real, 0, -1))
-        hidden, _ = self._causal(tokens, positions, mask)
+            segments = jnp.where(real, 0, -1)
+        hidden, _ = self._causal(tokens, positions, segments)
         return self.logits(self.norm(hidden))
 
     def _causal(
-        self, tokens: Int[Array, "B L"], positions: Int[Array, "#B L"], mask: Causal, remat: bool = False
+        self,
+        tokens: Int[Array, "B L"],
+        positions: Int[Array, "#B L"],
+        segments: Int[Array, "B L"] | None = None,
+        remat: bool = False,
     ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
-        rope = rope_tables(self.config, positions)
+        """The real tokens of a row stand together, so a window counts columns as it would positions."""
+        ropes = self._ropes(positions)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            return attention(q, part_of(k, v, mask), self.attention)
+        def run(layer: Layer, x: Array, index: int) -> tuple[Array, KeyValue]:
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                return attention(q, part_of(k, v, Causal(segments, self.config.window(index))), *self._way)
 
-        def run(layer: Layer, x: Array) -> tuple[Array, KeyValue]:
-            x, (k, v) = layer(x, rope, attend)
+            x, (k, v) = layer(x, ropes[index], attend)
             return x, laid_out(k, v)
 
-        run = nnx.remat(run) if remat else run
+        run = nnx.remat(run, static_argnums=2) if remat else run
         x, cache = self.embed_tokens(tokens), []
-        for layer in self.layers:
-            x, key_value = run(layer, x)
+        for index, layer in enumerate(self.layers):
+            x, key_value = run(layer, x, index)
             cache.append(key_value)
         return x, cache
 
+    def _ropes(self, positions: Int[Array, "..."]) -> list[Tables | None]:
+        """Every layer's rotary tables; None where it does not rotate."""
+        made: dict[Any, Tables | None] = {None: None}
+        kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
+        for kind in kinds:
+            if kind is not None and kind not in made:
+                made[kind] = rope_tables(self.config.head_dim, *kind, positions)
+        return [made[kind] for kind in kinds]
+
+    @property
+    def _way(self) -> tuple[str, float | None]:
+        """How attention is computed: the way, and the cap of scores."""
+        return self.attention, self.config.attention_cap
+
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Vocabulary scores of already normed hidden states, float32."""
-        return hidden_to_logits(hidden, self.head())
+        return self.scores(hidden, self.head())
+
+    def scores(self, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
+        """The same with the output matrix from `head`, for whoever needs it many times."""
+        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        return soft_cap(logits, self.config.logits_cap)
 
     def head(self) -> Float[Array, "D V"]:
         """The output matrix in the compute dtype: the transposed embedding when tied."""
@@ -211,7 +126,7 @@ class Decoder(nnx.Module):
         """Normed hidden state of each prompt's last token; every layer's keys `[P K h S]` and values `[P K S h]`.
         `remat` recomputes each layer in the backward pass."""
         # No real token stands behind padding, so causal attention needs no other mask.
-        hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], Causal(), remat)
+        hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], remat=remat)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
 
     def decode(
@@ -236,11 +151,19 @@ class Decoder(nnx.Module):
         Returns:
           normed hidden states that predict the next token, and the cache with `column` filled in.
         """
-        rope = rope_tables(self.config, positions[:, :, None])
+        ropes = self._ropes(positions[:, :, None])
+        masks: dict[int | None, tuple[Array, Array]] = {None: (prompt_mask, seen)}
+        age = (column - jnp.arange(seen.shape[-1])) % seen.shape[-1]  # how many tokens ago a column was written
+        place = jnp.arange(prompt_mask.shape[-1])[None, None]
+        for window in {window for window in self.config.windows if window is not None}:
+            near = place > positions[..., None] - window
+            masks[window] = prompt_mask & near, seen & (age < window)[None, None]
         x = self.embed_tokens(tokens[:, :, None])
         filled: list[KeyValue] = []
-        for layer, (prompt_k, prompt_v), own in zip(self.layers, prompt_cache, cache, strict=True):
-            x, _ = layer(x, rope, cached_attend(Part(prompt_k, prompt_v, prompt_mask), own, column, seen, filled))
+        for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
+            of_prompt, of_own = masks[self.config.window(index)]
+            attend = cached_attend(Part(*prompt, of_prompt), own, column, of_own, filled, self.config.attention_cap)
+            x, _ = layer(x, ropes[index], attend)
         return self.norm(x[:, :, 0]), filled
 
     def completion_hidden(
@@ -265,20 +188,24 @@ class Decoder(nnx.Module):
             only.
           remat: recompute each layer in the backward pass.
         """
-        rope = rope_tables(self.config, prompt_lengths[:, None, None] + offsets)
-        real, own = Lengths(prompt_lengths), Causal(to_rows(segments))
+        positions = prompt_lengths[:, None, None] + offsets
+        ropes = self._ropes(positions)
 
-        def run(layer: Layer, x: Array, prompt: KeyValue) -> Array:
+        def run(layer: Layer, x: Array, prompt: KeyValue, index: int) -> Array:
+            window = self.config.window(index)
+            starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
+
             def attend(q: Array, k: Array, v: Array) -> Array:
-                parts = Part(*prompt, real), part_of(to_rows(k), to_rows(v), own)
-                return group_attention(q, *parts, kind=self.attention)
+                own = part_of(to_rows(k), to_rows(v), Causal(to_rows(segments), window))
+                kind, cap = self._way
+                return group_attention(q, Part(*prompt, Lengths(prompt_lengths, starts)), own, kind=kind, cap=cap)
 
-            return layer(x, rope, attend)[0]
+            return layer(x, ropes[index], attend)[0]
 
-        run = nnx.remat(run) if remat else run
+        run = nnx.remat(run, static_argnums=3) if remat else run
         x = self.embed_tokens(tokens)
-        for layer, prompt in zip(self.layers, prompt_cache, strict=True):
-            x = run(layer, x, prompt)
+        for index, (layer, prompt) in enumerate(zip(self.layers, prompt_cache, strict=True)):
+            x = run(layer, x, prompt, index)
         before = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), self.norm(x[:, :, :-1])], axis=2)
         return jnp.where((offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
 
@@ -291,7 +218,9 @@ def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:
     return x.reshape(-1, *x.shape[2:])
 
 
-def cached_attend(prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue]) -> Attend:
+def cached_attend(
+    prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue], cap: float | None
+) -> Attend:
     """Attention of one new token per completion: its keys and values go into the cache at `column`, the new cache is
     appended to `filled`, and the query reads its prompt and what of the cache is `seen`."""
 
@@ -300,10 +229,6 @@ def cached_attend(prompt: Part, own: KeyValue, column: Array, seen: Array, fille
         keys = jax.lax.dynamic_update_slice_in_dim(own[0], k, column, axis=3)
         values = jax.lax.dynamic_update_slice_in_dim(own[1], v, column, axis=2)
         filled.append((keys, values))
-        return group_attention(q, prompt, Part(keys, values, to_rows(seen)[:, None]))
+        return group_attention(q, prompt, Part(keys, values, to_rows(seen)[:, None]), cap=cap)
 
     return attend
-
-
-def hidden_to_logits(hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from tunix_like.models.config import DecoderConfig
 
@@ -12,7 +12,8 @@ def forward_operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
 ) -> float:
     """Multiplications and additions of one forward pass over groups, each prompt once: matrix products and attention
-    over the tokens that are seen, logits where a completion token is predicted. A backward pass takes twice as many.
+    over the tokens that are seen, logits where a completion token is predicted. Of experts, those that a token goes
+    through, and the router. A backward pass takes twice as many.
 
     A completion of length 0 is not there, nor is a prompt without completions.
     """
@@ -21,7 +22,19 @@ def forward_operations(
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
     width, head = config.hidden_size, config.head_dim
     attention = width * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-    matrices = config.num_layers * (attention + 3 * width * config.intermediate_size)
-    pairs = (s * (s + 1) / 2).sum() + (inputs * s[:, None] + inputs * (inputs + 1) / 2).sum()
-    scores = 4 * config.num_layers * config.num_heads * head * pairs
+    layers = range(config.num_layers)
+    matrices = sum(attention + 3 * width * config.active_width(layer) for layer in layers)
+    if config.experts is not None:
+        matrices += width * config.experts.number * sum(config.has_experts(layer) for layer in layers)
+    scores = 0.0
+    for layer in layers:
+        window = config.window(layer)
+        whole = _pairs(s[:, None] + inputs, window) - _pairs(s, window)[:, None]
+        scores += 4 * config.num_heads * head * (_pairs(s, window).sum() + whole.sum())
     return float(2 * matrices * (s.sum() + inputs.sum()) + scores + 2 * width * config.vocab_size * n.sum())
+
+
+def _pairs(count: Float[np.ndarray, "..."], window: int | None) -> Float[np.ndarray, "..."]:
+    """Scores of the first `count` positions: of each with itself and those before it, as far as the window reaches."""
+    full = count if window is None else np.minimum(count, window)
+    return full * (full + 1) / 2 + (count - full) * full

@@ -19,6 +19,9 @@ AXES = ("fsdp", "tp")
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("tp", "fsdp"),
+    "experts.gate_proj.kernel": (None, "fsdp", "tp"),
+    "experts.up_proj.kernel": (None, "fsdp", "tp"),
+    "experts.down_proj.kernel": (None, "tp", "fsdp"),
     "q_proj.kernel": ("fsdp", "tp"),
     "k_proj.kernel": ("fsdp", "tp"),
     "v_proj.kernel": ("fsdp", "tp"),
@@ -28,7 +31,8 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "down_proj.kernel": ("tp", "fsdp"),
     "lm_head.kernel": ("fsdp", "tp"),
 }
-"""End of a parameter's dotted name to the mesh axis of each of its dimensions; what is not listed is replicated."""
+"""End of a parameter's dotted name to the mesh axis of each of its dimensions, the first that fits; what is not listed
+is replicated."""
 
 
 def build_mesh(config: MeshConfig) -> Mesh | None:

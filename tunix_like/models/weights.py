@@ -1,6 +1,7 @@
 """Safetensors in and out, under Hugging Face's names.
 
 The decoder's modules carry HF's attribute names, so the table of names is a rule (`hf_name`) and not a list per family.
+Experts lie side by side in one array here and each under its own name there.
 This module knows files and parameter trees (pure dicts, as `nnx.to_pure_dict` makes them). It does not know what the
 model computes, and it never opens a pickle.
 """
@@ -13,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,12 +35,27 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that old exports saved beside the weights and that are computed from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_DECODER = "language_model."  # stands before or behind `model.` where a decoder is part of a model of more than text
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+_EXPERTS = "experts"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def hf_name(path: tuple[Any, ...]) -> str:
-    """`("layers", 0, "mlp", "up_proj", "kernel")` -> `"model.layers.0.mlp.up_proj.weight"`.
+class Stored(NamedTuple):
+    """A tensor in an open file."""
+
+    file: Path
+    reader: Any
+    name: str
+
+    def read(self) -> np.ndarray:
+        return self.reader.get_tensor(self.name)
+
+
+def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
+    """`("layers", 0, "mlp", "up_proj", "kernel")` -> `"model.layers.0.mlp.up_proj.weight"`; an expert's number stands
+    behind `experts`.
 
     Kernels are `[in, out]` here and `[out, in]` under HF's name; everything else has the same shape in both.
 
@@ -49,11 +65,18 @@ def hf_name(path: tuple[Any, ...]) -> str:
     if path[-1] not in _LEAVES:
         raise UserError(f"parameter {'.'.join(map(str, path))} has no Hugging Face name; merge adapters first.")
     prefix = () if path[0] == "lm_head" else ("model",)
-    return ".".join(map(str, (*prefix, *path[:-1], _LEAVES[path[-1]])))
+    modules = (part for name in path[:-1] for part in ((name, expert) if name == _EXPERTS else (name,)))
+    return ".".join(map(str, (*prefix, *modules, _LEAVES[path[-1]])))
+
+
+def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
+    """The names of a parameter's tensors: one, or one for each expert."""
+    return [hf_name(path, expert) for expert in range(leaf.shape[0])] if _EXPERTS in path else [hf_name(path)]
 
 
 def load_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> Params:
-    """Reads a model's weights tensor by tensor, so that one tensor is on the host at a time.
+    """Reads a model's weights parameter by parameter, so that one is on the host at a time. Of a model that reads more
+    than text, the decoder's.
 
     Args:
       folder: holds `model.safetensors`, or `model.safetensors.index.json` with its shards.
@@ -70,19 +93,19 @@ def load_weights(folder: str | Path, abstract_params: Params, config: DecoderCon
     """
     folder = Path(folder)
     _check_head(abstract_params, config)
-    wanted = {hf_name(path): (path, leaf) for path, leaf in _leaves(abstract_params)}
+    wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
     with contextlib.ExitStack() as stack:
         found = _open(folder, stack)
-        _check_names(folder, set(wanted), set(found))
-        for name, (path, leaf) in wanted.items():
-            _check_tensor(name, *found[name], leaf.shape[::-1] if path[-1] == "kernel" else leaf.shape)
+        _check_names(folder, {name for _, _, names in wanted for name in names}, set(found))
+        for path, leaf, names in wanted:
+            for name in names:
+                _check_tensor(found[name], leaf.shape[-2:][::-1] if path[-1] == "kernel" else leaf.shape)
         if config.tie_embeddings and _HEAD in found:
             _check_tied(found)
         params: Params = {}
-        for name, (path, leaf) in wanted.items():
-            array = found[name][1].get_tensor(name)
-            array = array.T if path[-1] == "kernel" else array
-            _put(params, path, jax.device_put(array.astype(leaf.dtype, order="C", copy=False), leaf.sharding))
+        for path, leaf, names in wanted:
+            array = _parameter([found[name] for name in names], path, leaf.dtype)
+            _put(params, path, jax.device_put(array, leaf.sharding))
     return params
 
 
@@ -98,8 +121,12 @@ def save_weights(
     """
     folder = Path(folder)
     _check_head(params, config)
-    tensors = {hf_name(path): (path, leaf) for path, leaf in _leaves(params)}
-    files = _plan({name: leaf.nbytes for name, (_, leaf) in tensors.items()}, max_file_bytes)
+    tensors, sizes = {}, {}
+    for path, leaf in _leaves(params):
+        for expert, name in enumerate(names := _names(path, leaf)):
+            tensors[name] = path, leaf, expert
+            sizes[name] = leaf.nbytes // len(names)
+    files = _plan(sizes, max_file_bytes)
     temporary = {file: f".{file}.{os.getpid()}.tmp" for file in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +136,7 @@ def save_weights(
                 # transformers before 5 refuses a file without this entry, which says how tensors are laid out
                 save_file(arrays, folder / temporary[file], metadata={"format": "pt"})
                 del arrays
-            _publish(folder, temporary, files, sum(leaf.nbytes for _, leaf in tensors.values()))
+            _publish(folder, temporary, files, sum(sizes.values()))
         finally:
             for left_over in temporary.values():
                 (folder / left_over).unlink(missing_ok=True)
@@ -156,9 +183,9 @@ def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
-    """Every tensor in the folder's weight files: name -> (file, open reader)."""
-    found: dict[str, tuple[Path, Any]] = {}
+def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
+    """Every tensor in the folder's weight files, or the decoder's where there are others, by the decoder's name."""
+    found: dict[str, Stored] = {}
     for file in _files(folder):
         try:
             reader = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
@@ -167,8 +194,11 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, An
                 f"{file}: cannot be read as safetensors ({error}). It may be cut short or be a Git LFS pointer;"
                 " download it again."
             ) from None
-        found |= {name: (file, reader) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
-    return found
+        found |= {name: Stored(file, reader, name) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
+    if not any(_DECODER in name for name in found):
+        return found
+    decoder = {name: tensor for name, tensor in found.items() if not _OTHER_PARTS.match(name)}
+    return {name.replace(_DECODER, "", 1): tensor for name, tensor in decoder.items()}
 
 
 def _files(folder: Path) -> list[Path]:
@@ -220,8 +250,9 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
             )
 
 
-def _check_tensor(name: str, file: Path, reader: Any, shape: tuple[int, ...]) -> None:
+def _check_tensor(tensor: Stored, shape: tuple[int, ...]) -> None:
     """Looks at the header alone, so that nothing large is read before everything is known to fit."""
+    file, reader, name = tensor
     header = reader.get_slice(name)
     if tuple(header.get_shape()) != shape:
         raise UserError(
@@ -235,17 +266,23 @@ def _check_tensor(name: str, file: Path, reader: Any, shape: tuple[int, ...]) ->
         )
 
 
-def _check_tied(found: Mapping[str, tuple[Path, Any]]) -> None:
-    file, reader = found[_HEAD]
-    if not np.array_equal(reader.get_tensor(_HEAD), found[_EMBEDDING][1].get_tensor(_EMBEDDING)):
+def _check_tied(found: Mapping[str, Stored]) -> None:
+    if not np.array_equal(found[_HEAD].read(), found[_EMBEDDING].read()):
         raise UserError(
-            f"{file}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings = true. Set it to"
-            " false to use the head, or take the tensor out."
+            f"{found[_HEAD].file}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings = true."
+            " Set it to false to use the head, or take the tensor out."
         )
 
 
-def _to_host(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
-    array = np.asarray(leaf)
+def _parameter(tensors: list[Stored], path: tuple[Any, ...], dtype: Any) -> np.ndarray:
+    """One parameter, as it lies here."""
+    turned = (each.read().T if path[-1] == "kernel" else each.read() for each in tensors)
+    arrays = [each.astype(dtype, order="C", copy=False) for each in turned]
+    return np.stack(arrays) if _EXPERTS in path else arrays[0]
+
+
+def _to_host(path: tuple[Any, ...], leaf: Any, expert: int) -> np.ndarray:
+    array = np.asarray(leaf[expert] if _EXPERTS in path else leaf)
     return np.ascontiguousarray(array.T if path[-1] == "kernel" else array)
 
 

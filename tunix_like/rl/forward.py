@@ -98,9 +98,8 @@ def chunk_logprobs(
         states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
     )
     flat = hidden.reshape(-1, hidden.shape[-1])
-    found = token_logprobs(
-        flat, model.head(), tokens.reshape(-1), options.temperature, options.chunk, options.entropy_gradient
-    )
+    numbers = options.temperature, options.chunk, options.entropy_gradient, model.config.logits_cap
+    found = token_logprobs(flat, model.head(), tokens.reshape(-1), *numbers)
     steps = tokens.shape[-1]
     place = jnp.minimum(chunk.start[..., None] + jnp.arange(steps)[None, None, None], steps - 1)
     logprobs, entropy = (

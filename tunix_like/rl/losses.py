@@ -274,9 +274,10 @@ def token_logprobs(
     temperature: float,
     chunk: int,
     entropy_gradient: bool = False,
+    cap: float | None = None,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """`log_softmax(hidden @ head / temperature)` at the targets, and its entropy (detached unless `entropy_gradient`),
-    both in nats.
+    both in nats. With `cap`, logits become `cap tanh(logits / cap)` before the temperature.
 
     Tokens go through in chunks that are recomputed in the backward pass: `[N, V]` never exists whole, forward or
     backward.
@@ -284,7 +285,8 @@ def token_logprobs(
 
     @jax.checkpoint
     def one(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32) / temperature
+        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) / temperature
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0] - normaliser
         seen, seen_normaliser = (

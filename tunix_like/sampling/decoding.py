@@ -151,7 +151,7 @@ def advance(
     place = jnp.arange(slots)[:, None], jnp.arange(size)[None]
 
     def body(rows: Rows) -> Rows:
-        logits = jnp.matmul(rows.hidden, head, preferred_element_type=jnp.float32).reshape(slots * size, -1)
+        logits = model.scores(rows.hidden, head).reshape(slots * size, -1)
         draw = jax.vmap(lambda data, age: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))

@@ -1,0 +1,261 @@
+"""The families' `config.json` as published, what they make of a decoder, the way back, and what is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from tests.models.published_configs import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES, MISTRAL, QWEN3_MOE, SMOLLM3
+from tunix_like.errors import UserError
+from tunix_like.memory import parameter_count
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.layer_kinds import Experts
+from tunix_like.models.loading import export_model, load_model
+from tunix_like.models.operations import forward_operations
+from tunix_like.models.rope import LinearScaling
+from tunix_like.models.weights import save_weights
+
+PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, SMOLLM3, QWEN3_MOE)
+TINY = {
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "eos_token_id": 1,
+}
+
+
+def read(fields, **changes):
+    return DecoderConfig.from_hf(fields | changes)
+
+
+def tiny(fields, **changes):
+    per_layer = {"layer_types": None, "no_rope_layers": None}
+    experts = (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6} if "num_experts" in fields else {}
+    )
+    return fields | {name: None for name in per_layer if name in fields} | TINY | experts | changes
+
+
+def test_gemma2_numbers():
+    config = read(GEMMA2)
+    assert config.windows == (4096, None) * 13
+    assert (config.attention_cap, config.logits_cap, config.query_pre_attn_scalar) == (50.0, 30.0, 256.0)
+    assert config.post_norms and config.norm_offset and config.scale_embeddings and config.tie_embeddings
+    assert (config.activation, config.qk_norm) == ("gelu_tanh", False)
+    assert read(GEMMA2, attn_logit_softcapping=None).attention_cap is None
+
+
+def test_gemma3_numbers():
+    config = read(GEMMA3)
+    assert config.windows == (512, 512, 512, 512, 512, None) * 4 + (512, 512)
+    assert (config.rope(0), config.rope(5)) == ((1e4, None), (1e6, None))
+    assert config.qk_norm and config.tie_embeddings and config.logits_cap is None
+    assert read(GEMMA3, sliding_window_pattern=2).windows == (512, None) * 13
+    kinds = ["full_attention"] * 25 + ["sliding_attention"]
+    assert read(GEMMA3, layer_types=kinds).windows == (None,) * 25 + (512,)
+
+
+def test_gemma3_ropes_in_either_spelling():
+    old = read(GEMMA3, rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=5e5, rope_local_base_freq=1e3)
+    both = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    }
+    new = read(GEMMA3, rope_parameters=both, rope_theta=None, rope_local_base_freq=None)
+    assert old == new and (old.rope(0), old.rope(5)) == ((1e3, None), (5e5, LinearScaling(8.0)))
+    assert read(GEMMA3, rope_theta=None, rope_local_base_freq=None) == read(GEMMA3)
+
+
+def test_the_decoder_of_a_model_of_images():
+    config = read(GEMMA3_WITH_IMAGES)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (34, 8, 4, 256)
+    assert (config.vocab_size, config.max_positions, config.windows[:6]) == (262208, 131072, (1024,) * 5 + (None,))
+    assert (config.rope(0), config.rope(5)) == ((1e4, None), (1e6, LinearScaling(8.0)))
+    back = config.to_hf()
+    assert (back["model_type"], back["eos_token_id"]) == ("gemma3_text", [1, 106])
+    assert read(back) == config
+
+
+def test_mistral_numbers():
+    assert read(MISTRAL).windows == (4096,) * 32 and read(MISTRAL).head_dim == 128
+    assert read(MISTRAL, sliding_window=None).windows == ()
+
+
+def test_smollm3_numbers():
+    config = read(SMOLLM3)
+    assert config.rotary == (True, True, True, False) * 9 and config.tie_embeddings
+    assert (config.rope(0), config.rope(3)) == ((5e6, None), None)
+    assert read(SMOLLM3, no_rope_layers=None) == config
+    assert read(SMOLLM3, no_rope_layers=None, no_rope_layer_interval=36).rotary == (True,) * 35 + (False,)
+    assert read(SMOLLM3, no_rope_layers=[1] * 36).rotary == ()
+
+
+def test_qwen3_moe_numbers():
+    config = read(QWEN3_MOE)
+    assert config.experts == Experts(number=128, per_token=8, intermediate_size=768, normalised=True)
+    assert config.expert_layers == () and config.active_width(0) == 8 * 768
+    sparse = read(QWEN3_MOE, decoder_sparse_step=2, mlp_only_layers=[1])
+    assert [sparse.has_experts(layer) for layer in range(5)] == [False, False, False, True, False]
+    assert sparse.active_width(0) == 6144
+    new = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
+    assert read(new, num_local_experts=128) == config
+    # known size: 30.5e9 weights, 3.3e9 of them at work on a token
+    assert parameter_count(config) == 30_532_122_624
+
+
+@pytest.mark.parametrize("fields", PUBLISHED, ids=lambda fields: fields["model_type"])
+def test_round_trip(fields):
+    config = read(fields)
+    back = config.to_hf()
+    assert read(back) == config
+    rewritten = {"torch_dtype", "hidden_act", "rope_scaling", "sliding_window_pattern", "no_rope_layer_interval"}
+    rewritten |= {"layer_types", "router_aux_loss_coef", "output_router_logits", "attn_logit_softcapping"}
+    for name in fields.keys() - rewritten:
+        assert back[name] == fields[name], name
+    alone = dataclasses.replace(config, source=None).to_hf(eos_ids=[5])
+    assert read(alone) == config
+
+
+def test_what_no_family_has_is_not_exported():
+    config = dataclasses.replace(read(tiny(MISTRAL)), source=None)
+    for changes, said in (
+        ({"windows": (3, None, 3)}, "windows"),
+        ({"windows": (3, 3, 3), "rotary": (True, False, True)}, "rotary and windows together"),
+        ({"post_norms": True}, "post_norms"),
+    ):
+        with pytest.raises(UserError, match=said):
+            dataclasses.replace(config, **changes).to_hf()
+
+
+def test_per_layer_tuples():
+    config = read(tiny(MISTRAL))
+    assert dataclasses.replace(config, num_layers=2).windows == (4096,) * 2
+    assert dataclasses.replace(config, windows=(None,) * 3) == dataclasses.replace(config, windows=())
+    with pytest.raises(UserError, match="windows has 2 entries for 3 layers"):
+        dataclasses.replace(config, windows=(4, 4))
+    with pytest.raises(UserError, match="sliding_window must be a positive integer"):
+        dataclasses.replace(config, windows=(4, 0, 4))
+
+
+@pytest.mark.parametrize("fields", PUBLISHED, ids=lambda fields: fields["model_type"])
+def test_parameters_are_counted(fields):
+    config = read(tiny(fields))
+    params = jax.eval_shape(lambda: nnx.split(Decoder(config, rngs=nnx.Rngs(0)))[1])
+    assert parameter_count(config) == sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_operations_with_windows_and_experts():
+    """Pairs counted one by one: of 5 prompt tokens and 3 of 4 completion tokens, in layers of window 3 and without."""
+    config = read(tiny(GEMMA3, layer_types=["sliding_attention", "full_attention", "full_attention"]), sliding_window=3)
+    pairs = [sum(min(p + 1, window) for p in range(8)) for window in (3, 99, 99)]
+    found = forward_operations(config, np.array([5]), np.array([[4]]))
+    matrices = 3 * (8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * 12)
+    assert found == 2 * matrices * 8 + 4 * 2 * 4 * sum(pairs) + 2 * 8 * 13 * 4
+    config = read(tiny(QWEN3_MOE, mlp_only_layers=[2]))
+    found = forward_operations(config, np.array([5]), np.array([[4]]))
+    matrices = 3 * 8 * 4 * (2 * 2 + 2 * 1) + 3 * 8 * (2 * 2 * 6 + 12) + 2 * 8 * 4
+    assert found == 2 * matrices * 8 + 3 * 4 * 2 * 4 * sum(range(1, 9)) + 2 * 8 * 13 * 4
+
+
+def bad(fields, *said, id):
+    return pytest.param(fields, said, id=id)
+
+
+def without(fields, name):
+    return {key: value for key, value in fields.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        bad(
+            GEMMA2 | {"model_type": "gemma"}, "Did you mean", "gemma2, gemma3, gemma3_text, llama, mistral", id="family"
+        ),
+        bad(GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation", "gelu_pytorch_tanh", id="activation"),
+        bad(GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention", id="bidirectional"),
+        bad(GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "no such", id="cap-nobody-applies"),
+        bad(GEMMA2 | {"final_logit_softcapping": -1}, "final_logit_softcapping (logits_cap)", id="negative-cap"),
+        bad(without(GEMMA2, "attn_logit_softcapping"), "missing: attn_logit_softcapping", id="cap-not-named"),
+        bad(GEMMA3 | {"sliding_window": None}, "missing: sliding_window", id="no-window"),
+        bad(GEMMA3 | {"sliding_window": 0}, "sliding_window must be a positive integer", id="empty-window"),
+        bad(GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "26 layers", id="too-few-layers"),
+        bad(GEMMA3 | {"layer_types": ["chunked_attention"] * 26}, "chunked_attention", id="layer-type"),
+        bad(GEMMA3 | {"attention_bias": True}, "attention_bias", id="bias"),
+        bad(GEMMA3 | {"rope_parameters": {"rope_type": "default"}}, "sliding_attention", id="one-rope"),
+        bad(
+            GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "scaling of sliding_attention",
+            id="local-scaling",
+        ),
+        bad(GEMMA3_WITH_IMAGES | {"text_config": None}, "text_config", id="no-text"),
+        bad(GEMMA3_WITH_IMAGES | {"quantization_config": {"bits": 4}}, "quantization_config", id="quantised-outside"),
+        bad(GEMMA3_WITH_IMAGES | {"text_config": {"model_type": "llama"}}, "llama", "gemma3_text", id="other-text"),
+        bad(without(MISTRAL, "sliding_window"), "missing: sliding_window", id="mistral-window-not-named"),
+        bad(MISTRAL | {"layer_types": ["full_attention"] * 32}, "layer_types", id="mistral-layer-types"),
+        bad(SMOLLM3 | {"use_sliding_window": True}, "use_sliding_window", id="smollm3-windows"),
+        bad(SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers", "36", id="too-few-ropes"),
+        bad(SMOLLM3 | {"no_rope_layers": [2] * 36}, "no_rope_layers", "0 and 1", id="rope-kinds"),
+        bad(QWEN3_MOE | {"num_experts_per_tok": 200}, "num_experts_per_tok (per_token)", "128", id="too-many-experts"),
+        bad(QWEN3_MOE | {"norm_topk_prob": None}, "norm_topk_prob", id="norm-not-said"),
+        bad(QWEN3_MOE | {"mlp_only_layers": [48]}, "mlp_only_layers", "47", id="no-such-layer"),
+        bad(QWEN3_MOE | {"num_local_experts": 64}, "num_local_experts", id="experts-twice"),
+        bad(QWEN3_MOE | {"n_shared_experts": 1}, "n_shared_experts", "not understood", id="shared-expert"),
+        bad(QWEN3_MOE | {"output_router_logits": True}, "output_router_logits", id="router-logits"),
+        bad(SMOLLM3 | {"num_experts": 4}, "num_experts", "not understood", id="another-family's"),
+    ],
+)
+def test_refused(fields, said):
+    with pytest.raises(UserError) as error:
+        DecoderConfig.from_hf(fields)
+    for piece in said:
+        assert piece in str(error.value)
+
+
+@pytest.mark.parametrize("names", ["language_model.model.{}", "model.language_model.{}"])
+def test_weights_of_a_model_of_images(names, tmp_path):
+    """As published before and since transformers 5; other parts are not read, and a stray tensor is named."""
+    model, _ = load_model(tiny(GEMMA3), init="random")
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    export_model(params, model.config, None, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {names.format(name.removeprefix("model.")): tensor for name, tensor in tensors.items()}
+    other = {name: np.zeros(3, np.float32) for name in ("vision_tower.x.weight", "model.multi_modal_projector.y")}
+    save_file(tensors | other, tmp_path / "model.safetensors")
+    again, _ = load_model(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)
+    save_file(tensors | {"audio_tower.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="unexpected tensor.*audio_tower.x"):
+        load_model(tmp_path)
+
+
+def test_experts_in_shards(tmp_path):
+    """Every expert is a tensor of its own in the files; a missing one is named."""
+    model, _ = load_model(tiny(QWEN3_MOE), init="random")
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    export_model(params, model.config, None, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    np.testing.assert_array_equal(tensors[name], params["layers"][2]["mlp"]["experts"]["up_proj"]["kernel"][3].T)
+    assert tensors["model.layers.2.mlp.gate.weight"].shape == (4, 8)
+    save_weights(params, tmp_path, model.config, max_file_bytes=1000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys() and len(set(index["weight_map"].values())) > 5
+    again, _ = load_model(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"lack tensor.*{name}"):
+        load_model(tmp_path)

@@ -1,0 +1,91 @@
+"""Experts against a loop over tokens, in values and gradients, whatever the router chooses; and on a mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tunix_like.config import MeshConfig
+from tunix_like.models.layer_kinds import Experts
+from tunix_like.models.moe import MixtureOfExperts
+from tunix_like.models.sharding import build_mesh, place_params
+
+WIDTH, INNER, E, N = 8, 6, 5, 11
+
+
+def make(normalised, per_token=2, dtype=jnp.float32):
+    experts = Experts(number=E, per_token=per_token, intermediate_size=INNER, normalised=normalised)
+    kinds = {"rngs": nnx.Rngs(0), "dtype": dtype, "param_dtype": jnp.float32}
+    return nnx.split(MixtureOfExperts(WIDTH, experts, jax.nn.silu, **kinds))
+
+
+def by_token(params, x, per_token, normalised):
+    """Token by token, each expert called on its own; a choice is made by sorting, the lower number first in a tie."""
+    kernels = [params["experts"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down")]
+    out = []
+    for token in x:
+        shares = jnp.exp(token @ params["gate"]["kernel"])
+        shares = shares / shares.sum()
+        chosen = np.argsort(-np.asarray(jax.lax.stop_gradient(shares)), kind="stable")[:per_token]
+        total = sum(shares[e] for e in chosen) if normalised else 1.0
+        gate, up, down = kernels
+        each = [(jax.nn.silu(token @ gate[e]) * (token @ up[e])) @ down[e] * shares[e] / total for e in chosen]
+        out.append(sum(each))
+    return jnp.stack(out)
+
+
+def inputs(case):
+    x = np.random.default_rng(3).normal(size=(N, WIDTH)).astype(np.float32)
+    if case == "one expert for all":
+        x[:] = np.abs(x)
+    return jnp.asarray(x)
+
+
+@pytest.mark.parametrize("case", ["as it comes", "one expert for all"])
+@pytest.mark.parametrize(("per_token", "normalised"), [(2, True), (3, False), (E, True)])
+def test_experts_are_a_loop_over_tokens(case, per_token, normalised):
+    """In the second case one expert has every token and, with two per token, others have none."""
+    graphdef, state = make(normalised, per_token)
+    params, x = nnx.to_pure_dict(state), inputs(case)
+    if case == "one expert for all":
+        router = np.zeros((WIDTH, E), np.float32)
+        router[:, 3] = 4.0
+        params["gate"]["kernel"] = jnp.asarray(router) + 0.01 * params["gate"]["kernel"]
+    weights = jnp.asarray(np.random.default_rng(4).normal(size=(N, WIDTH)).astype(np.float32))
+
+    def ours(params, x):
+        return (nnx.merge(graphdef, params)(x[None])[0] * weights).sum()
+
+    def theirs(params, x):
+        return (by_token(params, x, per_token, normalised) * weights).sum()
+
+    found, wanted = jax.jit(jax.value_and_grad(ours, (0, 1)))(params, x), jax.value_and_grad(theirs, (0, 1))(params, x)
+    chosen = np.asarray(nnx.merge(graphdef, params).route(x)[1])
+    assert (case == "as it comes") or ((chosen[:, 0] == 3).all() and (per_token > 2 or len(np.unique(chosen)) < E))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1.0, np.abs(other).max()))
+
+
+def test_the_router_is_float32():
+    """In bfloat16, weights of shares so close that bfloat16 could not tell them apart still add up to 1."""
+    graphdef, state = make(True, dtype=jnp.bfloat16)
+    weights, chosen = nnx.merge(graphdef, state).route(inputs("as it comes").astype(jnp.bfloat16))
+    assert weights.dtype == jnp.float32 and chosen.shape == (N, 2)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
+    out = nnx.merge(graphdef, state)(inputs("as it comes").astype(jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+
+
+def test_experts_on_a_mesh():
+    experts = Experts(number=4, per_token=2, intermediate_size=INNER, normalised=True)
+    kinds = {"rngs": nnx.Rngs(0), "dtype": jnp.float32, "param_dtype": jnp.float32}
+    graphdef, state = nnx.split(MixtureOfExperts(WIDTH, experts, jax.nn.silu, **kinds))
+    params, x = nnx.to_pure_dict(state), inputs("as it comes")
+    placed = place_params(params, build_mesh(MeshConfig(shape=[2, 2])))
+    assert placed["experts"]["down_proj"]["kernel"].addressable_shards[0].data.shape == (4, INNER // 2, WIDTH // 2)
+    run = jax.jit(jax.value_and_grad(lambda params: (nnx.merge(graphdef, params)(x) ** 2).sum()))
+    for one, many in zip(jax.tree.leaves(run(params)), jax.tree.leaves(run(placed)), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,100 @@
+"""Windows and caps in every way through the model: sampling that refills and grows its cache, and training's bins."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.rope import LinearScaling
+from tunix_like.rl.forward import ForwardOptions, batch_logprobs
+from tunix_like.rl.packing import choose_layout, pack
+from tunix_like.sampling import sampler
+from tunix_like.sampling.logits import SamplingParams
+from tunix_like.sampling.sampler import Sampler, pad_tokens
+from tunix_like.types import GroupBatch
+
+CONFIG = DecoderConfig(
+    vocab_size=19,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    windows=(5, None, 9),
+    rotary=(True, True, False),
+    rope_scaling=LinearScaling(2.0),
+    local_rope_theta=30.0,
+    attention_cap=1.0,
+    logits_cap=2.0,
+)
+RNG = np.random.default_rng(1)
+PROMPTS = [RNG.integers(0, 19, length).tolist() for length in (5, 1, 11, 20, 7)]
+SIZE, STEPS, TEMPERATURE = 3, 60, 0.7
+
+
+def make_params():
+    graphdef, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    spread = lambda x: x + jnp.asarray(0.3 * RNG.normal(size=x.shape), x.dtype)  # noqa: E731
+    return graphdef, jax.tree.map(spread, nnx.to_pure_dict(state))
+
+
+GRAPHDEF, PARAMS = make_params()
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Rows of 1 to 60 tokens, four at work at once in a cache that starts small: new ones start in the middle of the
+    ring, and it grows under those that last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "FIRST_CACHE", 16)
+        made = Sampler(GRAPHDEF, (3,), max_prompt_length=24, max_tokens=STEPS, max_concurrent_rows=4)
+        found = made.generate(PARAMS, PROMPTS, range(5), SIZE, jax.random.key(0), SamplingParams(TEMPERATURE))
+    lengths = np.sort(found.lengths, axis=None)
+    assert lengths[0] < 6 and lengths[-1] > 40, lengths
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(drawn):
+    """Log-probabilities of the drawn tokens by the plain model on each whole sequence."""
+    rows = [[*PROMPTS[p], *drawn.tokens[p, i, : drawn.lengths[p, i]].tolist()] for p, i in np.ndindex(5, SIZE)]
+    padded = pad_tokens(rows, max(map(len, rows)))
+    real = np.arange(padded.shape[1])[None] < np.array([len(row) for row in rows])[:, None]
+    run = jax.jit(lambda params, tokens, real: nnx.merge(GRAPHDEF, params)(tokens, real))
+    logits = np.asarray(run(PARAMS, jnp.asarray(padded), jnp.asarray(real)), np.float64) / TEMPERATURE
+    table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    out = np.zeros(drawn.tokens.shape)
+    for row, (p, i) in enumerate(np.ndindex(5, SIZE)):
+        places = np.arange(drawn.lengths[p, i])
+        out[p, i, places] = table[row, len(PROMPTS[p]) - 1 + places, drawn.tokens[p, i, places]]
+    return out
+
+
+def real_of(drawn):
+    return np.arange(STEPS)[None, None] < drawn.lengths[..., None]
+
+
+def test_the_sampler_sees_what_the_plain_model_sees(drawn, expected):
+    np.testing.assert_allclose(np.where(real_of(drawn), drawn.logprobs, 0), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["plain", "blocked"])
+def test_bins_see_what_the_plain_model_sees(drawn, expected, attention):
+    model = nnx.merge(GRAPHDEF, PARAMS)
+    model.attention = attention
+    batch = GroupBatch(
+        pad_tokens(PROMPTS, 24), np.array([len(p) for p in PROMPTS], np.int32), drawn.tokens, drawn.lengths, None,
+        rewards=np.zeros((5, SIZE), np.float32), scored=np.ones((5, SIZE), bool),
+    )  # fmt: skip
+    packed = pack(drawn.lengths, batch.scored, STEPS, choose_layout(SIZE, 5, (24, STEPS), 4))
+    assert (np.asarray(packed.start) > 0).any(), "no bin holds two completions"
+    options = ForwardOptions(TEMPERATURE, chunk=100, remat=True)
+    run = jax.jit(batch_logprobs, static_argnums=(0, 4))
+    found = run(nnx.split(model)[0], PARAMS, batch, packed, options)
+    np.testing.assert_allclose(np.where(real_of(drawn), found, 0), expected, rtol=0, atol=1e-4)

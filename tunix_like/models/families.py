@@ -1,0 +1,294 @@
+"""Which Hugging Face families there are, and how the fields of their `config.json` become a decoder's numbers and back.
+
+A family's name appears here and nowhere else. A field that is not in the tables below is an error and never a guess,
+because a silently ignored field is a silently different model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tunix_like.errors import UserError, nearest
+from tunix_like.models.fields import EXPERT_NAMES, HF_NAMES, OPTION_NAMES, checked
+from tunix_like.models.layer_kinds import EXPERT_FIELDS, Experts, experts_of, nope_fields, rotary_of, windows_of
+from tunix_like.models.rope import ROPE_FIELDS, read_rope, read_two_ropes
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What is particular to a family.
+
+    Attributes:
+      architecture: its name in config.json.
+      adds: our switches that every model of it has on.
+      options: our fields that a model of it may set.
+      required: fields of ours that config.json must name besides those that every family needs. Where transformers
+        fills an absent field with a constant of the family's largest model, absence is more likely an accident than a
+        wish for that constant.
+      named: HF's fields that must be there, though they may be null, for the same reason.
+      defaults: of our fields, where transformers derives them otherwise than the plain decoder.
+      fields: HF's fields that only this family reads, or only this one may ignore.
+      fixed: as `_FIXED`, in its place.
+    """
+
+    architecture: str
+    adds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: frozenset[str] = frozenset({"rope_scaling"})
+    required: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: frozenset[str] = frozenset()
+    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+
+_GEMMA = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": True, "scale_embeddings": True}
+_GEMMA_FIXED = {
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False,),
+}
+_GEMMA_FIELDS = frozenset({"hidden_activation", "cache_implementation", "sliding_window_size", *OPTION_NAMES.values()})
+_GEMMA_REQUIRED = ("num_kv_heads", "head_dim", "query_pre_attn_scalar")
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, required=("num_kv_heads",)),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, required=("num_kv_heads", "head_dim")),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True},
+        options=frozenset({"rope_scaling", "experts", "expert_layers"}),
+        required=("num_kv_heads", "head_dim"),
+        named=("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        fields=EXPERT_FIELDS | {"router_aux_loss_coef"},
+        fixed={"output_router_logits": (False,)},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        options=frozenset({"rope_scaling", "windows"}),
+        required=("num_kv_heads",),
+        named=("sliding_window",),
+        fixed={"layer_types": ([],)},  # transformers does not read it for this family
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        options=frozenset({"rope_scaling", "rotary"}),
+        required=("num_kv_heads",),
+        defaults={"rope_theta": 2e6, "tie_embeddings": True},
+        fields=frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA,
+        options=frozenset({"rope_scaling", "windows", *OPTION_NAMES}),
+        required=_GEMMA_REQUIRED,
+        named=("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+        defaults={"tie_embeddings": True},
+        fields=_GEMMA_FIELDS,
+        fixed=_GEMMA_FIXED,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA | {"qk_norm": True},
+        options=frozenset({"rope_scaling", "windows", "local_rope_theta", "logits_cap", "query_pre_attn_scalar"}),
+        required=_GEMMA_REQUIRED,
+        named=("sliding_window",),
+        defaults={"rope_theta": 1e6, "local_rope_theta": 1e4, "tie_embeddings": True},
+        fields=_GEMMA_FIELDS | {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
+        # transformers has a field for a cap of attention and does not apply it
+        fixed=_GEMMA_FIXED | {"attn_logit_softcapping": ()},
+    ),
+}
+_WINDOWED = {"mistral": 0, "gemma2": 2, "gemma3_text": 6}
+"""Families with windows, and every how manyth layer has none unless `layer_types` says; 0: each layer has one."""
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+
+_MULTIMODAL = {"gemma3": "gemma3_text"}
+"""Families whose `text_config` is a decoder; weights of other parts are not read."""
+
+_TEXT_DEFAULTS = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+    }
+}
+"""A `text_config` as published leaves out what is transformers' default, and nothing else says."""
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_FROM_OUTSIDE = (*_IDS, "tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "auto_map")
+
+# Fields that must hold one of these values (or be absent or null), because another value is another model.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0,),
+    "use_sliding_window": (False,),
+    "use_mrope": (False,),
+    "partial_rotary_factor": (1,),
+    "rope_interleaved": (False,),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "quantization_config": (),
+    "pruned_heads": ({},),
+}
+# Fields that do not change the logits. Where a family has no windows, `sliding_window` and `max_window_layers` act only
+# under `use_sliding_window`.
+_HARMLESS = """
+model_type architectures torch_dtype dtype bos_token_id eos_token_id pad_token_id sep_token_id initializer_range
+use_cache transformers_version _name_or_path name_or_path sliding_window max_window_layers pretraining_tp
+tokenizer_class id2label label2id problem_type return_dict output_attentions output_hidden_states torchscript
+is_llama_config transformers.js_config _attn_implementation _attn_implementation_autoset attn_implementation
+unsloth_version unsloth_fixed
+"""
+_KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_HARMLESS.split()) | {"layer_types"}
+_SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
+_REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act"}
+NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
+"""What an export does not copy from the config it came from: it is written anew, or may no longer be true."""
+
+
+def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the decoder: all of them, or those of the `text_config` of a model that reads more than text."""
+    inner = _MULTIMODAL.get(str(fields.get("model_type")))
+    if inner is None:
+        return dict(fields)
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UserError(f"model_type {fields['model_type']!r} needs a mapping text_config, not {text!r}.")
+    if text.get("model_type", inner) != inner:
+        raise UserError(f"text_config: model_type {text['model_type']!r} is not supported; only {inner!r} is.")
+    outside = {name: fields[name] for name in _FROM_OUTSIDE if fields.get(name) is not None}
+    return _TEXT_DEFAULTS[inner] | dict(text) | outside | {"model_type": inner}
+
+
+def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A decoder's numbers from HF fields; null counts as absent, as it does in transformers, but for what is `named`.
+
+    Raises:
+      UserError: an unknown family; a field that is missing, unknown, unsupported or of the wrong type.
+    """
+    name = str(fields.get("model_type"))
+    if name not in FAMILIES:
+        hint = nearest(name, [*FAMILIES, *_MULTIMODAL])
+        raise UserError(f"model_type {fields.get('model_type')!r} is not a supported family. {hint}")
+    family = FAMILIES[name]
+    _refuse_unsupported(fields, family)
+    result: dict[str, Any] = {**family.defaults, **family.adds}
+    names = HF_NAMES | {ours: hf for ours, hf in OPTION_NAMES.items() if ours in family.options}
+    result |= {ours: checked(ours, fields[hf]) for ours, hf in names.items() if fields.get(hf) is not None}
+    missing = [names[ours] for ours in (*_REQUIRED, *family.required) if ours not in result]
+    missing += [hf for hf in family.named if hf not in fields]
+    if missing:
+        raise UserError(f"required field(s) missing: {', '.join(missing)}.")
+    result.setdefault("num_kv_heads", result["num_heads"])
+    if "head_dim" not in result:
+        result["head_dim"] = _default_head_dim(result)
+    result |= (read_two_ropes if "local_rope_theta" in family.options else read_rope)(fields)
+    return result | _layers(fields, family, name, result["num_layers"])
+
+
+def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) -> dict[str, Any]:
+    """What differs from layer to layer."""
+    result: dict[str, Any] = {}
+    if name in _WINDOWED:
+        result["windows"] = windows_of(fields, count, _WINDOWED[name])
+    if "rotary" in family.options:
+        result["rotary"] = rotary_of(fields, count)
+    if "experts" in family.options:
+        result |= experts_of(fields, count)
+    return result
+
+
+def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
+    """The family of a decoder, by our switches that are on and the options that it sets; `preferred` if that is one.
+
+    Raises:
+      UserError: there is none.
+    """
+    fitting = [name for name, each in FAMILIES.items() if dict(each.adds) == dict(switches) and options <= each.options]
+    if not fitting:
+        together = " and ".join([*switches, *sorted(options)])
+        raise UserError(f"{together} together are no Hugging Face family; this decoder cannot be exported.")
+    return preferred if preferred in fitting else fitting[0]
+
+
+def family_fields(
+    name: str,
+    windows: tuple[int | None, ...],
+    rotary: tuple[bool, ...],
+    experts: Experts | None,
+    with_experts: tuple[bool, ...],
+    options: Mapping[str, Any],
+    local_theta: float | None,
+) -> dict[str, Any]:
+    """HF's fields that are a family's own; per-layer tuples have an entry for every layer.
+
+    Raises:
+      UserError: windows that the family's fields cannot say.
+    """
+    family = FAMILIES[name]
+    gelu = family.adds.get("activation") == "gelu_tanh"
+    result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
+    result |= {hf: options[ours] for ours, hf in OPTION_NAMES.items() if ours in family.options}
+    if "local_rope_theta" in family.options:
+        result["rope_local_base_freq"] = local_theta
+    if name in _WINDOWED:
+        sizes = {window for window in windows if window is not None}
+        if len(sizes) > 1 or (_WINDOWED[name] == 0 and len(set(windows)) > 1):
+            raise UserError(f"model_type {name!r} has no layers of windows {windows}; this decoder cannot be exported.")
+        result["sliding_window"] = next(iter(sizes), None)
+        if _WINDOWED[name]:
+            result["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+    if "rotary" in family.options:
+        result |= nope_fields(rotary)
+    if "experts" in family.options and experts is not None:
+        result |= {hf: getattr(experts, ours) for ours, hf in EXPERT_NAMES.items()}
+        result |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has]}
+    return result
+
+
+def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
+    if fields.get("auto_map") or fields.get("trust_remote_code"):
+        raise UserError(
+            "auto_map asks for Python code from the model folder (trust_remote_code); none is ever run here. Use a"
+            " checkpoint of a supported family in its plain form."
+        )
+    fixed = _FIXED | dict(family.fixed)
+    for name, value in fields.items():
+        if value is None:
+            continue
+        if name not in _KNOWN | family.fields | fixed.keys():
+            raise UserError(
+                f"field '{name}' = {value!r} is not understood. If it does not change the model's outputs, take it out"
+                " of config.json; otherwise the model is not supported."
+            )
+        if name in fixed and value not in fixed[name]:
+            wanted = json.dumps(fixed[name][0]) if fixed[name] else "no such field"
+            raise UserError(f"field '{name}' = {value!r} is not supported; only {wanted} is.")
+    kinds = fields.get("layer_types") or []
+    allowed = {"full_attention"} | ({"sliding_attention"} if "windows" in family.options else set())
+    if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
+        known = " or ".join(f"'{kind}'" for kind in sorted(allowed))
+        raise UserError(f"field 'layer_types' = {kinds!r} is not supported; every layer must be {known}.")
+
+
+def _default_head_dim(numbers: Mapping[str, Any]) -> int:
+    hidden, heads = numbers["hidden_size"], numbers["num_heads"]
+    if hidden % heads:
+        raise UserError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; with no head_dim given, it"
+            " must be."
+        )
+    return hidden // heads

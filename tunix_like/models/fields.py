@@ -1,0 +1,73 @@
+"""The names of a decoder's numbers, ours and Hugging Face's, and the check that a value is of its field's type.
+
+It knows no family and no rules between fields.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tunix_like.errors import UserError
+
+HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+}
+"""Our field to HF's, for the fields that every family has and that are read as they stand."""
+
+OPTION_NAMES = {
+    "attention_cap": "attn_logit_softcapping",
+    "logits_cap": "final_logit_softcapping",
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+}
+"""The same for fields of some families; None is a value of theirs."""
+
+ROPE_NAMES = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
+EXPERT_NAMES = {
+    "number": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "intermediate_size": "moe_intermediate_size",
+    "normalised": "norm_topk_prob",
+}
+
+SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
+_BOOLEANS = frozenset({"tie_embeddings", "normalised", *SWITCHES})
+_FLOATS = frozenset(
+    {"norm_eps", "rope_theta", "local_rope_theta", "factor", "low_freq_factor", "high_freq_factor", *OPTION_NAMES}
+)  # every other field is a positive integer
+
+
+def spelt(name: str, names: dict[str, str] | None = None) -> str:
+    """Our field's name and, where it differs, HF's: the message must be findable in either place."""
+    hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES).get(name, name)
+    return name if hf == name else f"{hf} ({name})"
+
+
+def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
+    """The value of one of our fields if it is of the field's type; a whole number may stand for a float.
+
+    Raises:
+      UserError: it is not. The field is named as `names` says.
+    """
+    if name in _BOOLEANS:
+        if not isinstance(value, bool):
+            raise UserError(f"{spelt(name, names)} must be true or false, not {value!r}.")
+        return value
+    kinds, what = ((int, float), "number") if name in _FLOATS else (int, "integer")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        raise UserError(f"{spelt(name, names)} must be a positive {what}, not {value!r}.")
+    return float(value) if name in _FLOATS else value

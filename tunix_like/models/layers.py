@@ -1,0 +1,179 @@
+"""The parts that a decoder is put together from: projections, norms, rotary positions, attention's weights, the MLP.
+
+Modules carry Hugging Face's attribute names. They work on any leading axes; which keys a query sees is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.moe import MixtureOfExperts
+from tunix_like.models.rope import LinearScaling, RopeScaling
+
+KeyValue = tuple[Array, Array]
+Tables = tuple[Array, Array]
+Attend = Callable[[Array, Array, Array], Array]
+"""`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: which keys a query sees is the caller's business."""
+
+
+def rope_tables(
+    head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None, positions: Int[Array, "..."]
+) -> Tables:
+    """Cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with stretched frequencies if there is a
+    scaling."""
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if isinstance(scaling, LinearScaling):
+        frequencies /= scaling.factor
+    elif scaling is not None:
+        frequencies = _llama3(frequencies, scaling)
+    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _llama3(frequencies: Float[Array, "f"], scaling: RopeScaling) -> Float[Array, "f"]:
+    wavelengths = 2 * jnp.pi / frequencies
+    low = scaling.original_max_positions / scaling.low_freq_factor
+    high = scaling.original_max_positions / scaling.high_freq_factor
+    blend = (scaling.original_max_positions / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    return jnp.where(
+        wavelengths > low, frequencies / scaling.factor, jnp.where(wavelengths < high, frequencies, between)
+    )
+
+
+def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """`cap tanh(x / cap)`, or `x` where there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def activation(name: str) -> Callable[[Array], Array]:
+    """The function of one of `config.ACTIVATIONS`."""
+    return {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}[name]
+
+
+def _gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"]:
+    """Rotary embedding, halves convention (Su et al., 2104.09864, in Hugging Face's layout)."""
+    cosine, sine = (table[..., None, :] for table in tables)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
+        self.kernel = nnx.Param(inputs**-0.5 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
+        self.dtype = dtype
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        out = x @ self.kernel[...].astype(self.dtype)
+        return out if self.bias is None else out + jnp.broadcast_to(self.bias[...].astype(self.dtype), out.shape)
+
+
+class RMSNorm(nnx.Module):
+    """Divides by the root mean square, and multiplies by the weight, or with `offset` by 1 + weight."""
+
+    def __init__(self, width: int, epsilon: float, *, offset: bool, param_dtype: Any):
+        self.scale = nnx.Param((jnp.zeros if offset else jnp.ones)(width, param_dtype))
+        self.epsilon, self.offset = epsilon, offset
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        scale = self.scale[...].astype(jnp.float32)
+        scale = scale + 1 if self.offset else scale
+        return (wide * jnp.broadcast_to(scale, wide.shape)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Rows of the table; with `scaled`, times the root of their width, both in the compute dtype."""
+
+    def __init__(self, vocabulary: int, width: int, *, scaled: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
+        self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
+        self.dtype, self.scaled = dtype, scaled
+
+    def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+        rows = self.embedding[...][tokens].astype(self.dtype)
+        return rows * jnp.asarray(rows.shape[-1] ** 0.5, self.dtype) if self.scaled else rows
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: DecoderConfig, **kinds: Any):
+        width, head = config.hidden_size, config.head_dim
+        self.q_proj = Linear(width, config.num_heads * head, bias=config.qkv_bias, **kinds)
+        self.k_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
+        self.v_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
+        self.o_proj = Linear(config.num_heads * head, width, bias=False, **kinds)
+        self.q_norm = norm_of(head, config, **kinds) if config.qk_norm else None
+        self.k_norm = norm_of(head, config, **kinds) if config.qk_norm else None
+        self.head_dim = head
+        # attention divides by the root of the head's width
+        self.query_scale = (head / (config.query_pre_attn_scalar or head)) ** 0.5
+
+    def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if self.query_scale != 1:
+            q = q * self.query_scale
+        return self.o_proj(attend(q, k, v).reshape(*x.shape[:-1], -1)), (k, v)
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: DecoderConfig, **kinds: Any):
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False, **kinds)
+        self.activation = activation(config.activation)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each behind a norm; with post norms, before one too, and then under other names."""
+
+    def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
+        width, post = config.hidden_size, config.post_norms
+        self.input_layernorm = norm_of(width, config, **kinds)
+        self.self_attn = Attention(config, **kinds)
+        self.post_attention_layernorm = norm_of(width, config, **kinds)
+        self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
+        self.mlp = _mlp(config, index, **kinds)
+        self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
+
+    def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
+        """Returns the new residual stream and this layer's keys and values, rotated if it rotates."""
+        mixed, key_value = self.self_attn(self.input_layernorm(x), rope, attend)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = x + mixed
+            return x + self.mlp(self.post_attention_layernorm(x)), key_value
+        x = x + self.post_attention_layernorm(mixed)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), key_value
+
+
+def norm_of(width: int, config: DecoderConfig, *, param_dtype: Any, **_: Any) -> RMSNorm:
+    return RMSNorm(width, config.norm_eps, offset=config.norm_offset, param_dtype=param_dtype)
+
+
+def _mlp(config: DecoderConfig, index: int, **kinds: Any) -> MLP | MixtureOfExperts:
+    if config.experts is None or not config.has_experts(index):
+        return MLP(config, **kinds)
+    return MixtureOfExperts(config.hidden_size, config.experts, activation(config.activation), **kinds)

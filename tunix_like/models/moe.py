@@ -1,0 +1,81 @@
+"""A layer's MLP as experts: a router picks some for every token, and each expert works on the tokens that chose it.
+
+Nothing is dropped and no expert has a capacity: tokens are sorted by expert and multiplied in groups of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from tunix_like.models.layer_kinds import Experts
+
+Activation = Callable[[Array], Array]
+
+
+class Kernel(nnx.Module):
+    """A matrix without a product of its own; with `number`, one for each expert."""
+
+    def __init__(
+        self, inputs: int, outputs: int, number: int | None = None, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any
+    ):
+        shape = (inputs, outputs) if number is None else (number, inputs, outputs)
+        self.kernel = nnx.Param(inputs**-0.5 * jax.random.normal(rngs.params(), shape, param_dtype))
+        self.dtype = dtype
+
+
+class ExpertMLPs(nnx.Module):
+    """Gated MLPs side by side: kernels `[E, D, i]`, `[E, D, i]` and `[E, i, D]`."""
+
+    def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
+        self.gate_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
+        self.up_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
+        self.down_proj = Kernel(experts.intermediate_size, width, experts.number, **kinds)
+        self.activation = activation
+        self.dtype = kinds["dtype"]
+
+    def __call__(self, x: Float[Array, "N D"], sizes: Int[Array, "E"]) -> Float[Array, "N D"]:
+        """The first `sizes[0]` rows through the first expert, the next `sizes[1]` through the second, and so on."""
+        gate, up = (self._product(x, projection, sizes) for projection in (self.gate_proj, self.up_proj))
+        return self._product(self.activation(gate) * up, self.down_proj, sizes)
+
+    def _product(self, x: Float[Array, "N I"], projection: Kernel, sizes: Int[Array, "E"]) -> Float[Array, "N O"]:
+        return jax.lax.ragged_dot(x, projection.kernel[...].astype(self.dtype), sizes)
+
+
+class MixtureOfExperts(nnx.Module):
+    """`sum over the k chosen experts of weight * expert(x)`; the weights are the router's softmax, in float32. (The
+    router's matrix is read in the compute dtype, which is what the sampler has of it: both must choose alike.)
+
+    On the CPU, XLA computes a grouped product as one over all experts; the result is the same.
+    """
+
+    def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
+        self.gate = Kernel(width, experts.number, **kinds)
+        self.experts = ExpertMLPs(width, experts, activation, **kinds)
+        self.numbers = experts
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(flat)
+        each = chosen.reshape(-1)
+        order = jnp.argsort(each, stable=True)
+        sizes = jnp.bincount(each, length=self.numbers.number).astype(jnp.int32)
+        out = self.experts(flat[order // self.numbers.per_token], sizes)
+        back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
+        out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of its choices
+        mixed = jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
+        return mixed.astype(x.dtype).reshape(x.shape)
+
+    def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """Weights (float32) and numbers of each token's experts."""
+        logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
+        if self.numbers.normalised:
+            weights /= weights.sum(-1, keepdims=True)
+        return weights, chosen
