@@ -24,7 +24,7 @@ from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import check_prompts, prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.models.operations import forward_operations
-from tunix_like.models.sharding import place_replicated, prompt_parts
+from tunix_like.models.sharding import check_batch, place_replicated, prompt_parts, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.forward import batch_logprobs, place_packed
@@ -66,6 +66,8 @@ class RLPhase:
             self.total = (len(train_ds) - long) // batch_size
         self.profile = Profile(training.profile_steps, folder, self.total)
         self.mini_batch_size = min(training.mini_batch_size or batch_size, batch_size)
+        check_batch(learner.mesh, "data.batch_size", batch_size)
+        check_batch(learner.mesh, "training.mini_batch_size", self.mini_batch_size)
         updates = -(-batch_size // self.mini_batch_size) * learner.algo.num_iterations
         self.updates_per_step = updates
         self.objective: Objective = build_objective(
@@ -97,9 +99,12 @@ class RLPhase:
 
         def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
             learner.compilations += 1  # runs once per trace
-            return update_step(learner.graphdef, self.objective, optimizer, learner.options, params, opt_state, data)
+            fixed = learner.graphdef, self.objective, optimizer, learner.options
+            return update_step(*fixed, params, opt_state, data, own)
 
-        self.update_step = jax.jit(step, donate_argnums=(0, 1))
+        own, moments = shardings_of(learner.params, learner.mesh), shardings_of(self.opt_state, learner.mesh)
+        # Out as they came in: the next step meets what it was compiled for.
+        self.update_step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(own, moments, None, None))
         self.logprobs = jax.jit(functools.partial(batch_logprobs, learner.graphdef, options=learner.options))
         self.advantages = jax.jit(self.objective.advantages)
 
