@@ -31,6 +31,7 @@ from tunix_like.models.sharding import (
     place_params,
     place_replicated,
     prompt_parts,
+    scope,
     shardings_of,
 )
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
@@ -168,6 +169,10 @@ class SFTTrainer:
         self.params, self.opt_state = state["params"], state["opt_state"]
 
     def advance(self, step: int) -> dict[str, float] | None:
+        with scope(self.mesh):
+            return self._advance(step)
+
+    def _advance(self, step: int) -> dict[str, float]:
         batch = self._batch(next(self.iterator))
         widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
         shape = self.config.batch_size, 1

@@ -13,8 +13,23 @@ from tunix_like.config import MeshConfig
 from tunix_like.data.maze import tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import build_mesh, check_divides, parameter_shardings, place_slots
-from tunix_like.sampling import sampler
+from tunix_like.models.sharding import (
+    build_mesh,
+    check_divides,
+    parameter_shardings,
+    place_params,
+    place_prompts,
+    place_replicated,
+    place_slots,
+    scope,
+    shardings_of,
+)
+from tunix_like.rl.forward import ForwardOptions, place_packed
+from tunix_like.rl.packing import Layout, pack
+from tunix_like.rl.update import gradient, update_input
+from tunix_like.sampling import decoding, sampler
+from tunix_like.sft import _Likelihood
+from tunix_like.types import GroupBatch
 
 CONFIG = DecoderConfig(
     vocab_size=32,
@@ -70,17 +85,58 @@ def test_a_mesh_trains_like_one_device(alone, shape):
         np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5)
     kernel = learner.params["layers"][0]["mlp"]["up_proj"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (16 // shape[1], 32 // shape[2])
-    assert row["train/perf/compilations"] == 1 and row["train/perf/programs_compiled"] == 0
+    assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
 
 
 def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):
     mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("WORTH_MOVING", "FEWEST_ROWS"):
-            patch.setattr(sampler, name, 1)
+        patch.setattr(sampler, "WORTH_MOVING", 1)
+        patch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
         moved = train(mesh)
     waiting = train(mesh, max_concurrent_rows=8)
     assert moved[2] == waiting[2] == alone[2]
+
+
+def test_each_device_computes_its_own_prompts_only():
+    """What the compiled gradient and the prefill need on one of eight devices, against all on one: an eighth and
+    something. With every token on every device it would be the whole."""
+    config = DecoderConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8
+    )
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    lengths, ones = np.full((16, 1), 32, np.int32), np.ones((16, 1), np.float32)
+    batch = GroupBatch(
+        np.zeros((16, 32), np.int32), lengths[:, 0], np.zeros((16, 1, 32), np.int32), lengths, None, ones, ones > 0
+    )
+    packed = pack(lengths, ones > 0, 32, Layout(16, 16, 1, True))
+    options = ForwardOptions(1.0, 64, False)
+    data = update_input(batch, np.ones(16, bool), packed)
+
+    def bytes_on(mesh) -> list[int]:
+        params = place_params(nnx.to_pure_dict(state), mesh)
+        placed = data._replace(batch=place_replicated(data.batch, mesh), packed=place_packed(packed, mesh))
+        prompts = place_prompts((batch.prompt_tokens, batch.prompt_lengths), mesh, axis=0)
+        weight, own = jnp.asarray(ones), shardings_of(params, mesh)
+        run = jax.jit(
+            lambda params, data: gradient(
+                graphdef,
+                _Likelihood(),
+                options,
+                params,
+                data,
+                weight,
+                weight,
+                data.packed.sets,
+                own,
+            )
+        )
+        with scope(mesh):
+            programs = run.lower(params, placed), decoding.prefill.lower(graphdef, params, *prompts)
+            return [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
+
+    for many, one in zip(bytes_on(build_mesh(MeshConfig(shape=[8, 1]))), bytes_on(None), strict=True):
+        assert many < 0.4 * one
 
 
 def test_the_cache_lies_where_its_rows_and_heads_do():

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.sharding import split_batch
 
 KeyValue = tuple[Array, Array]
 Attend = Callable[[Array, Array, Array], Array]
@@ -80,7 +81,7 @@ class Embedding(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
-        return self.embedding[...][tokens].astype(self.dtype)
+        return split_batch(self.embedding[...][tokens].astype(self.dtype))
 
 
 class Attention(nnx.Module):
@@ -201,9 +202,11 @@ class Decoder(nnx.Module):
 
     def head(self) -> Float[Array, "D V"]:
         """The output matrix in the compute dtype: the transposed embedding when tied."""
-        if self.lm_head is None:
-            return self.embed_tokens.embedding[...].T.astype(self.dtype)
-        return self.lm_head.kernel[...].astype(self.dtype)
+        return self.output_weights().astype(self.dtype)
+
+    def output_weights(self) -> Float[Array, "D V"]:
+        """The output matrix as it is stored."""
+        return self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False

@@ -5,6 +5,7 @@ It knows meshes and names of parameters; the compiler derives everything else fr
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -157,6 +158,36 @@ def place_slots(tree: Any, mesh: Mesh | None) -> Any:
 def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
     """Where the arrays of a tree lie, to hold a compiled step to it; None without a mesh."""
     return None if mesh is None else jax.tree.map(lambda x: x.sharding, tree)
+
+
+def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """While programs are compiled inside it, `split_batch` and `split_columns` know the mesh."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def split_batch(x: jax.Array) -> jax.Array:
+    """Inside a compiled function: the first dimension over `data` and `fsdp`.
+
+    Left to itself the compiler follows the weights instead: what is looked up in a split embedding would come out split
+    over the model's width, with every token on every device.
+    """
+    return _constrained(x, BATCH_AXES)
+
+
+def split_columns(x: jax.Array) -> jax.Array:
+    """Inside a compiled function: a matrix that is whole over `data` and `fsdp`, its columns over `tp`."""
+    return _constrained(x, (), ("tp",))
+
+
+def _constrained(x: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    spec = []
+    for size, names in zip(x.shape, axes, strict=False):
+        known = tuple(name for name in names if name in mesh.shape)
+        spec.append(known if known and size % math.prod(mesh.shape[name] for name in known) == 0 else None)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:

@@ -189,6 +189,7 @@ class Learner:
                 on_row=on_row,
             )
         finally:
+            phase.profile.close()
             if checkpoints is not None:
                 checkpoints.close()
             nnx.update(self.model, self.params)

@@ -24,7 +24,7 @@ from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import check_prompts, prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.models.operations import forward_operations
-from tunix_like.models.sharding import check_batch, place_replicated, prompt_parts, shardings_of
+from tunix_like.models.sharding import check_batch, place_replicated, prompt_parts, scope, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.forward import batch_logprobs, place_packed
@@ -64,7 +64,7 @@ class RLPhase:
         self.total = training.max_steps
         if self.total is None and sized and not learner.algo.dynamic_sampling:
             self.total = (len(train_ds) - long) // batch_size
-        self.profile = Profile(training.profile_steps, folder, self.total)
+        self.profile = Profile(training.profile_steps, folder)
         self.mini_batch_size = min(training.mini_batch_size or batch_size, batch_size)
         check_batch(learner.mesh, "data.batch_size", batch_size)
         check_batch(learner.mesh, "training.mini_batch_size", self.mini_batch_size)
@@ -133,7 +133,7 @@ class RLPhase:
         return self.evaluator(self.learner.params, rollouts=kept, step=step).metrics
 
     def advance(self, step: int) -> dict[str, float] | None:
-        with self.profile.around(step):
+        with self.profile.around(step), scope(self.learner.mesh):
             return self._advance(step)
 
     def _advance(self, step: int) -> dict[str, float] | None:
@@ -178,7 +178,7 @@ class RLPhase:
             "perf/generation_tokens_per_sec": sampled / rollout,
             "perf/training_tokens_per_sec": int(batch.completion_lengths.sum()) / update,
             "perf/rollout_occupancy": sampled / row_steps if row_steps else float("nan"),
-            "perf/compilations": float(self.learner.compilations),
+            "perf/update_programs": float(self.learner.compilations),
             "perf/programs_compiled": float(programs),
             "perf/compile_sec": compiling,
         }
@@ -209,9 +209,10 @@ class RLPhase:
         layout = choose_layout(learner.algo.num_generations, most_prompts, widths, size, parts)
         return place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most_prompts), learner.mesh)
 
-    def _logprobs(self, params: Any, batch: GroupBatch) -> np.ndarray:
-        everyone = np.ones(batch.scored.shape, bool)
-        packed = self._pack(batch, everyone, len(everyone))
+    def _logprobs(self, params: Any, batch: GroupBatch, rows: np.ndarray | None = None) -> np.ndarray:
+        """Of the completions `rows`; None: of all."""
+        rows = np.ones(batch.scored.shape, bool) if rows is None else rows
+        packed = self._pack(batch, rows, len(rows))
         return np.asarray(self.logprobs(params, self._place(batch), packed))
 
     def _place(self, batch: GroupBatch) -> GroupBatch:
@@ -238,9 +239,9 @@ class RLPhase:
             was made for too many steps.
         """
         learner, count, width = self.learner, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
-        old = self._logprobs(learner.params, batch) if self.updates_per_step > 1 else None
-        kept = ref if self.objective.reference_in_loss else None
         live, out = self._live_rows(batch)
+        old = self._logprobs(learner.params, batch, live) if self.updates_per_step > 1 else None
+        kept = ref if self.objective.reference_in_loss else None
         placed, (old, kept) = self._place(batch), place_replicated((old, kept), learner.mesh)
         rows: list[dict[str, Any]] = []
         advantages: Any = None

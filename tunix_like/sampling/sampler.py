@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import RolloutConfig
-from tunix_like.models.sharding import place_prompts, place_slots, prompt_parts
+from tunix_like.models.sharding import place_prompts, place_slots, prompt_parts, scope
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sizes import concurrent_rows
@@ -28,8 +28,9 @@ from tunix_like.tokenizer import Tokenizer
 FIRST_CACHE = 128
 """Columns of the first cache; it doubles from there. Each size is a program of its own."""
 
-FEWEST_ROWS = 8
-"""Rows are not gathered into fewer than this: a step then costs what reading the weights costs."""
+FEWEST_ROWS = {"cpu": 8}
+ELSEWHERE = 64
+"""Rows on a device are not gathered into fewer than this: a step then costs what reading the weights costs."""
 
 WORTH_MOVING = 16
 """Rows are gathered into fewer only while some may still grow by this many tokens."""
@@ -131,7 +132,8 @@ class Sampler:
           prompts: token ids, each at most `max_prompt_length` long and not empty.
           numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
         """
-        return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish()
+        with scope(self.mesh):
+            return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish()
 
 
 class _Run:
@@ -287,7 +289,7 @@ class _Run:
         parts, shapes = prompt_parts(self.sampler.mesh), []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
             slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
-            if slots * width < FEWEST_ROWS * parts:
+            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), ELSEWHERE):
                 break
             shapes.append((slots, width))
         return shapes
@@ -344,6 +346,6 @@ def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, me
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
-        max_concurrent_rows=concurrent_rows(model, rollout, mesh),
+        max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh),
         mesh=mesh,
     )
