@@ -24,5 +24,5 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -135,7 +135,7 @@ MISTAKES = {
     "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
     "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
     "key of another source": ((*REVERSED, "data.maze_size=9"), ["data.maze_size", "data.name=reverse_text", "remove"]),
-    "mesh": ((*REVERSED, "mesh.shape=[3, 1]"), ["mesh.shape", "needs 3 devices, there are 4; set auto"]),
+    "mesh": ((*REVERSED, "mesh.shape=[3, 1]"), ["mesh.shape", "needs 3 devices, there are 8; set auto"]),
     # algorithms
     "unknown estimator": (
         (*REVERSED, "algorithm.advantage_estimator=rlo"),
@@ -379,8 +379,8 @@ SMALL = (
     "model.config.hidden_size=16",
     "model.config.num_hidden_layers=1",
     "sft.max_steps=0",
-    "data.batch_size=4",
-    "algorithm.num_generations=4",
+    "data.batch_size=8",
+    "algorithm.num_generations=2",
     "eval.batch_size=4",
     "eval.max_problems=4",
     "training.max_steps=2",

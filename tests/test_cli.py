@@ -158,7 +158,7 @@ METRICS = (
     + [f"advantage/{name}" for name in ("abs_mean", "max", "min", "nonzero_frac")]
     + [f"time/{name}" for name in ("data", "rollout", "reward", "update", "other")]
     + ["is_ratio/mean", "is_ratio/max", "pg_clipfrac", "entropy", "loss", "grad_norm", "learning_rate"]
-    + ["step_time_sec", "pass@1", "reward/unscored_frac", "groups/mixed_frac", "perf/compilations"]
+    + ["step_time_sec", "pass@1", "reward/unscored_frac", "groups/mixed_frac", "perf/update_programs"]
     + [f"perf/{name}" for name in ("generation_tokens_per_sec", "training_tokens_per_sec", "programs_compiled")]
     + [f"perf/{name}" for name in ("compile_sec", "rollout_occupancy", "update_occupancy", "update_operations")]
 )
@@ -177,7 +177,7 @@ def test_metrics_of_the_run(home, first):
         empty = row["train/update/rows_left_out_frac"] == 1  # means over the tokens of the update are null then
         assert all(isinstance(value, int | float) or (value is None and empty) for value in row.values()), row
         assert 0 <= row["train/completions/clipped_ratio"] <= 1 <= row["train/completions/min_length"] <= 8
-    assert rows[7]["train/perf/compilations"] == rows[5]["train/perf/compilations"] == 1
+    assert rows[7]["train/perf/update_programs"] == rows[5]["train/perf/update_programs"] == 1
     for row in (rows[4], rows[7]):
         assert {"eval/pass@1", "eval/pass@4", "eval/rewards/mean", "eval/unscored_frac"} <= row.keys()
     assert "eval/pass@1" not in rows[5] and "eval/pass@1" not in rows[6]

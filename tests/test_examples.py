@@ -131,7 +131,7 @@ def test_an_estimator_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     small = ["data.maze_size=7", "data.train_size=64", "model.config.hidden_size=16",
              "model.config.num_hidden_layers=1", "sft.max_steps=0",
-             "data.batch_size=4", "algorithm.num_generations=8", "algorithm.estimator_params.power=0.3",
+             "data.batch_size=8", "algorithm.num_generations=8", "algorithm.estimator_params.power=0.3",
              "rewards.functions=[{name: " + f"{tmp_path}/luck.py:luck" + "}]", "eval.samples=8", "eval.batch_size=4",
              "data.eval_size=4", "eval.k=[1]", f"training.output_dir={tmp_path}/run"]  # fmt: skip
     (tmp_path / "luck.py").write_text(
@@ -148,7 +148,7 @@ def test_an_estimator_of_ones_own(tmp_path, monkeypatch, capsys):
         "examples/own_estimator/estimator.py:tempered"
     )
     kept = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
-    rewards, found = (np.reshape([row[name] for row in kept], (4, 8)) for name in ("reward", "advantage"))
+    rewards, found = (np.reshape([row[name] for row in kept], (8, 8)) for name in ("reward", "advantage"))
     assert 0 < rewards.mean() < 1
     mean = rewards.mean(axis=1, keepdims=True)
     np.testing.assert_allclose(found, (rewards - mean) / np.where(mean > 0, mean, 1) ** 0.3, rtol=1e-5, atol=1e-6)

@@ -222,18 +222,19 @@ def test_a_chunk_on_a_cpu(memory):
 def test_rows_take_what_fits(memory):
     rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
     work = changed(prompts=1, group=1, reference=True)
-    need = lambda rows, held=None: rollout_phase(work, rows, -(-rows // 4), held).bytes  # noqa: E731
+    in_pairs = lambda prompts, size, rows, *widths: (-(-rows // 2), 2)  # noqa: E731
+    need = lambda rows, held=None: rollout_phase(work, rows, -(-rows // 2), held).bytes  # noqa: E731
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):
         memory(need(rows) + 1)
-        assert sizes.concurrent_rows(decoder(), rollout) == rows
+        assert sizes.concurrent_rows(decoder(), rollout, in_pairs) == rows
     memory(need(1) - 1)  # nothing could be trained here: an evaluation has room all the same
-    found = sizes.concurrent_rows(decoder(), rollout)
+    found = sizes.concurrent_rows(decoder(), rollout, in_pairs)
     assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
     memory(need(1, alone) - 1)
     with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
-        sizes.concurrent_rows(decoder(), rollout)
-    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9)) == 9
+        sizes.concurrent_rows(decoder(), rollout, in_pairs)
+    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), in_pairs) == 9
 
 
 def foreseen() -> sizes.Foreseen:

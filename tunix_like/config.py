@@ -299,7 +299,9 @@ class RLTrainingConfig(_Checked):
 class MeshConfig(_Checked):
     section = "mesh"
     shape: list[int] | str = key("auto", doc="devices along each axis; auto: all of them along the first axis")
-    axis_names: list[str] = key(["fsdp", "tp"], doc="fsdp shards weights and prompts, tp shards heads and features")
+    axis_names: list[str] = key(
+        ["fsdp", "tp"], doc="out of data (splits prompts), fsdp (prompts and weights), tp (heads and features)"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

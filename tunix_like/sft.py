@@ -25,7 +25,15 @@ from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
-from tunix_like.models.sharding import place_params, place_replicated, prompt_parts
+from tunix_like.models.sharding import (
+    check_batch,
+    check_divides,
+    place_params,
+    place_replicated,
+    prompt_parts,
+    scope,
+    shardings_of,
+)
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
@@ -95,6 +103,8 @@ class SFTTrainer:
         self.eos_id = (self.rollout.eos_tokens or own)[0]
         self.model = model
         graphdef, state = nnx.split(model)
+        check_divides(mesh, model.config)
+        check_batch(mesh, "sft.batch_size", sft_config.batch_size)
         self.mesh = mesh
         self.params = place_params(nnx.to_pure_dict(state), mesh)
         self.total: int | None = sft_config.max_steps
@@ -108,9 +118,10 @@ class SFTTrainer:
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
 
         def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
-            return update_step(graphdef, _Likelihood(), optimizer, options, params, opt_state, data)
+            return update_step(graphdef, _Likelihood(), optimizer, options, params, opt_state, data, own)
 
-        self._step = jax.jit(step, donate_argnums=(0, 1))
+        own, moments = shardings_of(self.params, mesh), shardings_of(self.opt_state, mesh)
+        self._step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(own, moments, None, None))
 
     def train(
         self,
@@ -158,6 +169,10 @@ class SFTTrainer:
         self.params, self.opt_state = state["params"], state["opt_state"]
 
     def advance(self, step: int) -> dict[str, float] | None:
+        with scope(self.mesh):
+            return self._advance(step)
+
+    def _advance(self, step: int) -> dict[str, float]:
         batch = self._batch(next(self.iterator))
         widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
         shape = self.config.batch_size, 1

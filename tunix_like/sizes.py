@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 SHARE = 0.8
 """Of a device's memory that `auto` may fill: predictions are good to a fifth."""
 
-ROWS_PER_SLOT = 4
-"""Completions that share a copy of their prompt's keys, where the size of the groups is not known."""
+USUAL_GROUP = 8
+"""Completions of a prompt, where the size of the groups is not known."""
 
 MOST_ROWS = 1 << 16
 """More are never sampled at once."""
@@ -119,17 +119,19 @@ def _chunk_size(setting: int | str, work: Work, available: int) -> int:
     if isinstance(setting, int):
         return setting
     width = work.widths[1] if work.group > 1 else sum(work.widths)  # a single completion brings its prompt along
-    top = min(micro_batch_size(width, work.backend), work.prompts * work.group)
+    top = min(micro_batch_size(width, work.backend) * work.parts, work.prompts * work.group)
 
     def needed(size: int) -> int:
         return max(phase.bytes for phase in update_phases(work, size))
 
     if found := _most(top, needed, SHARE * available):
         return found
-    raise _too_large("training.train_micro_batch_size", needed(1), SHARE * available, "training")
+    worst = max(update_phases(work, 1), key=lambda phase: phase.bytes)
+    what = "optimizer" if worst.name == "optimizer" else "training"
+    raise _too_large("training.train_micro_batch_size", worst.bytes, SHARE * available, what)
 
 
-def concurrent_rows(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None = None) -> int:
+def concurrent_rows(model: Decoder, rollout: RolloutConfig, slot_shape: SlotShape, mesh: Mesh | None = None) -> int:
     """Most completions that are sampled at once.
 
     Under `auto` as many as fit beside a trainer's weights, moments and reference; where these alone do not fit, beside
@@ -146,7 +148,8 @@ def concurrent_rows(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None = 
     work = dataclasses.replace(_work(model, 1, 1, widths, mesh), reference=True, filtered=filtered)
 
     def needed(rows: int, held: dict[str, int] | None) -> int:
-        return rollout_phase(work, rows, -(-rows // ROWS_PER_SLOT), held).bytes
+        slots, _ = slot_shape(MOST_ROWS, USUAL_GROUP, rows, *widths)
+        return rollout_phase(work, rows, slots, held).bytes
 
     alone, limit = {"weights": work.weights}, SHARE * device_memory()
     for held in (None, alone):
@@ -156,11 +159,15 @@ def concurrent_rows(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None = 
 
 
 def _too_large(key: str, needed: int, limit: float, what: str) -> UserError:
-    others = LOWER[what].removeprefix(f"{key}, ")
+    said = f"about {amount(needed)}, and {amount(limit)} may be filled ({SHARE:.0%} of the device's memory)"
+    if what == "optimizer":
+        return UserError(
+            f"model: weights, gradients and optimizer alone need {said}. Take a smaller model or more devices; "
+            f"{key}=1 tries all the same."
+        )
     return UserError(
-        f"{key}: one completion at a time needs about {amount(needed)}, and {amount(limit)} may be filled "
-        f"({SHARE:.0%} of the device's memory). Lower {others}, or take a smaller model or more devices. "
-        f"{key}=1 tries all the same."
+        f"{key}: one completion at a time needs {said}. Lower {LOWER[what].removeprefix(f'{key}, ')}, or take a "
+        f"smaller model or more devices. {key}=1 tries all the same."
     )
 
 
@@ -204,8 +211,9 @@ class Foreseen:
     def _warning(self) -> list[tuple[str, str]]:
         if self.peak.bytes <= self.available:
             return []
-        keys = LOWER["sampling" if self.peak.name in ("rollout", "evaluation") else "training"]
-        return [("warning", f"this is more than the device has: lower {keys}, or take more devices")]
+        lower = {"rollout": "sampling", "evaluation": "sampling"}.get(self.peak.name, "training")
+        cure = "" if self.peak.name == "optimizer" else f"lower {LOWER[lower]}, or "
+        return [("warning", f"this is more than the device has: {cure}take a smaller model or more devices")]
 
 
 def foresee(config: Config, model: Decoder, mesh: Mesh | None, slot_shape: SlotShape) -> Foreseen:
@@ -222,7 +230,7 @@ def foresee(config: Config, model: Decoder, mesh: Mesh | None, slot_shape: SlotS
     update = update_work(training, model, (most, group), widths, reference, mesh)
     size = _chunk_size(training.train_micro_batch_size, update, device_memory())
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    limit = concurrent_rows(model, rollout, mesh)
+    limit = concurrent_rows(model, rollout, slot_shape, mesh)
     phases = []
     for name, prompts, samples in (
         ("rollout", data.batch_size, group),

@@ -24,10 +24,12 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
     "NVIDIA L40S": 362e12,
+    "NVIDIA L40": 181e12,
     "NVIDIA L4": 121e12,
 }
 """Beginning of a device's kind to its dense bfloat16 operations per second, from the makers' data sheets."""
@@ -82,14 +84,13 @@ class Profile:
     Args:
       steps: the first and the last of them, or None for no trace.
       folder: of the run; the trace goes into its `profile/`.
-      total: the last step of the run, where that is known; a trace ends there at the latest.
 
     Raises:
       UserError: there is no folder, or `steps` is no pair of numbers in order.
     """
 
-    def __init__(self, steps: Sequence[int] | None, folder: Path | None, total: int | None = None) -> None:
-        self.steps, self.folder, self.total = steps, folder, total
+    def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
+        self.steps, self.folder = steps, folder
         self._running = False
         if steps is None:
             return
@@ -110,9 +111,14 @@ class Profile:
         over = True
         try:
             yield
-            over = step in (self.steps[1], self.total)
+            over = step == self.steps[1]
         finally:
             if over:
-                self._running = False
-                jax.profiler.stop_trace()
-                logger.warning("a profile up to step %d is in %s; open it in XProf", step, self.folder / "profile")
+                self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is running: the run is over."""
+        if self._running and self.folder is not None:
+            self._running = False
+            jax.profiler.stop_trace()
+            logger.warning("a profile is in %s; open it in XProf", self.folder / "profile")

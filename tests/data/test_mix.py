@@ -419,7 +419,7 @@ def test_every_group_has_its_own_estimator(home):
             else:
                 assert np.abs(advantages - expected).max() > 0.01, "another estimator would have been noticed"
     rows = [row for row in metric_rows(home / RUN) if row.get("step")]
-    assert [row["train/perf/compilations"] for row in rows] == [1.0] * 4
+    assert [row["train/perf/update_programs"] for row in rows] == [1.0] * 4
     assert all(row["train/grad_norm"] > 0 for row in rows)
 
 

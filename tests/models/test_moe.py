@@ -13,7 +13,7 @@ from tunix_like.models.layer_kinds import Experts
 from tunix_like.models.moe import MixtureOfExperts
 from tunix_like.models.sharding import build_mesh, place_params
 
-WIDTH, INNER, E, N = 8, 6, 5, 11
+WIDTH, INNER, E, N = 8, 12, 5, 11
 
 
 def make(normalised, per_token=2, dtype=jnp.float32):
@@ -84,8 +84,8 @@ def test_experts_on_a_mesh():
     kinds = {"rngs": nnx.Rngs(0), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, state = nnx.split(MixtureOfExperts(WIDTH, experts, jax.nn.silu, **kinds))
     params, x = nnx.to_pure_dict(state), inputs("as it comes")
-    placed = place_params(params, build_mesh(MeshConfig(shape=[2, 2])))
-    assert placed["experts"]["down_proj"]["kernel"].addressable_shards[0].data.shape == (4, INNER // 2, WIDTH // 2)
+    placed = place_params(params, build_mesh(MeshConfig(shape=[2, 4])))
+    assert placed["experts"]["down_proj"]["kernel"].addressable_shards[0].data.shape == (4, INNER // 4, WIDTH // 2)
     run = jax.jit(jax.value_and_grad(lambda params: (nnx.merge(graphdef, params)(x) ** 2).sum()))
     for one, many in zip(jax.tree.leaves(run(params)), jax.tree.leaves(run(placed)), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(many), rtol=1e-4, atol=1e-5)

@@ -208,9 +208,9 @@ def test_gradients_agree_with_autograd(reference):
         model = nnx.merge(graphdef, params)
         first, cache = model.prefill(jnp.asarray(TOKENS[:2, :24]), jnp.asarray(lengths))
         hidden = model.completion_hidden(first, cache, *map(jnp.asarray, (lengths, tokens, offsets, segments)))
-        flat, cap = hidden.reshape(-1, hidden.shape[-1]), model.config.logits_cap
-        found, _ = token_logprobs(flat, model.head(), jnp.asarray(tokens).reshape(-1), 1.0, 100, cap=cap)
-        return (found * weights.reshape(-1)).sum()
+        lanes, cap = hidden.reshape(len(hidden), -1, hidden.shape[-1]), model.config.logits_cap
+        found, _ = token_logprobs(lanes, model.head(), jnp.asarray(tokens).reshape(len(tokens), -1), 1.0, 100, cap=cap)
+        return (found * weights.reshape(found.shape)).sum()
 
     ours = jax.jit(jax.grad(loss))(nnx.to_pure_dict(state))
     hf.zero_grad()

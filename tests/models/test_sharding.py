@@ -1,5 +1,7 @@
 """Training on a mesh of fake devices against one device, and what a mesh refuses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,54 +13,148 @@ from tunix_like.config import MeshConfig
 from tunix_like.data.maze import tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import build_mesh, parameter_shardings
+from tunix_like.models.sharding import (
+    build_mesh,
+    check_divides,
+    parameter_shardings,
+    place_params,
+    place_prompts,
+    place_replicated,
+    place_slots,
+    scope,
+    shardings_of,
+)
+from tunix_like.rl.forward import ForwardOptions, place_packed
+from tunix_like.rl.packing import Layout, pack
+from tunix_like.rl.update import gradient, update_input
+from tunix_like.sampling import decoding, sampler
+from tunix_like.sft import _Likelihood
+from tunix_like.types import GroupBatch
 
 CONFIG = DecoderConfig(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=32,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
     head_dim=4,
     qkv_bias=True,
 )
+AXES = ["data", "fsdp", "tp"]
+MESHES = {"8 fsdp": [1, 8, 1], "8 tp": [1, 1, 8], "2 x 4": [1, 2, 4], "2 x 2 x 2": [2, 2, 2]}
 
 
-def train(mesh):
-    """Two steps from the same start; the rewards are the first tokens' parity, so that groups differ."""
-    learner = MaxRLLearner(
+def make(mesh, seen, **rollout):
+    """Three steps; the rewards are the lengths' parity, so that groups differ."""
+    return MaxRLLearner(
         model=Decoder(CONFIG, rngs=nnx.Rngs(0)),
         tokenizer=tokenizer(),
-        reward_fns=lambda prompts, completions, **columns: [float(len(c) % 2) for c in completions],
-        algo_config=MaxRLConfig(num_generations=4),
-        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=6),
-        training_config=RLTrainingConfig(max_steps=2, actor_optimizer=OptimizerConfig(learning_rate=1e-2)),
+        reward_fns=lambda prompts, completions, **columns: (
+            seen.append(list(completions)) or [float(len(c) % 2) for c in completions]
+        ),
+        algo_config=MaxRLConfig(num_generations=4, beta=0.01),
+        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, **rollout),
+        training_config=RLTrainingConfig(max_steps=3, actor_optimizer=OptimizerConfig(learning_rate=1e-2)),
         mesh=mesh,
     )
-    rows = [{"prompt": "UP " * (i % 5 + 1)} for i in range(8)]
-    return learner.train(rows, batch_size=4), learner
 
 
-def test_a_mesh_trains_like_one_device():
-    alone, single = train(None)
-    row, learner = train(build_mesh(MeshConfig(shape=[2, 2])))
-    kernel = learner.params["layers"][0]["mlp"]["up_proj"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape == (8, 16)
-    for name in ("train/loss", "train/rewards/mean", "train/completions/mean_length"):
-        assert row[name] == pytest.approx(alone[name], abs=1e-5), name
+def train(mesh, **rollout):
+    seen = []
+    learner = make(mesh, seen, **rollout)
+    rows = [{"prompt": "UP " * (i % 5 + 1)} for i in range(16)]
+    return learner.train(rows, batch_size=8), learner, seen
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(None)
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+def test_a_mesh_trains_like_one_device(alone, shape):
+    """The same tokens in every step, the same loss, the same weights; each device holds its share, and no step is
+    compiled again."""
+    expected, single, said = alone
+    row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=AXES)))
+    assert seen == said
+    for name in ("train/loss", "train/kl", "train/rewards/mean", "train/completions/mean_length"):
+        assert row[name] == pytest.approx(expected[name], abs=1e-5), name
     for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=2e-5)
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5)
+    kernel = learner.params["layers"][0]["mlp"]["up_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (16 // shape[1], 32 // shape[2])
+    assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
+
+
+def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):
+    mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "WORTH_MOVING", 1)
+        patch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
+        moved = train(mesh)
+    waiting = train(mesh, max_concurrent_rows=8)
+    assert moved[2] == waiting[2] == alone[2]
+
+
+def test_each_device_computes_its_own_prompts_only():
+    """What the compiled gradient and the prefill need on one of eight devices, against all on one: an eighth and
+    something. With every token on every device it would be the whole."""
+    config = DecoderConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8
+    )
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    lengths, ones = np.full((16, 1), 32, np.int32), np.ones((16, 1), np.float32)
+    batch = GroupBatch(
+        np.zeros((16, 32), np.int32), lengths[:, 0], np.zeros((16, 1, 32), np.int32), lengths, None, ones, ones > 0
+    )
+    packed = pack(lengths, ones > 0, 32, Layout(16, 16, 1, True))
+    options = ForwardOptions(1.0, 64, False)
+    data = update_input(batch, np.ones(16, bool), packed)
+
+    def bytes_on(mesh) -> list[int]:
+        params = place_params(nnx.to_pure_dict(state), mesh)
+        placed = data._replace(batch=place_replicated(data.batch, mesh), packed=place_packed(packed, mesh))
+        prompts = place_prompts((batch.prompt_tokens, batch.prompt_lengths), mesh, axis=0)
+        weight, own = jnp.asarray(ones), shardings_of(params, mesh)
+        run = jax.jit(
+            lambda params, data: gradient(
+                graphdef,
+                _Likelihood(),
+                options,
+                params,
+                data,
+                weight,
+                weight,
+                data.packed.sets,
+                own,
+            )
+        )
+        with scope(mesh):
+            programs = run.lower(params, placed), decoding.prefill.lower(graphdef, params, *prompts)
+            return [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
+
+    for many, one in zip(bytes_on(build_mesh(MeshConfig(shape=[8, 1]))), bytes_on(None), strict=True):
+        assert many < 0.4 * one
+
+
+def test_the_cache_lies_where_its_rows_and_heads_do():
+    mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
+    cache, scalar = place_slots((jnp.zeros((8, 4, 3, 5)), jnp.int32(0)), mesh)
+    assert cache.addressable_shards[0].data.shape == (2, 2, 3, 5) and scalar.shape == ()
+    odd = place_slots(jnp.zeros((6, 3, 3, 5)), mesh)
+    assert odd.addressable_shards[0].data.shape == odd.shape, "what is not divided is everywhere"
 
 
 def test_auto_uses_every_device_along_the_first_axis():
-    assert dict(build_mesh(MeshConfig()).shape) == {"fsdp": len(jax.devices()), "tp": 1}
+    assert dict(build_mesh(MeshConfig()).shape) == {"fsdp": 8, "tp": 1}
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (MeshConfig(shape=[3, 1]), "mesh.shape: .* needs 3 devices, there are 4"),
+        (MeshConfig(shape=[3, 1]), "mesh.shape: .* needs 3 devices, there are 8"),
         (MeshConfig(shape=[4]), "one positive number per axis"),
         (MeshConfig(shape="all"), "mesh.shape: expected auto"),
         (MeshConfig(axis_names=["fsdp", "model"]), "mesh.axis_names"),
@@ -70,6 +166,15 @@ def test_a_mesh_that_cannot_be_is_refused(config, said):
 
 
 def test_a_dimension_that_the_mesh_does_not_divide_is_named():
-    mesh = build_mesh(MeshConfig(shape=[4, 1]))
+    mesh = build_mesh(MeshConfig(shape=[4, 2]))
     with pytest.raises(UserError, match=r"do not divide layers\.0\.mlp\.up_proj\.kernel \[18, 4\]"):
         parameter_shardings({"layers": {0: {"mlp": {"up_proj": {"kernel": jnp.zeros((18, 4))}}}}}, mesh)
+
+
+def test_heads_and_batches_that_the_mesh_does_not_divide_are_named():
+    few = DecoderConfig(**{**dataclasses.asdict(CONFIG), "num_kv_heads": 4})
+    with pytest.raises(UserError, match=r"mesh.shape: 8 devices along 'tp' do not divide the 4 key heads"):
+        check_divides(build_mesh(MeshConfig(shape=[1, 8])), few)
+    with pytest.raises(UserError, match=r"data.batch_size: 6 prompts are not divided by the 4 devices"):
+        learner = make(build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES)), [])
+        learner.train([{"prompt": "UP"}] * 6, batch_size=6)

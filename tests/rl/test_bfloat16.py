@@ -52,11 +52,19 @@ def test_log_probabilities_of_hidden_states_are_float32():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((12, 16), (16, 19)))
     targets = rng.integers(0, 19, 12)
-    found, entropy = jax.jit(token_logprobs, static_argnums=(3, 4))(hidden, head, jnp.asarray(targets), 0.7, 5)
+    run = jax.jit(token_logprobs, static_argnums=(3, 4))
+    found, entropy = (x[0] for x in run(hidden[None], head, jnp.asarray(targets)[None], 0.7, 5))
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64) / 0.7
     table = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(found, table[np.arange(12), targets], rtol=0, atol=1e-5)
     np.testing.assert_allclose(entropy, -(np.exp(table) * table).sum(axis=1), rtol=0, atol=1e-5)
+
+
+def test_the_output_matrix_is_added_up_in_float32():
+    """Over 600 pieces of one token, all alike: their gradients in bfloat16 would stand still at 256 times the first."""
+    hidden, head = jnp.ones((1, 600, 4), jnp.bfloat16), jnp.zeros((4, 2), jnp.float32)
+    total = lambda head: token_logprobs(hidden, head, jnp.zeros((1, 600), jnp.int32), 1.0, 1)[0].sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(total)(head), 300 * np.array([[1.0, -1.0]] * 4))
 
 
 def test_what_chunks_saw_of_a_prompt_is_added_in_float32():

@@ -89,7 +89,7 @@ def test_one_pass_ends_when_the_data_is_used_up(tmp_path):
     assert [row["train/dynamic_sampling/extra_batches"] + 1 for row in watched.rows] == [n for _, n in expected]
     assert {row["train/dynamic_sampling/extra_batches"] for row in watched.rows} == {0, 1, 2}
     assert watched.numbers == list(range(16))
-    assert {row["train/perf/compilations"] for row in watched.rows} == {1.0}
+    assert {row["train/perf/update_programs"] for row in watched.rows} == {1.0}
     for step, (rows, _) in enumerate(expected, 1):
         lines = (tmp_path / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
         kept = [json.loads(line) for line in lines]

@@ -136,7 +136,7 @@ def test_every_token_up_to_the_last_is_trained(monkeypatch):
         monkeypatch.setattr(forward, "token_logprobs", lambda *a: (original(*a)[0] + delta, original(*a)[1]))
         return chunk_loss(PARAMS, states, chunk, data, GRAPHDEF, objective, PLAIN, advantages, weights)[0]
 
-    found = np.asarray(jax.jit(jax.grad(loss))(jnp.zeros(PROMPTS * SIZE * STEPS)))
+    found = np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((PROMPTS, SIZE * STEPS))))
     expected = np.zeros((PROMPTS, SIZE, STEPS))  # by lane and bin
     for place in zip(*np.nonzero(data.packed.length), strict=True):
         lane, bin_ = place[2:4]

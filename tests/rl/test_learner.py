@@ -154,7 +154,7 @@ def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
         learner=CustomLearner,
         max_steps=5,
         actor_optimizer=OptimizerConfig(learning_rate=1e-3),
-        on_row=lambda row, total: counts.append((row["train/perf/compilations"], len(compiled))),
+        on_row=lambda row, total: counts.append((row["train/perf/update_programs"], len(compiled))),
     )
     last = learner.train(ROWS, batch_size=4)
     assert seen == [[True, True, True]]
@@ -469,7 +469,7 @@ def test_every_source_has_its_own_estimator(tmp_path):
     learner = make(source_estimators=SOURCES_OF_ROWS, max_steps=1, **training)
     sampled = watch_sampler(learner)
     row = collect(learner, data, batch_size=8, shuffle=False)[0]
-    assert row["train/perf/compilations"] == 1
+    assert row["train/perf/update_programs"] == 1
     rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows[::4]] == [row["prompt"] for row in ROWS]
     rewards, found = (np.reshape([row[name] for row in rows], (8, 4)) for name in ("reward", "advantage"))
@@ -532,7 +532,7 @@ def test_several_updates_of_one_batch(updates):
     )
     row = collect(learner)[0]
     assert row["train/is_ratio/max"] > 1.01 and row["train/pg_clipfrac"] > 0
-    assert row["train/perf/compilations"] == 1
+    assert row["train/perf/update_programs"] == 1
     with pytest.raises(UserError, match="'reinforce' has no ratio.*make 2. Use ppo_clip"):
         make(RLOOConfig(num_generations=4, **algorithm), learner=RLOOLearner, **training).train(ROWS, batch_size=4)
     one = collect(make(max_steps=1, reward=varied, actor_optimizer=optimizer))[0]
@@ -762,7 +762,7 @@ def test_without_shuffling_rows_come_in_order():
 
 def test_small_and_empty_data():
     row = collect(make(max_steps=1), ROWS[:3], batch_size=8)[0]
-    assert row["train/perf/compilations"] == 1 and row["step"] == 1
+    assert row["train/perf/update_programs"] == 1 and row["step"] == 1
     with pytest.raises(UserError, match="the training data is empty"):
         make().train([])
     with pytest.raises(UserError, match="fewer than 4 usable prompts.*lower the batch size"):

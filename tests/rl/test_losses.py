@@ -58,6 +58,17 @@ def table_of(temperature: float) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
+LANES = 2
+
+
+def in_lanes(hidden, head, temperature, chunk, entropy_gradient=False):
+    """The 23 tokens in two lanes, the last place of which is padding."""
+    hidden = jnp.pad(hidden, ((0, 1), (0, 0))).reshape(LANES, -1, hidden.shape[-1])
+    targets = jnp.pad(jnp.asarray(TARGETS), (0, 1)).reshape(LANES, -1)
+    found = token_logprobs(hidden, head, targets, temperature, chunk, entropy_gradient)
+    return tuple(x.reshape(-1)[:23] for x in found)
+
+
 @pytest.mark.parametrize("chunk", [1000, 23, 8, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_token_logprobs_in_chunks(chunk, temperature):
@@ -67,7 +78,7 @@ def test_token_logprobs_in_chunks(chunk, temperature):
     by_logits = WEIGHTS[:, None] * (onehot - probs) / temperature
 
     def total(hidden, head):
-        logprobs, entropy = token_logprobs(hidden, head, jnp.asarray(TARGETS), temperature, chunk)
+        logprobs, entropy = in_lanes(hidden, head, temperature, chunk)
         # the entropy is a metric here: it must not steer
         return (jnp.asarray(WEIGHTS, jnp.float32) * logprobs).sum() + 100 * entropy.sum(), (logprobs, entropy)
 
@@ -90,7 +101,7 @@ def test_the_gradient_of_the_entropy(chunk, steers):
     by_logits = -WEIGHTS[:, None] * probs * (table + expected[:, None]) / temperature
 
     def total(hidden, head):
-        entropy = token_logprobs(hidden, head, jnp.asarray(TARGETS), temperature, chunk, entropy_gradient=steers)[1]
+        entropy = in_lanes(hidden, head, temperature, chunk, entropy_gradient=steers)[1]
         return (jnp.asarray(WEIGHTS, jnp.float32) * entropy).sum(), entropy
 
     (by_hidden, by_head), entropy = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(HIDDEN, HEAD)
@@ -105,7 +116,7 @@ def test_the_gradient_of_the_entropy(chunk, steers):
 
 def test_token_logprobs_of_huge_logits_are_finite():
     def total(hidden):
-        logprobs, entropy = token_logprobs(hidden, jnp.asarray(HEAD) * 1e4, jnp.asarray(TARGETS), 1.0, 8, True)
+        logprobs, entropy = in_lanes(hidden, jnp.asarray(HEAD) * 1e4, 1.0, 8, True)
         return logprobs.sum() + entropy.sum()
 
     value, gradient = jax.value_and_grad(total)(jnp.asarray(HIDDEN))

@@ -177,7 +177,8 @@ def test_a_layout_keeps_to_its_bounds():
         assert layout.own_lanes == (parts > 1 or size == 1)
         before_rounding = layout.prompts - parts + 1  # at least
         assert before_rounding <= prompts
-        assert layout.prompts == parts or before_rounding * width <= micro * steps
+        examples = before_rounding <= micro if size == 1 else before_rounding * width <= micro * steps
+        assert layout.prompts == parts or examples
         assert layout.lanes * layout.bins <= micro or (layout.bins == 1 and layout.lanes - parts < micro)
         assert layout.bins <= size
         assert layout.lanes == layout.prompts or not layout.own_lanes
@@ -190,7 +191,7 @@ def test_a_layout_uses_what_it_is_given():
         asked = min(micro, prompts * size)
         if parts == 1 and size > 1:
             assert 2 * layout.lanes * layout.bins > min(asked, layout.prompts * size)
-            assert layout.prompts == prompts or (layout.prompts + 1) * width > asked * steps
+            assert layout.prompts == prompts or (layout.prompts + 1) * width > micro * steps
         if layout.own_lanes:
             assert layout.bins == size or layout.prompts * (layout.bins + 1) > asked
 

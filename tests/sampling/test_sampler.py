@@ -192,7 +192,7 @@ def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
 def test_moved_rows_change_nothing(ragged, monkeypatch):
     """Gathered into fewer rows as they finish, one prompt in several slots, then the cache grown."""
     monkeypatch.setattr(sampler, "WORTH_MOVING", 1)
-    monkeypatch.setattr(sampler, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
     monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
     seen = events(monkeypatch)
     found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)

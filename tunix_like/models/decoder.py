@@ -116,9 +116,11 @@ class Decoder(nnx.Module):
 
     def head(self) -> Float[Array, "D V"]:
         """The output matrix in the compute dtype: the transposed embedding when tied."""
-        if self.lm_head is None:
-            return self.embed_tokens.embedding[...].T.astype(self.dtype)
-        return self.lm_head.kernel[...].astype(self.dtype)
+        return self.output_weights().astype(self.dtype)
+
+    def output_weights(self) -> Float[Array, "D V"]:
+        """The output matrix as it is stored."""
+        return self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.moe import MixtureOfExperts
 from tunix_like.models.rope import LinearScaling, RopeScaling
+from tunix_like.models.sharding import split_batch
 
 KeyValue = tuple[Array, Array]
 Tables = tuple[Array, Array]
@@ -107,7 +108,7 @@ class Embedding(nnx.Module):
         self.dtype, self.scaled = dtype, scaled
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
-        rows = self.embedding[...][tokens].astype(self.dtype)
+        rows = split_batch(self.embedding[...][tokens].astype(self.dtype))
         return rows * jnp.asarray(rows.shape[-1] ** 0.5, self.dtype) if self.scaled else rows
 
 

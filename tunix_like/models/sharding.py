@@ -1,10 +1,11 @@
-"""Where arrays live on several devices: one table from a parameter's name to its axes, and prompts over `fsdp`.
+"""Where arrays live on several devices: one table from a parameter's name to its axes; prompts over `data` and `fsdp`.
 
 It knows meshes and names of parameters; the compiler derives everything else from where inputs lie. One process so far.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -14,8 +15,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix_like.config import MeshConfig
 from tunix_like.errors import UserError
+from tunix_like.models.config import DecoderConfig
 
-AXES = ("fsdp", "tp")
+AXES = ("data", "fsdp", "tp")
+BATCH_AXES = ("data", "fsdp")
+"""Over these prompts are split, with all that belongs to them; weights are split over `fsdp` and `tp`."""
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("tp", "fsdp"),
@@ -95,20 +99,41 @@ def place_params(params: Any, mesh: Mesh | None) -> Any:
     return jax.device_put(params, parameter_shardings(params, mesh))
 
 
+def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
+    """Raises UserError where the devices along `tp` do not divide the heads of a model."""
+    parts = 1 if mesh is None else mesh.shape.get("tp", 1)
+    for name, heads in (("query", config.num_heads), ("key", config.num_kv_heads)):
+        if heads % parts:
+            raise UserError(
+                f"mesh.shape: {parts} devices along 'tp' do not divide the {heads} {name} heads of this model; "
+                "give tp fewer devices, and fsdp more."
+            )
+
+
+def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
+    """Raises UserError, naming `key`, where the mesh does not divide a number of prompts."""
+    if prompts % (parts := prompt_parts(mesh)):
+        raise UserError(
+            f"{key}: {prompts} prompts are not divided by the {parts} devices along data and fsdp (mesh.shape); "
+            f"make it a multiple of {parts}."
+        )
+
+
 def prompt_parts(mesh: Mesh | None) -> int:
     """Into how many parts prompts are split."""
-    return 1 if mesh is None else mesh.shape.get("fsdp", 1)
+    return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Puts arrays on the mesh, dimension `axis` (prompts) split over `fsdp` where it divides, else replicated."""
+    """Puts arrays on the mesh, dimension `axis` (prompts) split over `data` and `fsdp` where that divides, else
+    replicated."""
     if mesh is None:
         return tree
 
     def put(x: Any) -> jax.Array:
         x = np.asarray(x)
-        split = x.ndim > axis and x.shape[axis] % prompt_parts(mesh) == 0 and "fsdp" in mesh.shape
-        spec = PartitionSpec(*([None] * axis), "fsdp") if split else PartitionSpec()
+        split = x.ndim > axis and x.shape[axis] % prompt_parts(mesh) == 0
+        spec = PartitionSpec(*([None] * axis), _batch(mesh)) if split else PartitionSpec()
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(put, tree)
@@ -119,13 +144,55 @@ def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
-def split_leading(tree: Any, mesh: Mesh | None) -> Any:
-    """Puts device arrays on the mesh, their first dimension split over `fsdp` where it divides, else replicated."""
+def place_slots(tree: Any, mesh: Mesh | None) -> Any:
+    """Puts the sampler's arrays on the mesh: the first dimension (slots, or their rows) over `data` and `fsdp`, the
+    heads of a cache `[R K ...]` of four dimensions over `tp`. What is not divided is replicated; what lies right
+    already stays."""
     if mesh is None:
         return tree
 
     def put(x: jax.Array) -> jax.Array:
-        split = x.ndim > 0 and x.shape[0] % prompt_parts(mesh) == 0 and "fsdp" in mesh.shape
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp") if split else PartitionSpec()))
+        axes: list[Any] = [_batch(mesh) if x.ndim and x.shape[0] % prompt_parts(mesh) == 0 else None]
+        axes += ["tp"] if x.ndim == 4 and "tp" in mesh.shape and x.shape[1] % mesh.shape["tp"] == 0 else []
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes[: x.ndim])))
 
     return jax.tree.map(put, tree)
+
+
+def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
+    """Where the arrays of a tree lie, to hold a compiled step to it; None without a mesh."""
+    return None if mesh is None else jax.tree.map(lambda x: x.sharding, tree)
+
+
+def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """While programs are compiled inside it, `split_batch` and `split_columns` know the mesh."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def split_batch(x: jax.Array) -> jax.Array:
+    """Inside a compiled function: the first dimension over `data` and `fsdp`.
+
+    Left to itself the compiler follows the weights instead: what is looked up in a split embedding would come out split
+    over the model's width, with every token on every device.
+    """
+    return _constrained(x, BATCH_AXES)
+
+
+def split_columns(x: jax.Array) -> jax.Array:
+    """Inside a compiled function: a matrix that is whole over `data` and `fsdp`, its columns over `tp`."""
+    return _constrained(x, (), ("tp",))
+
+
+def _constrained(x: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    spec = []
+    for size, names in zip(x.shape, axes, strict=False):
+        known = tuple(name for name in names if name in mesh.shape)
+        spec.append(known if known and size % math.prod(mesh.shape[name] for name in known) == 0 else None)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def _batch(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)

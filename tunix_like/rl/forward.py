@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.models.decoder import KeyValue
-from tunix_like.models.sharding import place_prompts, place_replicated
+from tunix_like.models.sharding import place_prompts, place_replicated, split_columns
 from tunix_like.rl.losses import token_logprobs
 from tunix_like.rl.packing import Packed
 from tunix_like.types import GroupBatch
@@ -91,21 +91,48 @@ def chunk_logprobs(
     nothing."""
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:
-        states = jax.tree.map(lambda x: x[chunk.lane], states)
+        states = jax.tree.map(lambda x: _picked(x, chunk.lane), states)
     tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens))
     lengths = jnp.asarray(batch.prompt_lengths)[chunk.group]
     hidden = model.completion_hidden(
         states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
     )
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    numbers = options.temperature, options.chunk, options.entropy_gradient, model.config.logits_cap
-    found = token_logprobs(flat, model.head(), tokens.reshape(-1), *numbers)
-    steps = tokens.shape[-1]
+    lanes, _, steps = tokens.shape
+    found = token_logprobs(
+        hidden.reshape(lanes, -1, hidden.shape[-1]),
+        split_columns(model.output_weights()),
+        tokens.reshape(lanes, -1),
+        options.temperature,
+        options.chunk,
+        options.entropy_gradient,
+        model.config.logits_cap,
+    )
     place = jnp.minimum(chunk.start[..., None] + jnp.arange(steps)[None, None, None], steps - 1)
     logprobs, entropy = (
         jnp.take_along_axis(values.reshape(tokens.shape)[:, :, None], place, axis=-1) for values in found
     )
     return logprobs, entropy
+
+
+@jax.custom_vjp
+def _picked(x: Float[Array, "p ..."], lane: Int[Array, "A"]) -> Float[Array, "A ..."]:
+    """`x[lane]`, whose gradient is summed in float32 and in a fixed order; a scatter adds in the dtype of `x`, on a GPU
+    in any order."""
+    return x[lane]
+
+
+def _picked_forward(x: Array, lane: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x[lane], (lane, jnp.arange(x.shape[0]))
+
+
+def _picked_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    lane, prompts = saved
+    chosen = (lane[None] == prompts[:, None]).astype(cotangent.dtype)
+    total = jnp.tensordot(chosen, cotangent, axes=1, preferred_element_type=jnp.float32)
+    return total.astype(cotangent.dtype), None
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
 
 
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"]) -> tuple[Array, Array, Array]:

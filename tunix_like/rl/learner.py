@@ -24,7 +24,7 @@ from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
-from tunix_like.models.sharding import place_params
+from tunix_like.models.sharding import check_divides, place_params
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
@@ -100,6 +100,7 @@ class Learner:
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
         if any(weight < 0 for _, _, weight in self.rewards):
             check_takes_negative(objective, "reward_weights", "weights of at least 0")
+        check_divides(mesh, model.config)
         self.model, self.mesh = model, mesh
         self.graphdef = nnx.split(model)[0]
         self._take_weights()
@@ -188,6 +189,7 @@ class Learner:
                 on_row=on_row,
             )
         finally:
+            phase.profile.close()
             if checkpoints is not None:
                 checkpoints.close()
             nnx.update(self.model, self.params)

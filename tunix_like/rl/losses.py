@@ -1,7 +1,7 @@
 """Policy losses per token, KL estimates, and the aggregation that turns a mask into weights.
 
 The loss of an update is `sum over tokens of weight * token_loss`. Weights are made once from the lengths of the whole
-update, so micro-batches add up exactly. Every aggregation weighs the tokens of one completion alike, so a weight is one
+update, so chunks add up exactly. Every aggregation weighs the tokens of one completion alike, so a weight is one
 number per completion. This module knows no model and no batch layout.
 """
 
@@ -27,7 +27,7 @@ Rows = Float[Array, "*batch 1"]
 
 
 class TokenInputs(NamedTuple):
-    """Completion tokens of a micro-batch, as the objective sees them. Masked places may hold anything.
+    """Completion tokens of a chunk, as the objective sees them. Masked places may hold anything.
 
     `old_logprobs` are the trainer's before this batch's first update, `rollout_logprobs` the sampler's; `entropy` is
     the policy's, in nats.
@@ -268,39 +268,42 @@ def aggregation_weights(
 
 
 def token_logprobs(
-    hidden: Float[Array, "N D"],
+    hidden: Float[Array, "A N D"],
     head: Float[Array, "D V"],
-    targets: Int[Array, "N"],
+    targets: Int[Array, "A N"],
     temperature: float,
     chunk: int,
     entropy_gradient: bool = False,
     cap: float | None = None,
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
     """`log_softmax(hidden @ head / temperature)` at the targets, and its entropy (detached unless `entropy_gradient`),
     both in nats. With `cap`, logits become `cap tanh(logits / cap)` before the temperature.
 
-    Tokens go through in chunks that are recomputed in the backward pass: `[N, V]` never exists whole, forward or
-    backward.
+    Tokens go through in pieces of about `chunk` that are recomputed in the backward pass: `[A, N, V]` never exists
+    whole, forward or backward. Every piece has as many tokens of each lane, so that devices which hold lanes each work
+    on their own.
     """
 
     @jax.checkpoint
     def one(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        # Rounded here and not before: the gradients of the pieces are then added up in the dtype of the weights.
+        logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
         logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) / temperature
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0] - normaliser
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - normaliser
         seen, seen_normaliser = (
             (logits, normaliser) if entropy_gradient else jax.lax.stop_gradient((logits, normaliser))
         )
         return chosen, seen_normaliser - (jax.nn.softmax(seen, axis=-1) * seen).sum(axis=-1)
 
-    count = hidden.shape[0]
-    if count <= chunk:
+    lanes, count = targets.shape
+    pieces = min(count, -(-lanes * count // chunk))
+    if pieces == 1:
         return one(hidden, targets)
-    pieces = -(-count // chunk)
     even = -(-count // pieces)
     pad = pieces * even - count
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(pieces, even, -1)
-    targets = jnp.pad(targets, (0, pad)).reshape(pieces, even)
-    chosen, entropy = jax.lax.map(lambda xs: one(*xs), (hidden, targets))
-    return chosen.reshape(-1)[:count], entropy.reshape(-1)[:count]
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(lanes, pieces, even, -1)
+    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(lanes, pieces, even)
+    found = jax.lax.map(lambda xs: one(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
+    chosen, entropy = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in found)
+    return chosen, entropy

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int
 if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
-ROWS_PER_BIN = 4
+ROWS_PER_BIN = 16
 """At most so many completions share a bin: bounds the arrays of a chunk that are laid out by completion."""
 
 CHUNK_TOKENS = 512
@@ -88,12 +88,13 @@ def choose_layout(
 
     A set has at most as many prompt tokens as `micro_batch_size` completions of full width (but one prompt at least,
     and as many as `device_parts` asks for), so that the activations of the prompts, which are held while their
-    completions go through, never outweigh those of such a chunk. Each lane brings a copy of its prompt's keys; where
+    completions go through, never outweigh those of such a chunk. Where a prompt has one completion, the two count
+    together: `micro_batch_size` is then of examples. Each lane brings a copy of its prompt's keys; where
     prompts are long, lanes have several bins. No lane is beyond what the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
-    prompts = max(1, min(most_prompts, size * steps // width))
+    prompts = max(1, min(most_prompts, micro_batch_size * steps // width if num_generations > 1 else size))
     own_lanes = device_parts > 1 or num_generations == 1
     if own_lanes:
         prompts = -(-min(prompts, size) // device_parts) * device_parts

@@ -24,7 +24,7 @@ from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import check_prompts, prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.models.operations import forward_operations
-from tunix_like.models.sharding import place_replicated, prompt_parts
+from tunix_like.models.sharding import check_batch, place_replicated, prompt_parts, scope, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.forward import batch_logprobs, place_packed
@@ -64,8 +64,10 @@ class RLPhase:
         self.total = training.max_steps
         if self.total is None and sized and not learner.algo.dynamic_sampling:
             self.total = (len(train_ds) - long) // batch_size
-        self.profile = Profile(training.profile_steps, folder, self.total)
+        self.profile = Profile(training.profile_steps, folder)
         self.mini_batch_size = min(training.mini_batch_size or batch_size, batch_size)
+        check_batch(learner.mesh, "data.batch_size", batch_size)
+        check_batch(learner.mesh, "training.mini_batch_size", self.mini_batch_size)
         updates = -(-batch_size // self.mini_batch_size) * learner.algo.num_iterations
         self.updates_per_step = updates
         self.objective: Objective = build_objective(
@@ -97,9 +99,12 @@ class RLPhase:
 
         def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
             learner.compilations += 1  # runs once per trace
-            return update_step(learner.graphdef, self.objective, optimizer, learner.options, params, opt_state, data)
+            fixed = learner.graphdef, self.objective, optimizer, learner.options
+            return update_step(*fixed, params, opt_state, data, own)
 
-        self.update_step = jax.jit(step, donate_argnums=(0, 1))
+        own, moments = shardings_of(learner.params, learner.mesh), shardings_of(self.opt_state, learner.mesh)
+        # Out as they came in: the next step meets what it was compiled for.
+        self.update_step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(own, moments, None, None))
         self.logprobs = jax.jit(functools.partial(batch_logprobs, learner.graphdef, options=learner.options))
         self.advantages = jax.jit(self.objective.advantages)
 
@@ -128,7 +133,7 @@ class RLPhase:
         return self.evaluator(self.learner.params, rollouts=kept, step=step).metrics
 
     def advance(self, step: int) -> dict[str, float] | None:
-        with self.profile.around(step):
+        with self.profile.around(step), scope(self.learner.mesh):
             return self._advance(step)
 
     def _advance(self, step: int) -> dict[str, float] | None:
@@ -173,7 +178,7 @@ class RLPhase:
             "perf/generation_tokens_per_sec": sampled / rollout,
             "perf/training_tokens_per_sec": int(batch.completion_lengths.sum()) / update,
             "perf/rollout_occupancy": sampled / row_steps if row_steps else float("nan"),
-            "perf/compilations": float(self.learner.compilations),
+            "perf/update_programs": float(self.learner.compilations),
             "perf/programs_compiled": float(programs),
             "perf/compile_sec": compiling,
         }
@@ -204,9 +209,10 @@ class RLPhase:
         layout = choose_layout(learner.algo.num_generations, most_prompts, widths, size, parts)
         return place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most_prompts), learner.mesh)
 
-    def _logprobs(self, params: Any, batch: GroupBatch) -> np.ndarray:
-        everyone = np.ones(batch.scored.shape, bool)
-        packed = self._pack(batch, everyone, len(everyone))
+    def _logprobs(self, params: Any, batch: GroupBatch, rows: np.ndarray | None = None) -> np.ndarray:
+        """Of the completions `rows`; None: of all."""
+        rows = np.ones(batch.scored.shape, bool) if rows is None else rows
+        packed = self._pack(batch, rows, len(rows))
         return np.asarray(self.logprobs(params, self._place(batch), packed))
 
     def _place(self, batch: GroupBatch) -> GroupBatch:
@@ -233,9 +239,9 @@ class RLPhase:
             was made for too many steps.
         """
         learner, count, width = self.learner, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
-        old = self._logprobs(learner.params, batch) if self.updates_per_step > 1 else None
-        kept = ref if self.objective.reference_in_loss else None
         live, out = self._live_rows(batch)
+        old = self._logprobs(learner.params, batch, live) if self.updates_per_step > 1 else None
+        kept = ref if self.objective.reference_in_loss else None
         placed, (old, kept) = self._place(batch), place_replicated((old, kept), learner.mesh)
         rows: list[dict[str, Any]] = []
         advantages: Any = None

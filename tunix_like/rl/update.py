@@ -162,8 +162,10 @@ def gradient(
     advantages: Float[Array, "P G"],
     weights: Float[Array, "P G"],
     sets: Int[Array, ""],
+    shardings: Any = None,
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """Gradient of the loss over the first `sets` sets, and sums and maxima for the metrics."""
+    """Gradient of the loss over the first `sets` sets, lying where `shardings` says; sums and maxima for the
+    metrics."""
     packed = jax.tree.map(jnp.asarray, data.packed)
     loss = functools.partial(
         chunk_loss,
@@ -203,7 +205,10 @@ def gradient(
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
     }
-    return jax.lax.fori_loop(0, sets, one_set, (jax.tree.map(jnp.zeros_like, params), totals))
+    start = jax.tree.map(jnp.zeros_like, params)
+    if shardings is not None:  # else the compiler may keep the sum of a large model whole on every device
+        start = jax.lax.with_sharding_constraint(start, shardings)
+    return jax.lax.fori_loop(0, sets, one_set, (start, totals))
 
 
 def update_step(
@@ -214,8 +219,11 @@ def update_step(
     params: Any,
     opt_state: Any,
     data: UpdateInput,
+    shardings: Any = None,
 ) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G"]]:
     """One optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
+
+    `shardings` says where parameters, and so their gradients, lie on a mesh.
 
     Returns the new parameters and optimizer state, scalar metrics and the advantages. Where an advantage, the loss or
     the gradient is not finite, parameters and optimizer state stay as they were (`update/skipped` is 1).
@@ -226,7 +234,7 @@ def update_step(
     weights = objective.weights(batch.scored, batch.trained, lengths, data.in_update, ids)
     usable = jnp.isfinite(advantages).all()
     sets = jnp.where(usable, data.packed.sets, 0)
-    grads, totals = gradient(graphdef, objective, options, params, data, advantages, weights, sets)
+    grads, totals = gradient(graphdef, objective, options, params, data, advantages, weights, sets, shardings)
     updates, new_state = optimizer.update(grads, opt_state, params)
     norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import RolloutConfig
-from tunix_like.models.sharding import place_prompts, prompt_parts, split_leading
+from tunix_like.models.sharding import place_prompts, place_slots, prompt_parts, scope
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sizes import concurrent_rows
@@ -28,8 +28,9 @@ from tunix_like.tokenizer import Tokenizer
 FIRST_CACHE = 128
 """Columns of the first cache; it doubles from there. Each size is a program of its own."""
 
-FEWEST_ROWS = 8
-"""Rows are not gathered into fewer than this: a step then costs what reading the weights costs."""
+FEWEST_ROWS = {"cpu": 8}
+ELSEWHERE = 64
+"""Rows on a device are not gathered into fewer than this: a step then costs what reading the weights costs."""
 
 WORTH_MOVING = 16
 """Rows are gathered into fewer only while some may still grow by this many tokens."""
@@ -90,7 +91,7 @@ class Sampler:
       eos_ids: a completion ends with the first of these, which belongs to it.
       max_prompt_length, max_tokens: limits, in tokens.
       max_concurrent_rows: completions in work at once; None is all of them.
-      mesh: prompts are split over its `fsdp` axis; None is one device.
+      mesh: prompts are split over its `data` and `fsdp` axes, heads over `tp`; None is one device.
 
     Attributes:
       row_steps: tokens that could have been sampled so far had every row been live at every step: what was sampled,
@@ -131,7 +132,8 @@ class Sampler:
           prompts: token ids, each at most `max_prompt_length` long and not empty.
           numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
         """
-        return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish()
+        with scope(self.mesh):
+            return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish()
 
 
 class _Run:
@@ -159,15 +161,17 @@ class _Run:
         total, limit = len(prompts), sampler.max_tokens
         at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
         slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
+        if slots * width < total * size:  # as many on each device, where some wait
+            slots = max(slots - slots % prompt_parts(sampler.mesh), 1)
         self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
         self.next_sample, self.steps = np.zeros(total, int), 0
         self.prompts = self._prefill(np.unique(self.slot_prompt))
         if width < size:
-            self.prompts = decoding.pick_prompts(self.prompts, self.slot_prompt)
+            self.prompts = self._placed(decoding.pick_prompts(self.prompts, self.slot_prompt))
         words = jax.random.key_data(key).shape[-1]
         rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
-        self.rows = split_leading(rows, sampler.mesh)
+        self.rows = self._placed(rows)
         self.out = Completions(
             np.zeros((total, size, limit), np.int32),
             np.zeros((total, size), np.int32),
@@ -179,7 +183,7 @@ class _Run:
         self._fill()
         while True:
             live = int((self.row_sample >= 0).sum())
-            self.rows = decoding.advance(
+            rows = decoding.advance(
                 self.sampler.graphdef,
                 self.params,
                 self.prompts,
@@ -188,6 +192,7 @@ class _Run:
                 self.sampling,
                 self.sampler.eos_ids,
             )
+            self.rows = self._placed(rows)
             self._harvest()
             if not self._waiting() and not (self.row_sample >= 0).any():
                 return self.out
@@ -195,11 +200,15 @@ class _Run:
             if not self._waiting():
                 self._gather()
             if self.rows.room <= int(self.ages.max()):
-                self.rows = decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens))
+                self.rows = self._placed(decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens)))
 
     def _prefill(self, chosen: Int[np.ndarray, "N"]) -> decoding.Prompts:
         inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), self.sampler.mesh, axis=0)
-        return decoding.prefill(self.sampler.graphdef, self.params, *inputs)
+        return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
+
+    def _placed(self, tree: Any) -> Any:
+        """What a program returned, where it belongs on the mesh: the next program meets what it was compiled for."""
+        return place_slots(tree, self.sampler.mesh)
 
     def _waiting(self) -> bool:
         """Whether any completion has not been started."""
@@ -251,7 +260,7 @@ class _Run:
         self._bring(held)
         if take.any():
             numbers = self.numbers[self.slot_prompt]
-            self.rows = decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key)
+            self.rows = self._placed(decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key))
 
     def _start(self, slot: int, prompt: int, take: np.ndarray, samples: np.ndarray) -> None:
         free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
@@ -271,7 +280,7 @@ class _Run:
         new = self._prefill(_rounded(fresh, len(held))) if len(fresh) else None
         places = _rounded(slots, len(held), fill=len(held))  # beyond the last: dropped
         sources = _rounded(source, len(held))
-        self.prompts = decoding.replace_prompts(self.prompts, places, sources, new)
+        self.prompts = self._placed(decoding.replace_prompts(self.prompts, places, sources, new))
 
     def _fewer(self) -> list[tuple[int, int]]:
         """Slots and rows a slot that live rows may be gathered into, in falling order: half, a quarter, ... of what
@@ -280,7 +289,7 @@ class _Run:
         parts, shapes = prompt_parts(self.sampler.mesh), []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
             slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
-            if slots * width < FEWEST_ROWS:
+            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), ELSEWHERE):
                 break
             shapes.append((slots, width))
         return shapes
@@ -307,12 +316,13 @@ class _Run:
             samples[slot, : len(chunk)] = self.row_sample.reshape(-1)[chunk]
         self.ages = np.where(samples >= 0, self.ages.reshape(-1)[picked], 0)
         self.slot_prompt, self.row_sample = self.slot_prompt[source], samples
-        self.prompts, self.rows = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
+        moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
+        self.prompts, self.rows = self._placed(moved)
 
     def _worth_moving(self) -> bool:
         live = self.ages[self.row_sample >= 0]
         room = self.sampler.max_tokens - int(live.min()) if live.size else 0
-        return self.sampler.mesh is None and room >= WORTH_MOVING  # on a mesh moved rows would lose their place
+        return room >= WORTH_MOVING
 
     def _live_rows_of(self, prompt: int) -> Bool[np.ndarray, "R"]:
         return ((self.slot_prompt[:, None] == prompt) & (self.row_sample >= 0)).reshape(-1)
@@ -336,6 +346,6 @@ def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, me
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
-        max_concurrent_rows=concurrent_rows(model, rollout, mesh),
+        max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh),
         mesh=mesh,
     )
