@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     train = command("train", _train, "train from a YAML; the same command resumes", "train examples/maze.yaml")
-    train.add_argument("--dry-run", action="store_true", help="load and check everything, show what would run, stop")
+    train.add_argument("--dry-run", action="store_true", help="check everything but the weights, show what would run")
     sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
@@ -119,11 +119,11 @@ def _train(arguments: argparse.Namespace) -> None:
     _setup_jax()
     from tunix_like import runs
 
-    parts = runs.assemble(config)
+    parts = runs.assemble(config, abstract=arguments.dry_run)
     folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
     _announce(parts, folder)
     if arguments.dry_run:
-        print("dry run: everything above was loaded and checked; nothing was trained.")
+        print("dry run: everything above was checked, the model by its description alone; nothing was trained.")
         return
     runs.claim(folder, parts)
     if parts.config.sft.max_steps:
