@@ -31,7 +31,7 @@ Params = dict[Any, Any]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that old exports saved beside the weights and that are computed from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -104,28 +104,28 @@ def load_weights(folder: str | Path, abstract_params: Params, config: DecoderCon
 
 def check_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> str:
     """Compares names, shapes and types in the headers of a folder's safetensors with what `load_weights` would ask for,
-    and reads no weights. Where there is an index without any of its shards, the names in it are compared.
+    and reads no weights. Where files that an index names are missing, the names in it are compared.
 
     Returns:
       what was compared, in words.
 
     Raises:
-      UserError: as `load_weights`, but a tied head's numbers are not looked at, and no weights at all are no error.
+      UserError: as `load_weights`, but a tied head's numbers are not looked at, and missing weights are no error.
     """
     folder = Path(folder)
-    if any(folder.glob("*.safetensors")):
-        with contextlib.ExitStack() as stack:
-            _, found = _compared(folder, abstract_params, config, stack)
-        return f"{len(found)} tensors fit by their headers, not read"
-    if not (folder / INDEX).is_file():
-        if any(True for pattern in _PICKLES for _ in folder.glob(pattern)):
-            _files(folder)  # refuses them
-        return "none here to compare"
-    _check_head(abstract_params, config)
-    wanted = {name for path, leaf in _leaves(abstract_params) for name in _names(path, leaf)}
-    found = _of_decoder({name: name for name in _index(folder)})
-    _check_names(folder, wanted, set(found))
-    return f"none here; the {len(found)} names of their index fit"
+    if not (folder / SINGLE).is_file():
+        if (folder / INDEX).is_file():
+            where = _index(folder)
+            files = set(where.values())
+            if absent := [name for name in files if not (folder / name).is_file()]:
+                asked = {name for path, leaf in _leaves(abstract_params) for name in _names(path, leaf)}
+                _check_names(folder, asked, set(_of_decoder(dict(where))))
+                return f"{len(absent)} of {len(files)} files are not here; the names in their index fit"
+        elif not any(file.suffix in _PICKLES for file in folder.iterdir()):
+            return "none here to compare"
+    with contextlib.ExitStack() as stack:
+        wanted, _ = _compared(folder, abstract_params, config, stack)
+    return f"all {sum(len(names) for *_, names in wanted)} tensors fit by their headers; they were not read"
 
 
 def _compared(
@@ -244,7 +244,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if not index.is_file():
-        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
         if pickles:
             raise UserError(
                 f"{folder}: holds only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
