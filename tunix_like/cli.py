@@ -101,7 +101,16 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
     )
     advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
-    command("doctor", _doctor, "versions, devices, memory, extras, and what to do about them", "doctor")
+    doctor = command(
+        "doctor",
+        _doctor,
+        "versions, devices, memory, extras, and what to do about them; with --config, what a run's programs hold on "
+        "devices that are not here",
+        "doctor --config examples/gsm8k/qwen3_1.7b.yaml --devices v5e-8",
+    )
+    doctor.add_argument("--config", help="a YAML file whose programs are compiled from shapes alone")
+    doctor.add_argument("--devices", help="KIND-N, NxKIND or N: v5e-8, 8xh100, 8")
+    doctor.add_argument("overrides", nargs="*", help=OVERRIDES)
     return parser
 
 
@@ -330,6 +339,14 @@ def _advantages(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from tunix_like.doctor import print_report
+    if arguments.config is None and arguments.devices is None and not arguments.overrides:
+        from tunix_like.doctor import print_report
 
-    return print_report()
+        return print_report()
+    if arguments.config is None or arguments.devices is None:
+        raise UserError("doctor: --config FILE and --devices (v5e-8, 8xh100, 8) go together; overrides need both.")
+    config = load(arguments.config, arguments.overrides)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever the machine has, these devices are not there
+    from tunix_like import programs
+
+    return programs.print_report(config, arguments.devices)

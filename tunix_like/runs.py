@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import AlgorithmConfig, Config, EvalConfig
+from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig
 from tunix_like.config_file import as_dict, differences, load, save
 from tunix_like.data import (
     DataSource,
@@ -175,18 +175,24 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     return Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
 
 
-def _load_model(config: Config, own: Tokenizer | None, abstract: bool) -> tuple[Decoder, Tokenizer, str]:
-    section = config.model
+def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
+    """What `load_model` takes: a path or hub id, or an HF config, which a data source's own tokenizer completes.
+
+    Raises:
+      UserError: naming the key, where both are given, or a config without weights is to be loaded.
+    """
     if section.path is not None:
         if section.config is not None:
             raise UserError("model.config: give either model.path or model.config, not both.")
-        what: Any = section.path
-    else:
-        if section.init != "random":
-            raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
-        what = dict(section.config or {})
-        if own is not None:
-            what.setdefault("vocab_size", own.vocab_size)
+        return section.path
+    if section.init != "random":
+        raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
+    fields = dict(section.config or {})
+    return fields if own is None else {"vocab_size": own.vocab_size} | fields
+
+
+def _load_model(config: Config, own: Tokenizer | None, abstract: bool) -> tuple[Decoder, Tokenizer, str]:
+    section, what = config.model, named_model(config.model, own)
     if abstract:
         model, tokenizer, weights = load_abstract(what, init=section.init, **_kinds(config))
     else:

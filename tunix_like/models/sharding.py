@@ -104,14 +104,8 @@ def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
     """Puts arrays on the mesh, dimension `axis` (prompts) split over `fsdp` where it divides, else replicated."""
     if mesh is None:
         return tree
-
-    def put(x: Any) -> jax.Array:
-        x = np.asarray(x)
-        split = x.ndim > axis and x.shape[axis] % prompt_parts(mesh) == 0 and "fsdp" in mesh.shape
-        spec = PartitionSpec(*([None] * axis), "fsdp") if split else PartitionSpec()
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(put, tree)
+    arrays = jax.tree.map(np.asarray, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, _split(x.shape, mesh, axis)), arrays)
 
 
 def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
@@ -121,11 +115,28 @@ def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
 
 def split_leading(tree: Any, mesh: Mesh | None) -> Any:
     """Puts device arrays on the mesh, their first dimension split over `fsdp` where it divides, else replicated."""
-    if mesh is None:
-        return tree
+    return tree if mesh is None else jax.tree.map(lambda x: jax.device_put(x, _split(x.shape, mesh, 0)), tree)
 
-    def put(x: jax.Array) -> jax.Array:
-        split = x.ndim > 0 and x.shape[0] % prompt_parts(mesh) == 0 and "fsdp" in mesh.shape
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp") if split else PartitionSpec()))
 
-    return jax.tree.map(put, tree)
+def _split(shape: tuple[int, ...], mesh: Mesh, axis: int) -> NamedSharding:
+    split = len(shape) > axis and shape[axis] % prompt_parts(mesh) == 0 and "fsdp" in mesh.shape
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, "fsdp") if split else PartitionSpec())
+
+
+def param_shapes(params: Any, mesh: Mesh | None) -> Any:
+    """Where `place_params` puts parameters, as `jax.ShapeDtypeStruct`s."""
+    return params if mesh is None else jax.tree.map(_placed, params, parameter_shardings(params, mesh))
+
+
+def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
+    """The same of `place_replicated`."""
+    return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
+
+
+def leading_shapes(tree: Any, mesh: Mesh | None) -> Any:
+    """The same of `split_leading`."""
+    return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _split(x.shape, mesh, 0)), tree)
+
+
+def _placed(x: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -204,6 +204,23 @@ def gradient(
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
     }
     return jax.lax.fori_loop(0, sets, one_set, (jax.tree.map(jnp.zeros_like, params), totals))
+
+
+def jit_update(
+    graphdef: Any,
+    objective: StepObjective,
+    optimizer: optax.GradientTransformation,
+    options: ForwardOptions,
+    traced: Callable[[], None] = lambda: None,
+) -> Any:
+    """`update_step` as one program of parameters, optimizer state and `UpdateInput`; it takes the first two over.
+    `traced` is called once per trace."""
+
+    def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
+        traced()
+        return update_step(graphdef, objective, optimizer, options, params, opt_state, data)
+
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def update_step(
