@@ -66,7 +66,9 @@ def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
         assert f"  learner: {learner} ({estimator})\n" in said
         assert f"    model: {MODELS[name][1]:.2f} M parameters" in said and "weights: none here to compare\n" in said
         assert re.search(r"   memory: [\d.]+ GB at most", said) and re.search(r"   update: [\d.]+ GB = ", said)
-        assert re.search(r"prompt: .*Reason step by step.*Natalia.*assistant", said) and re.search(r"ids: \[1, \d+", said)
+        assert re.search(r"prompt: .*Reason step by step.*Natalia.*assistant", said) and re.search(
+            r"ids: \[1, \d+", said
+        )
         assert "training: 2 prompts\n" in said and said.rstrip().endswith("nothing was trained.")
         assert f"folder: runs/{name}-{estimator}-s0\n" in said and not (home / "runs").exists()
 

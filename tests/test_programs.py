@@ -77,7 +77,7 @@ def plan():
 
 def test_shapes_lie_where_a_run_puts_its_arrays(plan):
     """Parameters and optimizer state, against those of a model that is really there."""
-    graphdef, params = plan.split
+    params = plan.split[1]
     made = nnx.to_pure_dict(nnx.split(type(plan.model)(plan.model.config, rngs=nnx.Rngs(0), dtype=plan.model.dtype))[1])
     placed = place_params(made, plan.mesh)
     _, optimizer = run_optimizer(plan.config.training, 1)
