@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     train = command("train", _train, "train from a YAML; the same command resumes", "train examples/maze.yaml")
-    train.add_argument("--dry-run", action="store_true", help="load and check everything, show what would run, stop")
+    train.add_argument("--dry-run", action="store_true", help="check everything but the weights, show what would run")
     sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
@@ -101,7 +101,16 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
     )
     advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
-    command("doctor", _doctor, "versions, devices, memory, extras, and what to do about them", "doctor")
+    doctor = command(
+        "doctor",
+        _doctor,
+        "versions, devices, memory, extras, and what to do about them; with --config, what a run's programs hold on "
+        "devices that are not here",
+        "doctor --config examples/gsm8k/qwen3_1.7b.yaml --devices v5e-8",
+    )
+    doctor.add_argument("--config", help="a YAML file whose programs are compiled from shapes alone")
+    doctor.add_argument("--devices", help="KIND-N, NxKIND or N: v5e-8, 8xh100, 8")
+    doctor.add_argument("overrides", nargs="*", help=OVERRIDES)
     return parser
 
 
@@ -119,11 +128,11 @@ def _train(arguments: argparse.Namespace) -> None:
     _setup_jax()
     from tunix_like import runs
 
-    parts = runs.assemble(config)
+    parts = runs.assemble(config, abstract=arguments.dry_run)
     folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
     _announce(parts, folder)
     if arguments.dry_run:
-        print("dry run: everything above was loaded and checked; nothing was trained.")
+        print("dry run: everything above was checked, the model by its description alone; nothing was trained.")
         return
     runs.claim(folder, parts)
     if parts.config.sft.max_steps:
@@ -330,6 +339,14 @@ def _advantages(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from tunix_like.doctor import print_report
+    if arguments.config is None and arguments.devices is None and not arguments.overrides:
+        from tunix_like.doctor import print_report
 
-    return print_report()
+        return print_report()
+    if arguments.config is None or arguments.devices is None:
+        raise UserError("doctor: --config FILE and --devices (v5e-8, 8xh100, 8) go together; overrides need both.")
+    config = load(arguments.config, arguments.overrides)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever the machine has, these devices are not there
+    from tunix_like import programs
+
+    return programs.print_report(config, arguments.devices)

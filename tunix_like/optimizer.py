@@ -72,12 +72,21 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params
     place = jax.tree.leaves(params)[0].sharding
     if not isinstance(place, NamedSharding):
         return jax.device_put(jax.jit(optimizer.init)(params), place)  # bound to it, as the parameters are
-    everywhere = NamedSharding(place.mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(optimizer, params))
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+
+def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
+    """What `init_optimizer` makes, as `jax.ShapeDtypeStruct`s; so may the parameters be."""
     state = jax.eval_shape(optimizer.init, params)
+    place = jax.tree.leaves(params)[0].sharding
+    if not isinstance(place, NamedSharding):
+        return state
+    everywhere = NamedSharding(place.mesh, PartitionSpec())
     shardings = optax.tree.map_params(
         optimizer, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: everywhere
     )
-    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, shardings)
 
 
 def _matrices(params: optax.Params) -> Any:

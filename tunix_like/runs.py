@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import AlgorithmConfig, Config, EvalConfig
+from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig
 from tunix_like.config_file import as_dict, differences, load, save
 from tunix_like.data import (
     DataSource,
@@ -33,7 +33,7 @@ from tunix_like.data import (
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import check_fit, load_description, load_model, save_description
+from tunix_like.models.loading import check_fit, load_abstract, load_description, load_model, save_description
 from tunix_like.models.sharding import build_mesh
 from tunix_like.optimizer import build_schedule
 from tunix_like.rewards import check_arguments
@@ -63,7 +63,8 @@ CHANGEABLE = (
 
 
 class Parts(NamedTuple):
-    """What a config names, ready to be put together."""
+    """What a config names, ready to be put together. `weights` says of a model of shapes alone what weights they were
+    compared with."""
 
     config: Config
     learner: type[Learner]
@@ -72,6 +73,7 @@ class Parts(NamedTuple):
     tokenizer: Tokenizer
     rewards: list[WeightedReward]
     mesh: Mesh | None
+    weights: str = ""
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """An evaluator on the run's held-out problems, with `settings` in place of its `eval` section."""
@@ -158,37 +160,48 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
     return functions
 
 
-def assemble(config: Config) -> Parts:
-    """Checks a config and loads what it names: cheap things first, weights last."""
+def assemble(config: Config, *, abstract: bool = False) -> Parts:
+    """Checks a config and loads what it names: cheap things first, weights last; an `abstract` model has shapes alone,
+    and no weights are read, made or downloaded."""
     config, learner = check_config(config)
     mesh = build_mesh(config.mesh)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
-    model, tokenizer = _load_model(config, source.tokenizer)
+    model, tokenizer, weights = _load_model(config, source.tokenizer, abstract)
     check_fit(model.config, tokenizer, config.rollout)
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
-    return Parts(config, learner, source, model, tokenizer, rewards, mesh)
+    return Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
 
 
-def _load_model(config: Config, own: Tokenizer | None) -> tuple[Decoder, Tokenizer]:
-    section, kinds = config.model, _kinds(config)
+def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
+    """What `load_model` takes: a path or hub id, or an HF config, which a data source's own tokenizer completes.
+
+    Raises:
+      UserError: naming the key, where both are given, or a config without weights is to be loaded.
+    """
     if section.path is not None:
         if section.config is not None:
             raise UserError("model.config: give either model.path or model.config, not both.")
-        model, tokenizer = load_model(section.path, init=section.init, seed=config.training.seed, **kinds)
+        return section.path
+    if section.init != "random":
+        raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
+    fields = dict(section.config or {})
+    return fields if own is None else {"vocab_size": own.vocab_size} | fields
+
+
+def _load_model(config: Config, own: Tokenizer | None, abstract: bool) -> tuple[Decoder, Tokenizer, str]:
+    section, what = config.model, named_model(config.model, own)
+    if abstract:
+        model, tokenizer, weights = load_abstract(what, init=section.init, **_kinds(config))
     else:
-        if section.init != "random":
-            raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
-        fields = dict(section.config or {})
-        if own is not None:
-            fields.setdefault("vocab_size", own.vocab_size)
-        model, tokenizer = load_model(fields, init="random", seed=config.training.seed, **kinds)
+        model, tokenizer = load_model(what, init=section.init, seed=config.training.seed, **_kinds(config))
+        weights = ""
     tokenizer = own or tokenizer
     if tokenizer is None:
         raise UserError(f"model.path: {section.path} has no tokenizer, and data.name={config.data.name} brings none.")
-    return model, tokenizer.with_template_variables(template_variables(config.data))
+    return model, tokenizer.with_template_variables(template_variables(config.data)), weights
 
 
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
@@ -354,8 +367,9 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
         ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
+        *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
-        *foresee(config, parts.model, parts.mesh, slot_shape).lines(),
+        *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),
     ]
 
 

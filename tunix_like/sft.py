@@ -38,7 +38,7 @@ from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.update import SkipWatch, UpdateInput, update_input, update_step
+from tunix_like.rl.update import SkipWatch, jit_update, update_input
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.sizes import chunk_size
 from tunix_like.tokenizer import Tokenizer
@@ -116,12 +116,8 @@ class SFTTrainer:
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
         self._evaluate = evaluate
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
-
-        def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
-            return update_step(graphdef, _Likelihood(), optimizer, options, params, opt_state, data, own)
-
-        own, moments = shardings_of(self.params, mesh), shardings_of(self.opt_state, mesh)
-        self._step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(own, moments, None, None))
+        shardings = shardings_of((self.params, self.opt_state), mesh)
+        self._step = jit_update(graphdef, _Likelihood(), optimizer, options, shardings)
 
     def train(
         self,

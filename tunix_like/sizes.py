@@ -42,6 +42,15 @@ LOWER = {
 }
 """The keys that the memory of a phase depends on."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What sizes are chosen for: jax's name of the backend, and the bytes of one device."""
+
+    backend: str
+    memory: int
+
+
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
 """`sampling.sampler.slot_shape`: slots and completions a slot."""
 
@@ -60,6 +69,10 @@ def device_memory() -> int:
     return min(limits) // jax.local_device_count()
 
 
+def this_device() -> Device:
+    return Device(jax.default_backend(), device_memory())
+
+
 def chunk_size(
     training: RLTrainingConfig,
     model: Decoder,
@@ -67,18 +80,21 @@ def chunk_size(
     widths: tuple[int, int],
     reference: bool = False,
     mesh: Mesh | None = None,
+    device: Device | None = None,
 ) -> int:
     """Completions of full width per forward and backward pass.
 
     Args:
       shape: prompts of one update, and completions of each.
       widths: of the padded prompts and completions, `(S, T)`.
+      device: to choose for; this one when left out.
 
     Raises:
       UserError: not even one fits beside weights and optimizer.
     """
-    work = update_work(training, model, shape, widths, reference, mesh)
-    return _chunk_size(training.train_micro_batch_size, work, device_memory())
+    device = device or this_device()
+    work = update_work(training, model, shape, widths, reference, mesh, device)
+    return _chunk_size(training.train_micro_batch_size, work, device.memory)
 
 
 def update_work(
@@ -88,11 +104,12 @@ def update_work(
     widths: tuple[int, int],
     reference: bool = False,
     mesh: Mesh | None = None,
+    device: Device | None = None,
 ) -> Work:
     """What the memory of one update depends on; arguments as `chunk_size`."""
     chosen = training.actor_optimizer or OptimizerConfig()
     return dataclasses.replace(
-        _work(model, *shape, widths, mesh),
+        _work(model, *shape, widths, mesh, device),
         clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
         reference=reference,
         remat=training.remat,
@@ -100,7 +117,9 @@ def update_work(
     )
 
 
-def _work(model: Decoder, prompts: int, group: int, widths: tuple[int, int], mesh: Mesh | None) -> Work:
+def _work(
+    model: Decoder, prompts: int, group: int, widths: tuple[int, int], mesh: Mesh | None, device: Device | None
+) -> Work:
     return Work(
         model.config,
         prompts,
@@ -108,7 +127,7 @@ def _work(model: Decoder, prompts: int, group: int, widths: tuple[int, int], mes
         widths,
         dtype=jnp.dtype(model.dtype),
         attention=model.attention,
-        backend=jax.default_backend(),
+        backend=jax.default_backend() if device is None else device.backend,
         devices=1 if mesh is None else mesh.size,
         parts=prompt_parts(mesh),
     )
@@ -131,7 +150,13 @@ def _chunk_size(setting: int | str, work: Work, available: int) -> int:
     raise _too_large("training.train_micro_batch_size", worst.bytes, SHARE * available, what)
 
 
-def concurrent_rows(model: Decoder, rollout: RolloutConfig, slot_shape: SlotShape, mesh: Mesh | None = None) -> int:
+def concurrent_rows(
+    model: Decoder,
+    rollout: RolloutConfig,
+    slot_shape: SlotShape,
+    mesh: Mesh | None = None,
+    device: Device | None = None,
+) -> int:
     """Most completions that are sampled at once.
 
     Under `auto` as many as fit beside a trainer's weights, moments and reference; where these alone do not fit, beside
@@ -143,15 +168,15 @@ def concurrent_rows(model: Decoder, rollout: RolloutConfig, slot_shape: SlotShap
     setting = rollout.max_concurrent_rows
     if isinstance(setting, int):
         return setting
-    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
+    device, widths = device or this_device(), (rollout.max_prompt_length, rollout.max_tokens_to_generate)
     filtered = rollout.top_p < 1 or rollout.top_k is not None
-    work = dataclasses.replace(_work(model, 1, 1, widths, mesh), reference=True, filtered=filtered)
+    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=True, filtered=filtered)
 
     def needed(rows: int, held: dict[str, int] | None) -> int:
         slots, _ = slot_shape(MOST_ROWS, USUAL_GROUP, rows, *widths)
         return rollout_phase(work, rows, slots, held).bytes
 
-    alone, limit = {"weights": work.weights}, SHARE * device_memory()
+    alone, limit = {"weights": work.weights}, SHARE * device.memory
     for held in (None, alone):
         if found := _most(MOST_ROWS, functools.partial(needed, held=held), limit):
             return found
@@ -192,6 +217,7 @@ class Foreseen:
     chosen: tuple[bool, bool]
     phases: tuple[Phase, ...]
     available: int
+    refused: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Phase:
@@ -209,6 +235,8 @@ class Foreseen:
         return [("sizes", sizes), ("memory", peak), *phases, *self._warning()]
 
     def _warning(self) -> list[tuple[str, str]]:
+        if self.refused:
+            return [("warning", said) for said in self.refused]
         if self.peak.bytes <= self.available:
             return []
         lower = {"rollout": "sampling", "evaluation": "sampling"}.get(self.peak.name, "training")
@@ -216,21 +244,44 @@ class Foreseen:
         return [("warning", f"this is more than the device has: {cure}take a smaller model or more devices")]
 
 
-def foresee(config: Config, model: Decoder, mesh: Mesh | None, slot_shape: SlotShape) -> Foreseen:
+def foresee(
+    config: Config,
+    model: Decoder,
+    mesh: Mesh | None,
+    slot_shape: SlotShape,
+    *,
+    device: Device | None = None,
+    refuse: bool = True,
+) -> Foreseen:
     """The sizes and phases of a resolved config, for prompts and completions of full length.
+
+    Args:
+      device: to foresee for; this one when left out.
+      refuse: raise where not one completion fits; else go on with one, and say so in `Foreseen.refused`.
 
     Raises:
       UserError: as `chunk_size` and `concurrent_rows`.
     """
+    device, refused = device or this_device(), list[str]()
+
+    def chosen(size: Callable[[], int]) -> int:
+        try:
+            return size()
+        except UserError as error:
+            if refuse:
+                raise
+            refused.append(str(error))
+            return 1
+
     rollout, data, group = config.rollout, config.data, config.algorithm.num_generations
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
-    reference = config.algorithm.beta > 0
+    setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
-    update = update_work(training, model, (most, group), widths, reference, mesh)
-    size = _chunk_size(training.train_micro_batch_size, update, device_memory())
+    update = update_work(training, model, (most, group), widths, config.algorithm.beta > 0, mesh, device)
+    size = chosen(lambda: _chunk_size(setting, update, device.memory))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    limit = concurrent_rows(model, rollout, slot_shape, mesh)
+    limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, device))
     phases = []
     for name, prompts, samples in (
         ("rollout", data.batch_size, group),
@@ -242,10 +293,9 @@ def foresee(config: Config, model: Decoder, mesh: Mesh | None, slot_shape: SlotS
         phases.append(dataclasses.replace(rollout_phase(work, rows, slots), name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:
-        shape = config.sft.batch_size, 1
-        single = update_work(training, model, shape, widths, False, mesh)
-        found = update_phases(single, _chunk_size(training.train_micro_batch_size, single, device_memory()))[0]
+        single = update_work(training, model, (config.sft.batch_size, 1), widths, False, mesh, device)
+        found = update_phases(single, chosen(lambda: _chunk_size(setting, single, device.memory)))[0]
         phases.append(dataclasses.replace(found, name="sft"))
-    chosen = (not isinstance(training.train_micro_batch_size, int), not isinstance(rollout.max_concurrent_rows, int))
+    auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
     rows = min(limit, data.batch_size * group)
-    return Foreseen(size, rows, chosen, tuple(phases), device_memory())
+    return Foreseen(size, rows, auto, tuple(phases), device.memory, tuple(refused))

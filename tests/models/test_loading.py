@@ -14,7 +14,7 @@ import tokenizers
 from flax import nnx
 
 from tunix_like.errors import UserError
-from tunix_like.models.loading import export_model, load_model
+from tunix_like.models.loading import export_model, load_abstract, load_model
 from tunix_like.tokenizer import Tokenizer
 
 HF = {
@@ -89,6 +89,22 @@ def test_export_and_load(folder):
     generation = json.loads((folder / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [2, 5], "bos_token_id": 1, "pad_token_id": 0}
     assert not list(folder.glob(".*")), "temporary files are left over"
+
+
+def test_abstract_is_the_loaded_model_without_numbers(folder):
+    model, tokenizer = load_model(folder)
+    shapes, again, weights = load_abstract(folder)
+    assert shapes.config == model.config and shapes.dtype == model.dtype and again.eos_ids == tokenizer.eos_ids
+    assert "tensors fit" in weights
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params_of(shapes)))
+    assert jax.eval_shape(lambda: params_of(model)) == params_of(shapes)
+    rewrite(folder / "config.json", intermediate_size=24)
+    with pytest.raises(UserError, match="of another model than the config"):
+        load_abstract(folder)
+    assert load_abstract(folder, init="random")[2] == "drawn at random"
+    assert load_abstract(HF, init="random")[1:] == (None, "drawn at random")
+    with pytest.raises(UserError, match="a config mapping has no weights"):
+        load_abstract(HF)
 
 
 def test_export_without_a_tokenizer_keeps_the_ids_of_the_source(tmp_path):
@@ -218,9 +234,12 @@ def test_hub_id_is_downloaded(folder, monkeypatch):
     fake_hub(monkeypatch, download)
     assert_same(load_model("owner/name")[0], load_model(folder)[0])
     load_model("owner/name", init="random")
+    load_abstract("owner/name")
+    without_weights = ("owner/name", ["*.jinja", "*.json", "*.txt"])
     assert asked == [
         ("owner/name", ["*.jinja", "*.json", "*.safetensors", "*.txt"]),
-        ("owner/name", ["*.jinja", "*.json", "*.txt"]),
+        without_weights,
+        without_weights,
     ]
 
 

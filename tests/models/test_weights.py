@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.weights import INDEX, SINGLE, hf_name, load_weights, save_weights
+from tunix_like.models.weights import INDEX, SINGLE, Stored, check_weights, hf_name, load_weights, save_weights
 
 CONFIG = DecoderConfig(
     vocab_size=11,
@@ -47,6 +47,10 @@ def abstract(config, dtype=jnp.float32):
 
 def load(folder, config=CONFIG):
     return load_weights(folder, abstract(config), config)
+
+
+def headers(folder, config=CONFIG):
+    return check_weights(folder, abstract(config), config)
 
 
 def assert_same(one, two):
@@ -182,10 +186,11 @@ def test_bad_tensors(folder):
     for change, said in cases:
         save_file(stored, folder / SINGLE)
         edit(folder, **change)
-        with pytest.raises(UserError) as error:
-            load(folder)
-        for piece in [str(folder), *said]:
-            assert piece in str(error.value)
+        for look in (load, headers):
+            with pytest.raises(UserError) as error:
+                look(folder)
+            for piece in [str(folder), *said]:
+                assert piece in str(error.value)
 
 
 def test_many_missing_tensors_are_counted(folder):
@@ -224,3 +229,31 @@ def test_bad_index(tmp_path):
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(UserError, match="index.json: no valid weight index"):
             load(tmp_path)
+
+
+def test_headers_say_what_loading_would(tmp_path, monkeypatch):
+    """Without reading a tensor: of whole weights every header, of missing ones the index, of none nothing."""
+    monkeypatch.setattr(Stored, "read", lambda self: pytest.fail(f"{self.name} was read"))
+    assert headers(tmp_path) == "none here to compare"
+    save_weights(make_params(TIED), tmp_path, TIED)
+    edit(tmp_path, **{HEAD: load_file(tmp_path / SINGLE)[EMBEDDING]})
+    count = len(jax.tree.leaves(abstract(TIED)))
+    assert headers(tmp_path, TIED) == f"all {count} tensors fit by their headers; they were not read"
+    (tmp_path / SINGLE).unlink()
+
+    save_weights(make_params(CONFIG), tmp_path, CONFIG, max_file_bytes=1500)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert headers(tmp_path) == f"all {count + 1} tensors fit by their headers; they were not read"
+    files[0].unlink()
+    assert headers(tmp_path) == f"1 of {len(files)} files are not here; the names in their index fit"
+    index = json.loads((tmp_path / INDEX).read_text())
+    del index["weight_map"][GATE]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"lack tensor.*{GATE}"):
+        headers(tmp_path)
+
+
+def test_headers_of_pickles_are_not_looked_at(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(UserError, match="pytorch_model.bin.*never read here"):
+        headers(tmp_path)

@@ -20,7 +20,7 @@ from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.weights import Params, load_weights, save_weights, write_json
+from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.tokenizer import Tokenizer
 
 _INITS = ("pretrained", "random")
@@ -56,20 +56,51 @@ def load_model(
       UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer; or this machine
         cannot attend that way.
     """
+    kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
+    folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=init == "pretrained")
+    if folder is None or init == "random":
+        return _random(config, seed, kinds), tokenizer
+    return _pretrained(folder, config, kinds), tokenizer
+
+
+def load_abstract(
+    path_or_hub_id: str | Path | Mapping[str, Any],
+    *,
+    init: str = "pretrained",
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    attention: str = "auto",
+) -> tuple[Decoder, Tokenizer | None, str]:
+    """As `load_model`, but the parameters are shapes (`jax.ShapeDtypeStruct`) without numbers: a folder needs no
+    weights, and none are downloaded.
+
+    Returns:
+      the model, the tokenizer, and what the folder's weights were compared by (`weights.check_weights`).
+
+    Raises:
+      UserError: as `load_model`.
+    """
+    kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
+    folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=False)
+    graphdef, params = _abstract(config, kinds)
+    found = "drawn at random" if folder is None or init == "random" else check_weights(folder, params, config)
+    return nnx.merge(graphdef, params), tokenizer, found
+
+
+def _described(
+    path_or_hub_id: str | Path | Mapping[str, Any], init: str, *, with_weights: bool
+) -> tuple[Path | None, DecoderConfig, Tokenizer | None]:
+    """The folder, the config and the tokenizer; of a config mapping the config alone."""
     if init not in _INITS:
         raise UserError(f"init {init!r} is unknown. {nearest(str(init), _INITS)}")
-    kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     if isinstance(path_or_hub_id, Mapping):
         if init != "random":
             raise UserError("a config mapping has no weights: pass init='random', or a model folder.")
-        return _random(DecoderConfig.from_hf(path_or_hub_id), seed, kinds), None
-    folder = _find(path_or_hub_id, with_weights=init == "pretrained")
+        return None, DecoderConfig.from_hf(path_or_hub_id), None
+    folder = _find(path_or_hub_id, with_weights=with_weights)
     config = DecoderConfig.from_hf(folder)
-    # The tokenizer first: what is wrong with it shows in milliseconds, and weights may take minutes.
-    tokenizer = _load_tokenizer(folder, config)
-    if init == "random":
-        return _random(config, seed, kinds), tokenizer
-    return _pretrained(folder, config, kinds), tokenizer
+    # The tokenizer before any weights: what is wrong with it shows in milliseconds, and weights may take minutes.
+    return folder, config, _load_tokenizer(folder, config)
 
 
 def export_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:

@@ -129,14 +129,8 @@ def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
     replicated."""
     if mesh is None:
         return tree
-
-    def put(x: Any) -> jax.Array:
-        x = np.asarray(x)
-        split = x.ndim > axis and x.shape[axis] % prompt_parts(mesh) == 0
-        spec = PartitionSpec(*([None] * axis), _batch(mesh)) if split else PartitionSpec()
-        return jax.device_put(x, NamedSharding(mesh, spec))
-
-    return jax.tree.map(put, tree)
+    arrays = jax.tree.map(np.asarray, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, _prompts(x.shape, mesh, axis)), arrays)
 
 
 def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
@@ -150,13 +144,7 @@ def place_slots(tree: Any, mesh: Mesh | None) -> Any:
     already stays."""
     if mesh is None:
         return tree
-
-    def put(x: jax.Array) -> jax.Array:
-        axes: list[Any] = [_batch(mesh) if x.ndim and x.shape[0] % prompt_parts(mesh) == 0 else None]
-        axes += ["tp"] if x.ndim == 4 and "tp" in mesh.shape and x.shape[1] % mesh.shape["tp"] == 0 else []
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes[: x.ndim])))
-
-    return jax.tree.map(put, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, _slots(x.shape, mesh)), tree)
 
 
 def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
@@ -196,3 +184,33 @@ def _constrained(x: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+
+
+def _prompts(shape: tuple[int, ...], mesh: Mesh, axis: int) -> NamedSharding:
+    split = len(shape) > axis and shape[axis] % prompt_parts(mesh) == 0
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, _batch(mesh)) if split else PartitionSpec())
+
+
+def _slots(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    axes: list[Any] = [_batch(mesh) if shape and shape[0] % prompt_parts(mesh) == 0 else None]
+    axes += ["tp"] if len(shape) == 4 and "tp" in mesh.shape and shape[1] % mesh.shape["tp"] == 0 else []
+    return NamedSharding(mesh, PartitionSpec(*axes[: len(shape)]))
+
+
+def param_shapes(params: Any, mesh: Mesh | None) -> Any:
+    """Where `place_params` puts parameters, as `jax.ShapeDtypeStruct`s."""
+    return params if mesh is None else jax.tree.map(_placed, params, parameter_shardings(params, mesh))
+
+
+def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
+    """The same of `place_replicated`."""
+    return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
+
+
+def slot_shapes(tree: Any, mesh: Mesh | None) -> Any:
+    """The same of `place_slots`."""
+    return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _slots(x.shape, mesh)), tree)
+
+
+def _placed(x: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

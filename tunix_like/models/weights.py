@@ -31,7 +31,7 @@ Params = dict[Any, Any]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that old exports saved beside the weights and that are computed from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -91,15 +91,8 @@ def load_weights(folder: str | Path, abstract_params: Params, config: DecoderCon
       UserError: no safetensors, a truncated file, a tensor that is missing, unexpected, mis-shaped or not of a float
         type, or a head that differs from the embedding it should be tied to. File and tensor are named.
     """
-    folder = Path(folder)
-    _check_head(abstract_params, config)
-    wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
     with contextlib.ExitStack() as stack:
-        found = _open(folder, stack)
-        _check_names(folder, {name for _, _, names in wanted for name in names}, set(found))
-        for path, leaf, names in wanted:
-            for name in names:
-                _check_tensor(found[name], leaf.shape[-2:][::-1] if path[-1] == "kernel" else leaf.shape)
+        wanted, found = _compared(Path(folder), abstract_params, config, stack)
         if config.tie_embeddings and _HEAD in found:
             _check_tied(found)
         params: Params = {}
@@ -107,6 +100,46 @@ def load_weights(folder: str | Path, abstract_params: Params, config: DecoderCon
             array = _parameter([found[name] for name in names], path, leaf.dtype)
             _put(params, path, jax.device_put(array, leaf.sharding))
     return params
+
+
+def check_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> str:
+    """Compares names, shapes and types in the headers of a folder's safetensors with what `load_weights` would ask for,
+    and reads no weights. Where files that an index names are missing, the names in it are compared.
+
+    Returns:
+      what was compared, in words.
+
+    Raises:
+      UserError: as `load_weights`, but a tied head's numbers are not looked at, and missing weights are no error.
+    """
+    folder = Path(folder)
+    if not (folder / SINGLE).is_file():
+        if (folder / INDEX).is_file():
+            where = _index(folder)
+            files = set(where.values())
+            if absent := [name for name in files if not (folder / name).is_file()]:
+                asked = {name for path, leaf in _leaves(abstract_params) for name in _names(path, leaf)}
+                _check_names(folder, asked, set(_of_decoder(dict(where))))
+                return f"{len(absent)} of {len(files)} files are not here; the names in their index fit"
+        elif not any(file.suffix in _PICKLES for file in folder.iterdir()):
+            return "none here to compare"
+    with contextlib.ExitStack() as stack:
+        wanted, _ = _compared(folder, abstract_params, config, stack)
+    return f"all {sum(len(names) for *_, names in wanted)} tensors fit by their headers; they were not read"
+
+
+def _compared(
+    folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
+) -> tuple[list[tuple[tuple[Any, ...], Any, list[str]]], dict[str, Stored]]:
+    """Path, leaf and tensor names of every parameter, and the tensors of the open files, which fit them."""
+    _check_head(abstract_params, config)
+    wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
+    found = _open(folder, stack)
+    _check_names(folder, {name for _, _, names in wanted for name in names}, set(found))
+    for path, leaf, names in wanted:
+        for name in names:
+            _check_tensor(found[name], leaf.shape[-2:][::-1] if path[-1] == "kernel" else leaf.shape)
+    return wanted, found
 
 
 def save_weights(
@@ -195,6 +228,11 @@ def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
                 " download it again."
             ) from None
         found |= {name: Stored(file, reader, name) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
+    return _of_decoder(found)
+
+
+def _of_decoder(found: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to the decoder, by the decoder's names."""
     if not any(_DECODER in name for name in found):
         return found
     decoder = {name: tensor for name, tensor in found.items() if not _OTHER_PARTS.match(name)}
@@ -206,7 +244,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if not index.is_file():
-        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
         if pickles:
             raise UserError(
                 f"{folder}: holds only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
@@ -216,17 +254,26 @@ def _files(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder}: no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: no valid weight index ({error!r}). Download it again.") from None
+    names = sorted(set(_index(folder).values()))
+    outside = [name for name in names if Path(name).name != name]
     if outside:
         raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, which is not there. Download the rest.")
     return [folder / name for name in names]
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Every tensor's file, as the index says."""
+    index = folder / INDEX
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not where or not all(isinstance(file, str) for file in where.values()):
+            raise ValueError("weight_map names no files")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: no valid weight index ({error!r}). Download it again.") from None
+    return dict(where)
 
 
 def _check_head(params: Params, config: DecoderConfig) -> None:

@@ -36,6 +36,12 @@ from tunix_like.types import RewardFunction
 logger = logging.getLogger("tunix_like")
 
 
+def forward_options(rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig) -> ForwardOptions:
+    """How a learner computes log-probabilities."""
+    entropy = algorithm.entropy_coef > 0
+    return ForwardOptions(rollout.temperature, training.logprob_chunk_size, training.remat, entropy_gradient=entropy)
+
+
 class Learner:
     """Samples groups, scores them and follows the gradient of its objective.
 
@@ -105,12 +111,7 @@ class Learner:
         self.graphdef = nnx.split(model)[0]
         self._take_weights()
         self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config, self.mesh)
-        self.options = ForwardOptions(
-            self.rollout_config.temperature,
-            self.training.logprob_chunk_size,
-            self.training.remat,
-            entropy_gradient=self.algo.entropy_coef > 0,
-        )
+        self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.ref_params: Any = None
         if self.algo.beta > 0:
             # A copy, since the step takes over the weights that it trains, which may be the very same arrays.

@@ -32,7 +32,7 @@ from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import Packed, choose_layout, pack, token_places
 from tunix_like.rl.rollouts import Rollout, cut_rollouts, repeat_columns, saved_on_failure, write_rollouts
-from tunix_like.rl.update import SkipWatch, UpdateInput, update_input, update_step
+from tunix_like.rl.update import SkipWatch, jit_update, update_input
 from tunix_like.sizes import chunk_size
 from tunix_like.speed import Clock, Compilations, Profile, peak_flops
 from tunix_like.types import GroupBatch
@@ -73,7 +73,7 @@ class RLPhase:
         self.objective: Objective = build_objective(
             learner.algo, rollout.max_tokens_to_generate, updates, learner.source_estimators
         )
-        self.schedule, optimizer = _optimizer(training, None if self.total is None else self.total * updates)
+        self.schedule, optimizer = run_optimizer(training, None if self.total is None else self.total * updates)
         self.batches = prompt_batches(
             train_ds,
             learner.tokenizer,
@@ -97,14 +97,12 @@ class RLPhase:
     def _compile(self, optimizer: optax.GradientTransformation) -> None:
         learner = self.learner
 
-        def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
-            learner.compilations += 1  # runs once per trace
-            fixed = learner.graphdef, self.objective, optimizer, learner.options
-            return update_step(*fixed, params, opt_state, data, own)
+        def traced() -> None:
+            learner.compilations += 1
 
-        own, moments = shardings_of(learner.params, learner.mesh), shardings_of(self.opt_state, learner.mesh)
-        # Out as they came in: the next step meets what it was compiled for.
-        self.update_step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(own, moments, None, None))
+        fixed = learner.graphdef, self.objective, optimizer, learner.options
+        shardings = shardings_of((learner.params, self.opt_state), learner.mesh)
+        self.update_step = jit_update(*fixed, shardings, traced)
         self.logprobs = jax.jit(functools.partial(batch_logprobs, learner.graphdef, options=learner.options))
         self.advantages = jax.jit(self.objective.advantages)
 
@@ -301,7 +299,7 @@ class RLPhase:
         return out
 
 
-def _optimizer(
+def run_optimizer(
     training: RLTrainingConfig, total: int | None
 ) -> tuple[optax.Schedule | None, optax.GradientTransformation]:
     """The optimizer, and its learning rate where that is known."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -209,6 +209,30 @@ def gradient(
     if shardings is not None:  # else the compiler may keep the sum of a large model whole on every device
         start = jax.lax.with_sharding_constraint(start, shardings)
     return jax.lax.fori_loop(0, sets, one_set, (start, totals))
+
+
+def jit_update(
+    graphdef: Any,
+    objective: StepObjective,
+    optimizer: optax.GradientTransformation,
+    options: ForwardOptions,
+    shardings: tuple[Any, Any] | None = None,
+    traced: Callable[[], None] = lambda: None,
+) -> Any:
+    """`update_step` as one program of parameters, optimizer state and `UpdateInput`; it takes the first two over.
+
+    Args:
+      shardings: of parameters and optimizer state on a mesh. They come out as they went in, so that the next step
+        meets what it was compiled for.
+      traced: called once per trace.
+    """
+    params_lie, state_lies = shardings or (None, None)
+
+    def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
+        traced()
+        return update_step(graphdef, objective, optimizer, options, params, opt_state, data, params_lie)
+
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(params_lie, state_lies, None, None))
 
 
 def update_step(

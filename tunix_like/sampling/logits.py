@@ -14,8 +14,8 @@ BLOCK = 256
 
 
 NEVER = -80.0
-"""A token whose score is this far below the best has weight 0, which no draw can tell from `exp(-80)`. Denormal numbers,
-which begin at -87.3, would make the sums several times slower on a CPU."""
+"""A token whose score is this far below the best has weight 0, which no draw can tell from `exp(-80)`. Denormal
+numbers, which begin at -87.3, would make the sums several times slower on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""`train --dry-run` of every example, from configs alone: config.json as published, a tiny tokenizer, two rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
+from tunix_like import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+MODELS = {
+    "dapo": (QWEN25, 494.03),
+    "qwen2.5_0.5b": (QWEN25, 494.03),
+    "qwen3_0.6b": (QWEN3, 596.05),
+    "qwen3_1.7b": (QWEN3_1_7B, 1720.57),
+    "llama3.2_1b": (LLAMA32, 1235.81),
+    "gemma3_1b": (GEMMA3, 999.89),
+    "smollm2_360m": (SMOLLM2_360M, 361.82),
+}
+"""An example of GSM8K to the config of its model, and the millions of parameters that the model's card states."""
+LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner"}
+OTHERS = sorted(path.relative_to(ROOT).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "gsm8k")
+QUESTION = "Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell?"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the rows, and one folder a model: its config.json and a tokenizer, no weights."""
+    spec = importlib.util.spec_from_file_location("make_tiny_model", EXAMPLES / "gsm8k" / "make_tiny_model.py")
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    tokenizer = maker.train_tokenizer(iter([QUESTION]))
+    home = tmp_path_factory.mktemp("dry")
+    (home / "rows").mkdir()
+    row = json.dumps({"question": QUESTION, "answer": "48 / 2 = 24, 48 + 24 = 72.\n#### 72"})
+    for split in ("train", "test"):
+        (home / "rows" / f"{split}.jsonl").write_text(f"{row}\n{row}\n")
+    for name, (fields, _) in {**MODELS, "qwen3_8b": (QWEN3_8B, 0)}.items():
+        tokenizer.save(home / name)
+        (home / name / "config.json").write_text(json.dumps(fields))
+    return home
+
+
+def test_every_example_has_its_model():
+    assert {path.stem for path in (EXAMPLES / "gsm8k").glob("*.yaml")} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    for estimator, learner in LEARNERS.items():
+        if name == "dapo" and estimator != "grpo":
+            continue  # it is about GRPO
+        argv = ["train", str(EXAMPLES / "gsm8k" / f"{name}.yaml"), f"algorithm.advantage_estimator={estimator}"]
+        assert cli.main([*argv, f"model.path={name}", "data.path=rows", "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert f"  learner: {learner} ({estimator})\n" in said
+        assert f"    model: {MODELS[name][1]:.2f} M parameters" in said and "weights: none here to compare\n" in said
+        assert re.search(r"   memory: [\d.]+ GB at most", said) and re.search(r"   update: [\d.]+ GB = ", said)
+        assert re.search(r"prompt: .*Reason step by step.*Natalia.*assistant", said) and re.search(
+            r"ids: \[1, \d+", said
+        )
+        assert "training: 2 prompts\n" in said and said.rstrip().endswith("nothing was trained.")
+        assert f"folder: runs/{name}-{estimator}-s0\n" in said and not (home / "runs").exists()
+
+
+@pytest.mark.parametrize("example", OTHERS)
+def test_the_other_examples(example, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["train", example, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "weights: drawn at random\n" in said and said.rstrip().endswith("nothing was trained.")
+
+
+def test_eight_billion_parameters_take_no_memory(home):
+    """What does not fit this machine is a warning: a dry run may be about another one."""
+    code = (
+        "import resource, sys; from tunix_like.cli import main; status = main(sys.argv[1:]); "
+        "print(status, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_0.6b.yaml"), "model.path=qwen3_8b", "data.path=rows", "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv, "training.train_micro_batch_size=auto", "rollout.max_concurrent_rows=auto"],
+        cwd=home,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    status, peak = map(int, done.stdout.split()[-2:])
+    assert status == 0 and peak < 1e6, "kB; the parameters alone would be 33 million"
+    assert "model: 8190.74 M parameters" in done.stdout and re.search(r"weights 32\.8 GB", done.stdout)
