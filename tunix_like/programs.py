@@ -259,6 +259,7 @@ def print_report(config: Config, devices: str) -> int:
     console.say(f"{parameter_count(plan.model.config) / 1e6:.2f} M parameters, {plan.config.model.path or 'inline'}")
     for name, value in plan.foreseen.lines():
         console.say(f"{name:>10}: {value}")
+    console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")
     programs = [compile_update(plan), *compile_sampling(plan)]
     console.table("compiled, per device", ("", *(program.name for program in programs)), _rows(programs, number))
     for line in NOTES:
