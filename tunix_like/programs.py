@@ -29,6 +29,8 @@ from tunix_like.models.loading import load_abstract
 from tunix_like.models.operations import forward_operations
 from tunix_like.models.sharding import (
     build_mesh,
+    check_batch,
+    check_divides,
     param_shapes,
     prompt_parts,
     replicated_shapes,
@@ -171,6 +173,8 @@ def make_plan(config: Config, kind: Device | None) -> Plan:
     model, _, _ = load_abstract(what, init=section.init, dtype=jnp.dtype(dtype), attention=attention)
     mesh = build_mesh(config.mesh)
     param_shapes(nnx.to_pure_dict(nnx.split(model)[1]), mesh)  # that the mesh divides them
+    check_divides(mesh, model.config)
+    check_batch(mesh, "data.batch_size", config.data.batch_size)
     return Plan(config, device, model, mesh, foresee(config, model, mesh, slot_shape, device=device, refuse=False))
 
 
@@ -273,6 +277,7 @@ def print_report(config: Config, devices: str) -> int:
     console.say(f"{parameter_count(plan.model.config) / 1e6:.2f} M parameters, {plan.config.model.path or 'inline'}")
     for name, value in plan.foreseen.lines():
         console.say(f"{name:>10}: {value}")
+    console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")
     programs = [compile_update(plan), *compile_sampling(plan)]
     console.table("compiled, per device", ("", *(program.name for program in programs)), _rows(programs, number))
     for line in NOTES:
