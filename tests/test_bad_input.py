@@ -134,6 +134,8 @@ MISTAKES = {
     "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
     "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
     "key of another source": ((*REVERSED, "data.maze_size=9"), ["data.maze_size", "data.name=reverse_text", "remove"]),
+    "profile": ((*REVERSED, "training.profile_steps=[6, 5]"), ["training.profile_steps", "the first and the last"]),
+    "size": ((*REVERSED, "training.train_micro_batch_size=abc"), ["'abc'", "auto", "Or a number, at least 1"]),
     "mesh": ((*REVERSED, "mesh.shape=[3, 1]"), ["mesh.shape", "needs 3 devices, there are 8; set auto"]),
     # algorithms
     "unknown estimator": (

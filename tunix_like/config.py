@@ -55,7 +55,8 @@ def check_ranges(section: Any, path: str) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         may_be_number = number and rule["at_least"] is not None  # `auto` or a number
         if rule["choices"] is not None and value not in rule["choices"] and not may_be_number:
-            raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}")
+            other = "" if rule["at_least"] is None else f" Or a number, at least {rule['at_least']}."
+            raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}{other}")
         if not number:
             continue
         if not math.isfinite(value):

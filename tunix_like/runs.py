@@ -47,6 +47,7 @@ from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, 
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.sampling.sampler import make_sampler, slot_shape
 from tunix_like.sizes import foresee
+from tunix_like.speed import check_profile_steps
 from tunix_like.tokenizer import Tokenizer
 
 CHANGEABLE = (
@@ -57,6 +58,8 @@ CHANGEABLE = (
     "training.max_checkpoints_to_keep",
     "training.log_rollouts_every_n_steps",
     "training.profile_steps",
+    "training.train_micro_batch_size",
+    "rollout.max_concurrent_rows",
     "eval.",
 )
 """Keys (or their beginnings) that a run may be resumed with other values of."""
@@ -107,6 +110,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # how many steps the data makes is not known then
     ks_of(config.eval)
+    check_profile_steps(config.training.profile_steps)
     for i, (_, weight) in enumerate(reward_entries(config)):
         if weight < 0:
             check_takes_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")

@@ -78,6 +78,12 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
 jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
+def check_profile_steps(steps: Sequence[int] | None) -> None:
+    """Raises UserError where `training.profile_steps` is no first and last step."""
+    if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
+        raise UserError(f"training.profile_steps: expected the first and the last step, e.g. [5, 6], got {steps}.")
+
+
 class Profile:
     """A profiler trace of some steps.
 
@@ -92,11 +98,8 @@ class Profile:
     def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
         self.steps, self.folder = steps, folder
         self._running = False
-        if steps is None:
-            return
-        if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
-            raise UserError(f"training.profile_steps: expected the first and the last step, e.g. [5, 6], got {steps}.")
-        if folder is None:
+        check_profile_steps(steps)
+        if steps is not None and folder is None:
             raise UserError("training.profile_steps: the trace needs a place; set training.output_dir.")
 
     @contextlib.contextmanager
