@@ -1,7 +1,8 @@
 """The command line: load the config, build the parts, hand them to the learner its `advantage_estimator` names.
 
-Exit status: 0 done, 1 `doctor` found something broken, 2 bad input (one line says what), 75 stopped by a signal after
-saving. This module knows no algorithm.
+Exit status: 0 done, 1 `doctor` found something broken, 2 bad input (one line says what), 70 in a run of several
+processes after an error of this one or the loss of another, 75 stopped by a signal after saving. This module knows no
+algorithm.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     arguments = _parse(argv)
+    joined = False
     try:
+        joined = _join(arguments)
         return int(arguments.run(arguments) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -42,6 +45,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message := getattr(stop, "message", ""):
             print(f"{message}; the same command resumes", file=sys.stderr)
         raise
+    except Exception as error:
+        if joined:
+            from tunix_like import processes
+
+            processes.leave(error)
+        raise
+
+
+def _join(arguments: argparse.Namespace) -> bool:
+    """Joins the other processes of the run, where the command line or the environment says that there are some.
+
+    Raises:
+      UserError: only some of the three options are given, or the processes do not find each other.
+    """
+    if not hasattr(arguments, "coordinator"):
+        return False
+    place = arguments.coordinator, arguments.num_processes, arguments.process_id
+    if any(each is None for each in place) and any(each is not None for each in place):
+        raise UserError("--coordinator, --num-processes and --process-id go together; --distributed asks the cluster.")
+    if place[0] is None and not arguments.distributed and not _started_by_scheduler():
+        return False
+    from tunix_like import processes
+
+    processes.start(*place)
+    if not processes.is_first():
+        console.silence()
+    return True
+
+
+def _started_by_scheduler() -> bool:
+    """Whether this is one of several processes, by the variables that SLURM (`srun`) and GKE set for each of them."""
+    if "SLURM_STEP_NODELIST" in os.environ:
+        return int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "," in (os.environ.get("TPU_WORKER_HOSTNAMES") or os.environ.get("TPU_PROCESS_ADDRESSES") or "")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,6 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", help="folder to write")
     for sub in (train, sft, evaluate, generate):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+    for sub in (train, sft, evaluate):
+        several = sub.add_argument_group(
+            "several processes", "start the same command in each; under SLURM and on a GKE TPU slice nothing is needed"
+        )
+        several.add_argument(
+            "--distributed", action="store_true", help="ask the cluster (Cloud TPU, Open MPI) for them"
+        )
+        several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
+        several.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+        several.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
     advantages = command(
         "advantages",
         _advantages,

@@ -36,6 +36,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_abstract, load_description, load_model, save_description
 from tunix_like.models.sharding import build_mesh
 from tunix_like.optimizer import build_schedule
+from tunix_like.processes import by_first
 from tunix_like.rewards import check_arguments
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rl.collection import EXTRA_BATCHES
@@ -225,11 +226,16 @@ def claim(folder: Path, parts: Parts) -> None:
     Raises:
       UserError: the folder holds another config; the keys that differ are named.
     """
+    begun = _newest_checkpoints(folder) is not None
+    by_first(lambda: _claim(folder, parts, begun))
+
+
+def _claim(folder: Path, parts: Parts, begun: bool) -> None:
     file = folder / "config.yaml"
     if file.exists():
         held = yaml.safe_load(file.read_text(encoding="utf-8"))
         changed = [line for line in differences(held, as_dict(parts.config)) if not line.startswith(CHANGEABLE)]
-        if changed and _newest_checkpoints(folder) is not None:  # without one, nothing is lost by starting over
+        if changed and begun:  # without one, nothing is lost by starting over
             raise UserError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
                 "Use the same values to resume it, or training.output_dir=<another folder> to start anew."

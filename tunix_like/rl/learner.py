@@ -25,6 +25,7 @@ from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.sharding import check_divides, place_params
+from tunix_like.processes import by_first, is_first
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
@@ -172,9 +173,8 @@ class Learner:
         checkpoints = None
         if folder is not None:
             checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)
-            save_description(
-                self.model.config, self.tokenizer, folder / "model", jax.tree.leaves(self.params)[0].dtype.name
-            )
+            dtype = jax.tree.leaves(self.params)[0].dtype.name
+            by_first(lambda: save_description(self.model.config, self.tokenizer, folder / "model", dtype))
         last: dict[str, Any] = {}
 
         def on_row(row: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ class Learner:
             run(
                 phase,
                 checkpoints=checkpoints,
-                log=MetricsLog(folder),
+                log=MetricsLog(folder if is_first() else None),
                 checkpoint_every=self.training.checkpoint_every_n_steps,
                 on_row=on_row,
             )
@@ -195,7 +195,7 @@ class Learner:
                 checkpoints.close()
             nnx.update(self.model, self.params)
         if not last and folder is not None:  # the run was finished before
-            last = [row for row in rows(folder) if phase.step_key in row][-1]
+            last = by_first(lambda: [row for row in rows(folder) if phase.step_key in row][-1])
         return last
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluation:
