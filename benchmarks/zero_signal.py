@@ -31,8 +31,9 @@ from tunix_like.optimizer import build_optimizer, init_optimizer
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.learners import GRPOConfig
 from tunix_like.rl.objective import build_objective
-from tunix_like.rl.packing import choose_layout, micro_batch_size, pack
+from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.update import update_input, update_step
+from tunix_like.sizes import micro_batch_size
 from tunix_like.types import GroupBatch
 
 AIM = 0.65

@@ -269,6 +269,10 @@ def test_too_much_is_warned_of(memory):
     assert "training.logprob_chunk_size" in dict(only.lines())["warning"]
 
 
+def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():
+    assert [sizes.micro_batch_size(width) for width in (16, 64, 500, 512, 4096)] == [32, 8, 1, 1, 1]
+
+
 def test_a_device_says_its_own_memory(monkeypatch):
     device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 5}})()
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
