@@ -363,6 +363,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
     kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
     count = sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.split(parts.model)[1])))
     dtype, lengths = jnp.dtype(parts.model.dtype).name, config.rollout
+    way = "plain, or blocked where calls are large" if parts.model.attention == "auto" else parts.model.attention
     return [
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         *_describe_sources(parts),
@@ -370,7 +371,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
-        ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
+        ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}, attention {way}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),
