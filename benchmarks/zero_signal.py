@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from benchmarks.worker import count
 from tunix_like.config import OptimizerConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -138,7 +139,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Time of an update with half of its groups constant.")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=count, default=9)
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/zero_signal.json"))
     arguments = parser.parse_args(argv)
     result = measure(Setting(), arguments.repeats)
