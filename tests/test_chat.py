@@ -19,7 +19,7 @@ from tunix_like.config_file import load
 from tunix_like.data.stream import render
 from tunix_like.rl import phase
 from tunix_like.runs import assemble
-from tunix_like.sampling.sampler import Sampler
+from tunix_like.sampling.sampler import Completions, Sampler
 from tunix_like.tokenizer import Tokenizer
 
 QWEN = (
@@ -136,6 +136,23 @@ def test_a_config_makes_the_prompt_that_transformers_makes(home, name, data, mes
     assert prompt.tokens == ids
     assert ids.count(theirs.bos_token_id) == (FAMILIES[name][1] is not None), "the template's own, and no other"
     assert ("<think>" in prompt.text) == (args.get("enable_thinking") is False)
+
+
+@pytest.mark.parametrize(("name", "data", "messages", "args"), CHATS[1:4])
+def test_so_does_generate(home, name, data, messages, args, monkeypatch):
+    """Of a run folder as of a model: here its keys are typed."""
+    seen = []
+
+    def sample(self, params, prompts, numbers, size, *rest):
+        seen.extend(prompts)
+        none = np.zeros((1, 1, 1))
+        return Completions(none.astype(int), none[0].astype(int), none, none[0] > 0)
+
+    monkeypatch.setattr(Sampler, "generate", sample)
+    given = overrides(home, name, **data)[1:]
+    assert cli.main(["generate", str(home / name), "--prompt", QUESTION, *given]) == 0
+    theirs = auto(home / name)
+    assert seen == [theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **args)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
