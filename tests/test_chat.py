@@ -177,9 +177,7 @@ def test_a_template_that_takes_no_system_message(home, monkeypatch, capsys):
     assert "unset data.system_prompt and put its text into data.prompt_template" in said
     both = [{"role": "user", "content": f"{SYSTEM}\n\n{QUESTION}"}]
     found = first_prompt(home, "gemma", apply_chat_template=True, prompt_template=f"{SYSTEM}\n\n{{question}}")
-    assert found.tokens == auto(home / "gemma").apply_chat_template(
-        both, add_generation_prompt=True, return_dict=False
-    )
+    assert found.tokens == auto(home / "gemma").apply_chat_template(both, add_generation_prompt=True, return_dict=False)
 
 
 def test_a_template_that_fails_for_another_reason():

@@ -223,7 +223,9 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program from outside: whatever it raises is about its input
             roles = [str(turn["role"]) for turn in turns]
-            cure = " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
+            cure = (
+                " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
+            )
             raise UserError(
                 f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
                 f"{type(error).__name__}: {error}.{cure if 'system' in roles else ''}"
