@@ -10,7 +10,6 @@ import jinja2
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tests.tiny_model import HF

@@ -158,9 +158,9 @@ def _chunk_size(setting: int | str, work: Work, available: int) -> int:
 
     if found := _most(top, needed, SHARE * available):
         return found
-    worst = max(update_phases(work, 1), key=lambda phase: phase.bytes)
-    what = "optimizer" if worst.name == "optimizer" else "training"
-    raise _too_large("training.train_micro_batch_size", worst.bytes, SHARE * available, what)
+    alone, limit = max(phase.fixed for phase in update_phases(work, 1)), SHARE * available
+    what, bytes_ = ("model", alone) if alone > limit else ("training", needed(1))
+    raise _too_large("training.train_micro_batch_size", bytes_, limit, what)
 
 
 def concurrent_rows(
@@ -198,7 +198,7 @@ def concurrent_rows(
 
 def _too_large(key: str, needed: int, limit: float, what: str) -> UserError:
     said = f"about {amount(needed)}, and {amount(limit)} may be filled ({SHARE:.0%} of the device's memory)"
-    if what == "optimizer":
+    if what == "model":
         return UserError(
             f"model: weights, gradients and optimizer alone need {said}. Take a smaller model or more devices; "
             f"{key}=1 tries all the same."
@@ -253,7 +253,7 @@ class Foreseen:
         if self.peak.bytes <= self.available:
             return []
         lower = {"rollout": "sampling", "evaluation": "sampling"}.get(self.peak.name, "training")
-        cure = "" if self.peak.name == "optimizer" else f"lower {LOWER[lower]}, or "
+        cure = "" if self.peak.fixed > self.available else f"lower {LOWER[lower]}, or "
         return [("warning", f"this is more than the device has: {cure}take a smaller model or more devices")]
 
 
