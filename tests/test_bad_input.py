@@ -329,7 +329,7 @@ MISTAKES = {
     ),
     "tokenizer of another model": (
         (*OWN, "model.path=other_tokenizer"),
-        ["other_tokenizer/generation_config.json", "eos_token_id = 12", "11 tokens", "the model's own tokenizer"],
+        ["other_tokenizer/generation_config.json", "eos_token_id = 12", "11 tokens", "Use the model's own"],
     ),
     "hub without network": (
         (*OWN, "model.path=owner/name"),

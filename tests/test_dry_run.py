@@ -43,7 +43,8 @@ def home(tmp_path_factory):
         (home / "rows" / f"{split}.jsonl").write_text(f"{row}\n{row}\n")
     for name, (fields, _) in {**MODELS, "qwen3_8b": (QWEN3_8B, 0)}.items():
         tokenizer.save(home / name)
-        (home / name / "config.json").write_text(json.dumps(fields))
+        ends = {"eos_token_id": tokenizer.eos_id}  # the published ones are of the models' own tokenizers
+        (home / name / "config.json").write_text(json.dumps(fields | ends))
     return home
 
 

@@ -240,7 +240,7 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
         if not all(i < tokenizer.vocab_size for i in ids):
             raise UserError(
                 f"{file}: eos_token_id = {value!r}, but the folder's tokenizer has only {tokenizer.vocab_size} tokens:"
-                " it is of another model. Use the model's own tokenizer."
+                " it is of another model. Use the model's own tokenizer, or for a random model name its own ids here."
             )
         if ids:
             return ids
