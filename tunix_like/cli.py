@@ -272,8 +272,14 @@ def _announce(parts: Parts, folder: Path) -> None:
             skipped = f", {long} of them longer than {limit} tokens and skipped" if long else ""
             console.say(f"{what:>10}: {len(rows)} prompts{skipped}")
     first = render(parts.source.train[0], parts.tokenizer)
-    console.say(f"{'prompt':>9}: {first.text!r:.600}")
-    console.say(f"{'ids':>9}: {first.tokens[:40]}{' ...' if len(first.tokens) > 40 else ''}")
+    console.say(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
+    console.say(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
+
+
+def _both_ends(values: str | list[int], most: int) -> str:
+    """All, or the two ends of what is longer: there stands what a chat template adds."""
+    half = most // 2
+    return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
 def _closing_table(folder: Path, parts: Parts) -> None:

@@ -34,7 +34,7 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_abstract, load_description, load_model, save_description
-from tunix_like.models.sharding import build_mesh
+from tunix_like.models.sharding import build_mesh, check_batch, check_model
 from tunix_like.optimizer import build_schedule
 from tunix_like.processes import by_first
 from tunix_like.rewards import check_arguments
@@ -170,14 +170,25 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     and no weights are read, made or downloaded."""
     config, learner = check_config(config)
     mesh = build_mesh(config.mesh)
+    check_batches(config, mesh)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
     model, tokenizer, weights = _load_model(config, source.tokenizer, abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
+    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     return Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
+
+
+def check_batches(config: Config, mesh: Mesh | None) -> None:
+    """Raises UserError naming the key of a batch that the mesh does not divide."""
+    mini = config.training.mini_batch_size or config.data.batch_size
+    check_batch(mesh, "data.batch_size", config.data.batch_size)
+    check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
+    if config.sft.max_steps:
+        check_batch(mesh, "sft.batch_size", config.sft.batch_size)
 
 
 def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
@@ -377,6 +388,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
     kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
     count = sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.split(parts.model)[1])))
     dtype, lengths = jnp.dtype(parts.model.dtype).name, config.rollout
+    way = "plain, or blocked where calls are large" if parts.model.attention == "auto" else parts.model.attention
     return [
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         *_describe_sources(parts),
@@ -384,7 +396,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
-        ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}"),
+        ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}, attention {way}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),

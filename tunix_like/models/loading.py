@@ -224,11 +224,11 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
             f" {config.vocab_size}. They do not belong together: use the model's own tokenizer, or for a random"
             f" model set vocab_size to at least {tokenizer.vocab_size}."
         )
-    eos = _eos_ids(folder, config)
+    eos = _eos_ids(folder, config, tokenizer)
     return tokenizer.with_eos_ids(eos) if eos else tokenizer
 
 
-def _eos_ids(folder: Path, config: DecoderConfig) -> Sequence[int]:
+def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
     """What ends a completion by `generation_config.json`, else by `config.json`; empty when neither says."""
     path = folder / "generation_config.json"
     generation: Any = {}
@@ -248,6 +248,11 @@ def _eos_ids(folder: Path, config: DecoderConfig) -> Sequence[int]:
             raise UserError(
                 f"{file}: eos_token_id = {value!r} must be a token id, or a list of them, from 0 to"
                 f" {config.vocab_size - 1}."
+            )
+        if not all(i < tokenizer.vocab_size for i in ids):
+            raise UserError(
+                f"{file}: eos_token_id = {value!r}, but the folder's tokenizer has only {tokenizer.vocab_size} tokens:"
+                " it is of another model. Use the model's own tokenizer, or for a random model name its own ids here."
             )
         if ids:
             return ids

@@ -122,6 +122,12 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
             )
 
 
+def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:
+    """Raises UserError where a mesh does not divide the heads of a model or its parameters (arrays or shapes)."""
+    check_divides(mesh, config)
+    param_shapes(params, mesh)
+
+
 def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
     """Raises UserError, naming `key`, where the mesh does not divide a number of prompts."""
     if prompts % (parts := prompt_parts(mesh)):
