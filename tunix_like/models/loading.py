@@ -21,7 +21,7 @@ from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import param_shapes, place_params
+from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.tokenizer import Tokenizer
 
@@ -58,15 +58,18 @@ def load_model(
 
     Raises:
       UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer; or this machine
-        cannot attend that way, or the mesh does not divide the weights.
+        cannot attend that way, or the mesh does not divide the model.
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=init == "pretrained")
+    graphdef, abstract = _abstract(config, kinds)  # shapes only: random weights never exist beside loaded ones
+    check_model(mesh, config, abstract)
     if folder is None or init == "random":
         model = _random(config, seed, kinds)
         nnx.update(model, place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh))
         return model, tokenizer
-    return _pretrained(folder, config, kinds, mesh), tokenizer
+    # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
+    return nnx.merge(graphdef, load_weights(folder, param_shapes(abstract, mesh), config)), tokenizer
 
 
 def load_abstract(
@@ -205,13 +208,6 @@ def _random(config: DecoderConfig, seed: int, kinds: Mapping[str, Any]) -> Decod
 def _abstract(config: DecoderConfig, kinds: Mapping[str, Any]) -> tuple[nnx.GraphDef, Params]:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: _random(config, 0, kinds)))
     return graphdef, nnx.to_pure_dict(state)
-
-
-def _pretrained(folder: Path, config: DecoderConfig, kinds: Mapping[str, Any], mesh: Mesh | None) -> Decoder:
-    # Shapes only, so that random weights never exist beside the loaded ones.
-    graphdef, abstract = _abstract(config, kinds)
-    # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
-    return nnx.merge(graphdef, load_weights(folder, param_shapes(abstract, mesh), config))
 
 
 def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
