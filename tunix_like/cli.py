@@ -291,12 +291,11 @@ def _complete(
 def _eval(arguments: argparse.Namespace) -> None:
     _setup_jax()
     from tunix_like import runs
-    from tunix_like.models.sharding import place_params
 
     trained = runs.open_trained(arguments.source, arguments.overrides, need_data=True)
     evaluator = runs.evaluator_of(trained)
     with console.progress("eval", len(evaluator.problems)) as advance:
-        result = evaluator(place_params(trained.params, evaluator.sampler.mesh), advance)
+        result = evaluator(trained.params, advance)
     rows = [(name.removeprefix("eval/"), _number(name, value)) for name, value in result.metrics.items()]
     title = f"{trained.origin}: {len(evaluator.problems)} problems, {evaluator.config.samples} samples each"
     console.table(title, ["", "value"], rows)
@@ -316,16 +315,17 @@ def _generate(arguments: argparse.Namespace) -> None:
     if data.apply_chat_template or data.system_prompt is not None:
         system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
         prompt = [*system, {"role": "user", "content": prompt}]
-    sampler = make_sampler(trained.graphdef, trained.tokenizer, rollout)
+    sampler = make_sampler(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     print(_complete(sampler, trained.params, trained.tokenizer, prompt, sampling, trained.config.training.seed))
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights are copied alone: the host holds what one device may not
     from tunix_like import runs
     from tunix_like.models.loading import export_model
 
-    trained = runs.open_trained(arguments.source)
+    trained = runs.open_trained(arguments.source, whole=True)
     export_model(trained.params, trained.model_config, trained.tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers, vLLM and tunix-like load it")
 

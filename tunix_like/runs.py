@@ -173,7 +173,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     rewards = reward_functions(config, source)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
-    model, tokenizer, weights = _load_model(config, source.tokenizer, abstract)
+    model, tokenizer, weights = _load_model(config, source.tokenizer, abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     return Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
@@ -195,12 +195,14 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
     return fields if own is None else {"vocab_size": own.vocab_size} | fields
 
 
-def _load_model(config: Config, own: Tokenizer | None, abstract: bool) -> tuple[Decoder, Tokenizer, str]:
+def _load_model(
+    config: Config, own: Tokenizer | None, abstract: bool, mesh: Mesh | None
+) -> tuple[Decoder, Tokenizer, str]:
     section, what = config.model, named_model(config.model, own)
     if abstract:
         model, tokenizer, weights = load_abstract(what, init=section.init, **_kinds(config))
     else:
-        model, tokenizer = load_model(what, init=section.init, seed=config.training.seed, **_kinds(config))
+        model, tokenizer = load_model(what, init=section.init, seed=config.training.seed, mesh=mesh, **_kinds(config))
         weights = ""
     tokenizer = own or tokenizer
     if tokenizer is None:
@@ -247,11 +249,16 @@ class Trained(NamedTuple):
     model_config: Any
     params: Any
     tokenizer: Tokenizer
+    mesh: Mesh | None
     origin: str
 
 
-def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False) -> Trained:
+def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False, whole: bool = False) -> Trained:
     """A run folder (its newest checkpoint), one checkpoint of a run, or a model folder or hub id.
+
+    Args:
+      need_data: the overrides must name data where nothing else does.
+      whole: on one device, whatever mesh the config names.
 
     Raises:
       UserError: it is none of them, or the run has no checkpoint yet.
@@ -268,15 +275,16 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
             )
         steps_folder = found
     else:
-        return _open_model(path, overrides, need_data)
+        return _open_model(path, overrides, need_data, whole)
     file = place / "config.yaml"  # a run of the Python interface has none
     config = load(file, overrides) if file.is_file() else _config_without_file(path, overrides, need_data)
-    graphdef, abstract, model_config, tokenizer = load_description(place / "model", **_kinds(config))
+    mesh = None if whole else build_mesh(config.mesh)
+    graphdef, abstract, model_config, tokenizer = load_description(place / "model", mesh=mesh, **_kinds(config))
     with Checkpoints(steps_folder) as checkpoints:
         step = checkpoints.steps()[-1] if step is None else step
         params = checkpoints.restore(step, {"params": abstract})[0]["params"]
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
-    return Trained(config, graphdef, model_config, params, tokenizer, f"{steps_folder}/{step}")
+    return Trained(config, graphdef, model_config, params, tokenizer, mesh, f"{steps_folder}/{step}")
 
 
 def _kinds(config: Config) -> dict[str, Any]:
@@ -309,8 +317,7 @@ def evaluator_of(trained: Trained) -> Evaluator:
             f"data.name={config.data.name} keeps no held-out rows. Evaluate on rows that were not trained on: "
             "data.path=<another file or folder>."
         )
-    mesh = build_mesh(config.mesh)
-    return _evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, mesh)
+    return _evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, trained.mesh)
 
 
 def _evaluator(
@@ -344,14 +351,15 @@ def _newest_checkpoints(run: Path) -> Path | None:
     return None
 
 
-def _open_model(path: str, overrides: Sequence[str], need_data: bool) -> Trained:
+def _open_model(path: str, overrides: Sequence[str], need_data: bool, whole: bool) -> Trained:
     config = _config_without_file(path, [f"model.path={path}", *overrides], need_data)
-    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, **_kinds(config))
+    mesh = None if whole else build_mesh(config.mesh)
+    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, mesh=mesh, **_kinds(config))
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer.")
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     graphdef, state = nnx.split(model)
-    return Trained(config, graphdef, model.config, nnx.to_pure_dict(state), tokenizer, path)
+    return Trained(config, graphdef, model.config, nnx.to_pure_dict(state), tokenizer, mesh, path)
 
 
 def describe(parts: Parts) -> list[tuple[str, str]]:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import mmap
 import subprocess
 import sys
+import tracemalloc
 import types
 
 import jax
@@ -12,9 +14,14 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
+from jax.sharding import AxisType
 
 from tunix_like.errors import UserError
+from tunix_like.models import stored
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_abstract, load_model
+from tunix_like.models.sharding import parameter_shardings
 from tunix_like.tokenizer import Tokenizer
 
 HF = {
@@ -29,6 +36,8 @@ HF = {
     "initializer_range": 0.25,
     "eos_token_id": 3,
 }
+
+LARGE = HF | {"vocab_size": 32768, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def make_tokenizer(size=10, **kwargs):
@@ -277,3 +286,34 @@ def test_loading_imports_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_the_host_holds_one_part_of_one_tensor_at_a_time(tmp_path, monkeypatch, shape):
+    """Of a file in bfloat16 that becomes float32: no more than the largest part of a device and a tenth."""
+    monkeypatch.setattr(stored, "BLOCK", 2**17)
+    put = jax.device_put
+
+    def to_device_memory(x, place):  # which the CPU does not have: what is mapped is not traced
+        held = np.frombuffer(mmap.mmap(-1, x.nbytes), x.dtype).reshape(x.shape)
+        held[...] = x
+        return put(held, place)
+
+    monkeypatch.setattr(jax, "device_put", to_device_memory)
+    config = DecoderConfig.from_hf(LARGE)
+    state = nnx.state(Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16))
+    export_model(nnx.to_pure_dict(state), config, None, tmp_path)
+    mesh = None if shape is None else jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    load_model(tmp_path, mesh=mesh)  # what is imported and cached once is no part of the weights
+    tracemalloc.start()
+    try:
+        model, _ = load_model(tmp_path, mesh=mesh)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    loaded = nnx.to_pure_dict(nnx.split(model)[1])
+    for got, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+    assert mesh is None or jax.tree.map(lambda x: x.sharding, loaded) == parameter_shardings(loaded, mesh)
+    largest = max(4 * leaf.size for leaf in jax.tree.leaves(loaded)) / (1 if mesh is None else 8)
+    assert largest < peak < 1.1 * largest

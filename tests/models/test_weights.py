@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.weights import INDEX, SINGLE, Stored, check_weights, hf_name, load_weights, save_weights
+from tunix_like.models.stored import INDEX, SINGLE, Stored
+from tunix_like.models.weights import check_weights, hf_name, load_weights, save_weights
 
 CONFIG = DecoderConfig(
     vocab_size=11,
@@ -233,7 +234,7 @@ def test_bad_index(tmp_path):
 
 def test_headers_say_what_loading_would(tmp_path, monkeypatch):
     """Without reading a tensor: of whole weights every header, of missing ones the index, of none nothing."""
-    monkeypatch.setattr(Stored, "read", lambda self: pytest.fail(f"{self.name} was read"))
+    monkeypatch.setattr(Stored, "blocks", lambda self, index: pytest.fail(f"{self.name} was read"))
     assert headers(tmp_path) == "none here to compare"
     save_weights(make_params(TIED), tmp_path, TIED)
     edit(tmp_path, **{HEAD: load_file(tmp_path / SINGLE)[EMBEDDING]})

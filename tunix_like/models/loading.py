@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.sharding import param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.tokenizer import Tokenizer
 
@@ -37,6 +39,7 @@ def load_model(
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
     attention: str = "auto",
+    mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
     """Makes a decoder, and the tokenizer that belongs to it if the folder has one.
 
@@ -48,19 +51,22 @@ def load_model(
       dtype: of the matrix products; None is float32 on CPU and bfloat16 on accelerators.
       param_dtype: of the stored weights.
       attention: how to attend, one of `config.ATTENTIONS`; "auto" takes what suits device and size.
+      mesh: where the weights go, each device's part of them straight to it; None is one device.
 
     Returns:
       the model, and the tokenizer with the model's end-of-sequence ids, or None where the folder has none.
 
     Raises:
       UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer; or this machine
-        cannot attend that way.
+        cannot attend that way, or the mesh does not divide the weights.
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=init == "pretrained")
     if folder is None or init == "random":
-        return _random(config, seed, kinds), tokenizer
-    return _pretrained(folder, config, kinds), tokenizer
+        model = _random(config, seed, kinds)
+        nnx.update(model, place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh))
+        return model, tokenizer
+    return _pretrained(folder, config, kinds, mesh), tokenizer
 
 
 def load_abstract(
@@ -136,9 +142,15 @@ def save_description(config: DecoderConfig, tokenizer: Tokenizer | None, folder:
 
 
 def load_description(
-    folder: str | Path, *, dtype: Any = None, param_dtype: Any = jnp.float32, attention: str = "auto"
+    folder: str | Path,
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    attention: str = "auto",
+    mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
-    """The graph, the abstract parameters, the config and the tokenizer of a folder that needs no weights.
+    """The graph, the abstract parameters (with their places on the mesh), the config and the tokenizer of a folder that
+    needs no weights.
 
     Raises:
       UserError: the folder has no config or no tokenizer, or they are wrong, or this machine cannot attend that way.
@@ -150,7 +162,7 @@ def load_description(
         raise UserError(f"{folder} has no tokenizer.json.")
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     graphdef, params = _abstract(config, kinds)
-    return graphdef, params, config, tokenizer
+    return graphdef, param_shapes(params, mesh), config, tokenizer
 
 
 def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfig) -> None:
@@ -195,11 +207,11 @@ def _abstract(config: DecoderConfig, kinds: Mapping[str, Any]) -> tuple[nnx.Grap
     return graphdef, nnx.to_pure_dict(state)
 
 
-def _pretrained(folder: Path, config: DecoderConfig, kinds: Mapping[str, Any]) -> Decoder:
+def _pretrained(folder: Path, config: DecoderConfig, kinds: Mapping[str, Any], mesh: Mesh | None) -> Decoder:
     # Shapes only, so that random weights never exist beside the loaded ones.
     graphdef, abstract = _abstract(config, kinds)
     # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
-    return nnx.merge(graphdef, load_weights(folder, abstract, config))
+    return nnx.merge(graphdef, load_weights(folder, param_shapes(abstract, mesh), config))
 
 
 def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:

@@ -14,43 +14,27 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.stored import INDEX, PICKLES, SINGLE, Stored, index_of, of_decoder, open_tensors, place, same
 
 Params = dict[Any, Any]
 """Nested dict of arrays: module attribute names (layer numbers are ints) down to `kernel`, `bias`, `scale`,
 `embedding`."""
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers that old exports saved beside the weights and that are computed from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_DECODER = "language_model."  # stands before or behind `model.` where a decoder is part of a model of more than text
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 _EXPERTS = "experts"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-class Stored(NamedTuple):
-    """A tensor in an open file."""
-
-    file: Path
-    reader: Any
-    name: str
-
-    def read(self) -> np.ndarray:
-        return self.reader.get_tensor(self.name)
 
 
 def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
@@ -75,8 +59,8 @@ def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
 
 
 def load_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> Params:
-    """Reads a model's weights parameter by parameter, so that one is on the host at a time. Of a model that reads more
-    than text, the decoder's.
+    """Reads a model's weights, each device's part of a parameter straight to it: the host holds one part at a time. Of
+    a model that reads more than text, the decoder's.
 
     Args:
       folder: holds `model.safetensors`, or `model.safetensors.index.json` with its shards.
@@ -97,8 +81,9 @@ def load_weights(folder: str | Path, abstract_params: Params, config: DecoderCon
             _check_tied(found)
         params: Params = {}
         for path, leaf, names in wanted:
-            array = _parameter([found[name] for name in names], path, leaf.dtype)
-            _put(params, path, jax.device_put(array, leaf.sharding))
+            tensors = [found[name] for name in names]
+            array = place(tensors, leaf, transposed=path[-1] == "kernel", stacked=_EXPERTS in path)
+            _put(params, path, array)
     return params
 
 
@@ -115,13 +100,13 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
     folder = Path(folder)
     if not (folder / SINGLE).is_file():
         if (folder / INDEX).is_file():
-            where = _index(folder)
+            where = index_of(folder)
             files = set(where.values())
             if absent := [name for name in files if not (folder / name).is_file()]:
                 asked = {name for path, leaf in _leaves(abstract_params) for name in _names(path, leaf)}
-                _check_names(folder, asked, set(_of_decoder(dict(where))))
+                _check_names(folder, asked, set(of_decoder(dict(where))))
                 return f"{len(absent)} of {len(files)} files are not here; the names in their index fit"
-        elif not any(file.suffix in _PICKLES for file in folder.iterdir()):
+        elif not any(file.suffix in PICKLES for file in folder.iterdir()):
             return "none here to compare"
     with contextlib.ExitStack() as stack:
         wanted, _ = _compared(folder, abstract_params, config, stack)
@@ -134,7 +119,7 @@ def _compared(
     """Path, leaf and tensor names of every parameter, and the tensors of the open files, which fit them."""
     _check_head(abstract_params, config)
     wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
-    found = _open(folder, stack)
+    found = open_tensors(folder, stack)
     _check_names(folder, {name for _, _, names in wanted for name in names}, set(found))
     for path, leaf, names in wanted:
         for name in names:
@@ -216,66 +201,6 @@ def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def _open(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
-    """Every tensor in the folder's weight files, or the decoder's where there are others, by the decoder's name."""
-    found: dict[str, Stored] = {}
-    for file in _files(folder):
-        try:
-            reader = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise UserError(
-                f"{file}: cannot be read as safetensors ({error}). It may be cut short or be a Git LFS pointer;"
-                " download it again."
-            ) from None
-        found |= {name: Stored(file, reader, name) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
-    return _of_decoder(found)
-
-
-def _of_decoder(found: dict[str, Any]) -> dict[str, Any]:
-    """What belongs to the decoder, by the decoder's names."""
-    if not any(_DECODER in name for name in found):
-        return found
-    decoder = {name: tensor for name, tensor in found.items() if not _OTHER_PARTS.match(name)}
-    return {name.replace(_DECODER, "", 1): tensor for name, tensor in decoder.items()}
-
-
-def _files(folder: Path) -> list[Path]:
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    index = folder / INDEX
-    if not index.is_file():
-        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
-        if pickles:
-            raise UserError(
-                f"{folder}: holds only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
-                f" are never read here. Save the model as safetensors (with transformers: `AutoModelForCausalLM"
-                f'.from_pretrained("{folder}").save_pretrained("OUT")`), or download its safetensors files.'
-            )
-        raise UserError(
-            f"{folder}: no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
-        )
-    names = sorted(set(_index(folder).values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, which is not there. Download the rest.")
-    return [folder / name for name in names]
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Every tensor's file, as the index says."""
-    index = folder / INDEX
-    try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not where or not all(isinstance(file, str) for file in where.values()):
-            raise ValueError("weight_map names no files")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: no valid weight index ({error!r}). Download it again.") from None
-    return dict(where)
-
-
 def _check_head(params: Params, config: DecoderConfig) -> None:
     if ("lm_head" in params) == config.tie_embeddings:
         raise UserError(
@@ -299,33 +224,24 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
 
 def _check_tensor(tensor: Stored, shape: tuple[int, ...]) -> None:
     """Looks at the header alone, so that nothing large is read before everything is known to fit."""
-    file, reader, name = tensor
-    header = reader.get_slice(name)
-    if tuple(header.get_shape()) != shape:
+    if tensor.shape != shape:
         raise UserError(
-            f"{file}: tensor {name} has shape {tuple(header.get_shape())}, config.json asks for {shape}. The weights"
+            f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, config.json asks for {shape}. The weights"
             " are of another model than the config: use the files of one model."
         )
-    if header.get_dtype() not in _FLOATS:
+    if tensor.kind not in _FLOATS:
         raise UserError(
-            f"{file}: tensor {name} is stored as {header.get_dtype()}; quantised weights are not supported. Use the"
-            " checkpoint in bfloat16, float16 or float32."
+            f"{tensor.file}: tensor {tensor.name} is stored as {tensor.kind}; quantised weights are not supported. Use"
+            " the checkpoint in bfloat16, float16 or float32."
         )
 
 
 def _check_tied(found: Mapping[str, Stored]) -> None:
-    if not np.array_equal(found[_HEAD].read(), found[_EMBEDDING].read()):
+    if not same(found[_HEAD], found[_EMBEDDING]):
         raise UserError(
             f"{found[_HEAD].file}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings = true."
             " Set it to false to use the head, or take the tensor out."
         )
-
-
-def _parameter(tensors: list[Stored], path: tuple[Any, ...], dtype: Any) -> np.ndarray:
-    """One parameter, as it lies here."""
-    turned = (each.read().T if path[-1] == "kernel" else each.read() for each in tensors)
-    arrays = [each.astype(dtype, order="C", copy=False) for each in turned]
-    return np.stack(arrays) if _EXPERTS in path else arrays[0]
 
 
 def _to_host(path: tuple[Any, ...], leaf: Any, expert: int) -> np.ndarray:

@@ -1,0 +1,167 @@
+"""Tensors in safetensors files, read slice by slice straight to the devices that hold them.
+
+It knows files and their layout in a folder; it does not know what a model is made of, and it never opens a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import safetensors
+
+from tunix_like.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+BLOCK = 4 * 1024**2
+"""Bytes of a file that are on the host at once beside the array that they are copied into."""
+
+_DECODER = "language_model."  # stands before or behind `model.` where a decoder is part of a model of more than text
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
+Index = tuple[slice, ...]
+
+
+class Stored(NamedTuple):
+    """A tensor in an open file."""
+
+    file: Path
+    reader: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.reader.get_slice(self.name).get_shape())
+
+    @property
+    def kind(self) -> str:
+        """Its dtype, in safetensors' words."""
+        return str(self.reader.get_slice(self.name).get_dtype())
+
+    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
+        """The part at `index` a few rows at a time, and which rows of the part they are."""
+        part = self.reader.get_slice(self.name)
+        start, stop, _ = index[0].indices(self.shape[0])
+        width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
+        rows = max(1, BLOCK // max(8 * int(width), 1))
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            yield slice(first - start, last - start), part[(slice(first, last), *index[1:])]
+
+
+def place(tensors: Sequence[Stored], leaf: Any, *, transposed: bool, stacked: bool) -> jax.Array:
+    """One parameter out of its tensor, or out of several that are `stacked`: every device is given its own part of it,
+    and no more than one part is on the host.
+
+    Args:
+      leaf: its shape, dtype and sharding (the default device when that is None).
+      transposed: the last two axes lie the other way round in the file.
+    """
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    holders: dict[Any, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        full = tuple(slice(*part.indices(size)) for part, size in zip(index or (), leaf.shape, strict=True))
+        holders.setdefault(tuple((part.start, part.stop) for part in full), []).append(device)
+
+    def to_devices(index: Index, devices: list[Any]) -> list[jax.Array]:
+        host = _read(tensors, index, leaf.dtype, transposed, stacked)
+        return jax.block_until_ready([jax.device_put(host, device) for device in devices])
+
+    parts: list[jax.Array] = []
+    for bounds, devices in holders.items():
+        parts += to_devices(tuple(slice(*ends) for ends in bounds), devices)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def _read(tensors: Sequence[Stored], index: Index, dtype: Any, transposed: bool, stacked: bool) -> np.ndarray:
+    out = np.empty([part.stop - part.start for part in index], dtype)
+    pairs: Iterable[tuple[Stored, np.ndarray]] = [(tensors[0], out)]
+    if stacked:
+        pairs = zip(tensors[index[0]], list(out), strict=True)
+    within = index[1:] if stacked else index
+    for tensor, array in pairs:
+        own, target = (within[::-1], array.T) if transposed else (within, array)
+        for rows, block in tensor.blocks(own):
+            target[rows] = block
+    return out
+
+
+def same(first: Stored, second: Stored) -> bool:
+    """Whether two tensors hold the same numbers."""
+    if first.shape != second.shape:
+        return False
+    everything = tuple(slice(None) for _ in first.shape)
+    pairs = zip(first.blocks(everything), second.blocks(everything), strict=True)
+    return all(np.array_equal(one, other) for (_, one), (_, other) in pairs)
+
+
+def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
+    """Every tensor in the folder's weight files, or the decoder's where there are others, by the decoder's name.
+
+    Raises:
+      UserError: no safetensors, or files that are missing or cannot be read.
+    """
+    found: dict[str, Stored] = {}
+    for file in _files(folder):
+        try:
+            reader = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(
+                f"{file}: cannot be read as safetensors ({error}). It may be cut short or be a Git LFS pointer;"
+                " download it again."
+            ) from None
+        found |= {name: Stored(file, reader, name) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
+    return of_decoder(found)
+
+
+def of_decoder(found: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to the decoder, by the decoder's names."""
+    if not any(_DECODER in name for name in found):
+        return found
+    decoder = {name: tensor for name, tensor in found.items() if not _OTHER_PARTS.match(name)}
+    return {name.replace(_DECODER, "", 1): tensor for name, tensor in decoder.items()}
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+        if pickles:
+            raise UserError(
+                f"{folder}: holds only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
+                f" are never read here. Save the model as safetensors (with transformers: `AutoModelForCausalLM"
+                f'.from_pretrained("{folder}").save_pretrained("OUT")`), or download its safetensors files.'
+            )
+        raise UserError(
+            f"{folder}: no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
+        )
+    names = sorted(set(index_of(folder).values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, which is not there. Download the rest.")
+    return [folder / name for name in names]
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    """Every tensor's file, as the index says."""
+    index = folder / INDEX
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not where or not all(isinstance(file, str) for file in where.values()):
+            raise ValueError("weight_map names no files")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: no valid weight index ({error!r}). Download it again.") from None
+    return dict(where)
