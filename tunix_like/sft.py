@@ -116,7 +116,7 @@ class SFTTrainer:
         self.watch = SkipWatch("the loss")
         self.iterator: Any = None
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
-        self.identity["adapters"] = None if model.adapters is None else str(model.adapters)
+        self.identity |= {"adapters": model.adapters and str(model.adapters), "quantized": model.quantized}
         self._evaluate = evaluate
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
         shardings = shardings_of((self.trained, self.opt_state), mesh)

@@ -140,7 +140,9 @@ class Decoder(nnx.Module):
             for index, layer in enumerate(self.layers)
             for name, module in (("self_attn", layer.self_attn), ("mlp", layer.mlp))
         }
-        modules = {f"{part}.{name}": getattr(module, name, None) for part, module in parts.items() for name in LORA_TARGETS}
+        modules = {
+            f"{part}.{name}": getattr(module, name, None) for part, module in parts.items() for name in LORA_TARGETS
+        }
         return {name: module for name, module in modules.items() if isinstance(module, Linear)}
 
     def prefill(

@@ -33,12 +33,20 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 _PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 _PEFT_PREFIX = "base_model.model.model."
-_NOT_READ = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out", "modules_to_save")
+_NOT_READ = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+)
 """Fields of PEFT's config that would change what an adapter computes."""
 
 
 def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
-    """The model with adapters beside its projections, which compute nothing yet: A is uniform in `+-in ** -0.5`, as PEFT
+    """The model with adapters beside its projections, which add nothing yet: A is uniform in `+-in ** -0.5`, as PEFT
     draws it, and B is 0.
 
     Args:
@@ -91,11 +99,10 @@ def _adapted(model: Decoder) -> dict[str, Linear]:
 
 
 def _shape_of(linear: Linear) -> tuple[int, int]:
-    if linear.kernel is not None:
-        return linear.kernel.shape
-    assert linear.kernel_codes is not None
-    inputs, outputs = linear.kernel_codes.shape
-    return (inputs if linear.kernel_codes.dtype == jnp.int8 else 2 * inputs), outputs
+    param = linear.kernel_codes if linear.kernel is None else linear.kernel
+    assert param is not None
+    inputs, outputs = param.shape
+    return (2 * inputs if param.dtype == jnp.uint8 else inputs), outputs  # two codes of NF4 a byte
 
 
 def _is_abstract(linear: Linear) -> bool:
@@ -154,9 +161,9 @@ def _take_out(model: Decoder) -> None:
 
 
 def merge_lora(model: Decoder) -> Decoder:
-    """A model without adapters that computes the same: `W + A B * alpha / rank` in float32, rounded once to the dtype of
-    the weights. Quantised weights, with adapters or without, are turned back into numbers. The model itself stays as it
-    is."""
+    """A model without adapters that computes the same: `W + A B * alpha / rank` in float32, rounded once to the dtype
+    of the weights. Quantised weights, with adapters or without, are turned back into numbers. The model itself stays as
+    it is."""
     merged = nnx.merge(*nnx.split(model))
     for linear in merged.projections().values():
         if linear.lora_a is None and linear.kernel is not None:
@@ -200,8 +207,9 @@ def save_adapter(model: Decoder, folder: str | Path) -> None:
         raise UserError(f"{folder}: cannot write the adapter: {error}") from error
 
 
-def save_adapter_config(model: Decoder, folder: str | Path) -> None:
-    """Writes `adapter_config.json` alone: rank, alpha, targets, and the base they are for where that has a name.
+def save_adapter_config(model: Decoder, folder: str | Path, **further: str | None) -> None:
+    """Writes `adapter_config.json` alone: rank, alpha, targets, the base they are for where that has a name, and
+    `further` fields.
 
     Raises:
       UserError: as `save_adapter`.
@@ -220,6 +228,7 @@ def save_adapter_config(model: Decoder, folder: str | Path) -> None:
         "r": adapters.rank,
         "target_modules": list(adapters.targets),
         "task_type": "CAUSAL_LM",
+        **further,
     }
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

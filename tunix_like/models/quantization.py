@@ -8,6 +8,7 @@ used; embedding, head, norms and biases stay as they are.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -68,7 +69,7 @@ def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array
     blocks = wide.reshape(-1, BLOCK, outputs)
     scale = jnp.abs(blocks).max(axis=1, keepdims=True)
     shares = (blocks / _not_zero(scale)).reshape(inputs, outputs)
-    codes = sum((shares > (low + high) / 2).astype(jnp.uint8) for low, high in zip(NF4, NF4[1:], strict=False))
+    codes = sum((shares > (low + high) / 2).astype(jnp.uint8) for low, high in itertools.pairwise(NF4))
     pairs = jnp.asarray(codes).reshape(-1, 2, outputs)
     return pairs[:, 0] | (pairs[:, 1] << 4), scale[:, 0]
 
@@ -85,8 +86,8 @@ def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
 def quantized_product(
     x: Float[Array, "... I"], codes: Codes, scale: Float[Array, "B O"], dtype: Any
 ) -> Float[Array, "... O"]:
-    """`x W` with W turned back here. The barrier ties it to `x`, so that no compiler moves it out of a loop; the backward
-    pass does it again instead of keeping it."""
+    """`x W` with W turned back here. The barrier ties it to `x`, so that no compiler moves it out of a loop; the
+    backward pass does it again instead of keeping it."""
 
     def product(x: Array, codes: Array, scale: Array) -> Array:
         x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
@@ -117,8 +118,8 @@ def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
     """Raises UserError where blocks of NF4 do not divide the inputs of a kernel."""
     if kind == "nf4" and shape[0] % BLOCK:
         raise UserError(
-            f"model.quantize: nf4 has blocks of {BLOCK} along the inputs, which do not divide the {shape[0]} of {name}; "
-            "use int8."
+            f"model.quantize: nf4 has blocks of {BLOCK} along the inputs, which do not divide the {shape[0]} of "
+            f"{name}; use int8."
         )
 
 

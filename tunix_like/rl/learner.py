@@ -114,7 +114,10 @@ class Learner:
         self._take_weights()
         self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config, self.mesh)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
-        self.ref_graphdef, self.ref_params = self._reference(ref_model) if self.algo.beta > 0 else (None, None)
+        self.ref_graphdef: Any = None
+        self.ref_params: Any = None
+        if self.algo.beta > 0:
+            self.ref_graphdef, self.ref_params = self._reference(ref_model)
         self.key = jax.random.key(self.training.seed)
         self.compilations = 0
 
@@ -190,7 +193,8 @@ class Learner:
             checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)
             save_description(self.model.config, self.tokenizer, folder / "model", self.model.param_dtype.name)
             if self.model.adapters is not None:
-                save_adapter_config(self.model, folder / "model")
+                base = {"quantize": self.model.quantized, "param_dtype": self.model.param_dtype.name}
+                save_adapter_config(self.model, folder / "model", **base)
         last: dict[str, Any] = {}
 
         def on_row(row: dict[str, Any]) -> None:

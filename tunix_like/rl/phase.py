@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import check_prompts, prompt_batches
 from tunix_like.errors import UserError
-from tunix_like.models.operations import forward_operations
+from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import check_batch, place_replicated, prompt_parts, scope, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.rl.collection import Collector
@@ -90,7 +90,8 @@ class RLPhase:
         self.identity = {"algorithm": dataclasses.asdict(learner.algo), "batch_size": batch_size, "seed": training.seed}
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self.identity["source_estimators"] = learner.source_estimators
-        self.identity["adapters"] = None if learner.model.adapters is None else str(learner.model.adapters)
+        adapters = learner.model.adapters
+        self.identity |= {"adapters": adapters and str(adapters), "quantized": learner.model.quantized}
         self.opt_state = init_optimizer(optimizer, learner.trained)
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'")
         self._compile(optimizer)
@@ -264,8 +265,9 @@ class RLPhase:
         clock.lap("update")
         out["perf/update_occupancy"] = real / places if places else float("nan")
         computed = np.where(live, batch.completion_lengths, 0)
-        forward = forward_operations(learner.model.config, batch.prompt_lengths, computed)
-        out["perf/update_operations"] = 3 * forward * learner.algo.num_iterations
+        frozen = learner.model.adapters is not None
+        done = update_operations(learner.model.config, batch.prompt_lengths, computed, frozen)
+        out["perf/update_operations"] = done * learner.algo.num_iterations
         return np.asarray(advantages), {name: _mean([row[name] for row in rows]) for name in rows[0]} | out
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:

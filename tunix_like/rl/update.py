@@ -217,12 +217,12 @@ def jit_update(
     shardings: tuple[Any, Any] | None = None,
     traced: Callable[[], None] = lambda: None,
 ) -> Any:
-    """`update_step` as one program of trained parameters, optimizer state, `UpdateInput` and frozen parameters; it takes
-    the first two over.
+    """`update_step` as one program of trained parameters, optimizer state, `UpdateInput` and frozen parameters; it
+    takes the first two over.
 
     Args:
-      shardings: of trained parameters and optimizer state on a mesh. They come out as they went in, so that the next step
-        meets what it was compiled for.
+      shardings: of trained parameters and optimizer state on a mesh. They come out as they went in, so that the next
+        step meets what it was compiled for.
       traced: called once per trace.
     """
     params_lie, state_lies = shardings or (None, None)
