@@ -58,6 +58,10 @@ STEP_COPIES = {True: 2, False: 3}
 """Such arrays in the optimizer's step, with and without clipping by the global norm: the new weights and moments exist
 beside the old ones until the norm is known to be finite, moments in the place of those that were donated."""
 
+DEQUANTIZED_COPIES = {False: 1, True: 2}
+"""Float32 arrays as large as the quantised matrices on the CPU, without and with a backward pass (0.99 and 1.98): XLA
+takes out the barriers that hold each until it is used, and begins with all of them."""
+
 LOGITS_COPIES = {"whole": 3, "pieces": 2}
 """Float32 arrays [tokens, vocabulary] in the forward and backward pass of the log-probabilities, where all tokens are
 one piece, and where pieces follow each other in a loop."""
@@ -214,7 +218,7 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     held = _held(work)
     gradient = held | {
         "gradients": GRADIENT_COPIES * work.trained,
-        "cast weights": _cast_weights(work),
+        "cast weights": _cast_weights(work) + _dequantized(work, backward=True),
         "prompts": _kept(work, prompt_tokens, prompts * prompt_width**2 * heads),
         "chunk": _kept(work, tokens, scores) + copies,
         "logits or a layer's backward": max(_logits(work, tokens), _layer_backward(work, lanes * layout.bins)),
@@ -237,7 +241,8 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4
     scores = rows * model.num_heads * (prompt_width + width) * 4
-    sampling = {"cast weights": _cast_weights(work), "logits": logits + scores}
+    cast, dequantized = _cast_weights(work), _dequantized(work, backward=False)
+    sampling = {"cast weights": cast + dequantized, "logits": logits + scores}
     old = _room_before(width)
     moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width), cache // 2)
     tokens = slots * prompt_width
@@ -247,7 +252,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     moments = [
         sampling | {"completion cache": cache},
         {"completion cache": cache, "cache before growing": moved + prompt_cache},
-        {"forward pass of the prompts": forward + _cast_weights(work) * (work.size < 4)},
+        {"forward pass of the prompts": forward + cast * (work.size < 4) + dequantized},
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
     held = _held(work) if held is None else held
@@ -267,15 +272,21 @@ def _key_values(work: Work, width: int) -> int:
 
 
 def _cast_weights(work: Work) -> int:
-    """Weights in the compute dtype where it is another one, else the transposed embedding as the head; and the largest
-    of the quantised matrices, turned back."""
-    kernels = _kernels(work.model) if work.quantized is not None else []
-    largest = max(map(math.prod, kernels), default=0) * (4 + work.size)
+    """Weights in the compute dtype where it is another one; else the transposed embedding as the head."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
-        cast = parameter_count(work.model) - sum(map(math.prod, kernels))
-        return (cast * work.size + largest) // work.devices
-    tied = work.model.vocab_size * work.model.hidden_size * work.size
-    return ((tied if work.model.tie_embeddings else 0) + largest) // work.devices
+        small = [] if work.quantized is None else _kernels(work.model)
+        return (parameter_count(work.model) - sum(map(math.prod, small))) * work.size // work.devices
+    tied = work.model.vocab_size * work.model.hidden_size * work.size // work.devices
+    return tied if work.model.tie_embeddings else 0
+
+
+def _dequantized(work: Work, backward: bool) -> int:
+    """Quantised matrices while they are turned back: on the CPU all of them, else the largest, in float32 and cast."""
+    if work.quantized is None:
+        return 0
+    sizes = [math.prod(each) for each in _kernels(work.model)]
+    copies = DEQUANTIZED_COPIES[backward] * 4 * sum(sizes) if work.backend == "cpu" else (4 + work.size) * max(sizes)
+    return copies // work.devices
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
