@@ -36,7 +36,13 @@ from .repeated_prompts import (
 )
 from .test_learner import HF, ROWS, TOKENIZER, assert_same, collect, differ, make, varied
 
-HF = HF | {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+HF = HF | {
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
 GRPO = GRPOConfig(num_generations=4, beta=0.1)
 
 
@@ -81,8 +87,8 @@ def test_the_gradient_is_the_plain_models(taken_apart):
 
 
 def test_nothing_as_large_as_the_base_is_made():
-    """Adapters alone have moments; and in the traced step no product is of the shape of a frozen matrix, nor is anything
-    scattered into one: that would be a gradient of the base."""
+    """Adapters alone have moments; and in the traced step no product is of the shape of a frozen matrix, nor is
+    anything scattered into one: that would be a gradient of the base."""
     graphdef, state = nnx.split(adapted())
     trained, frozen = split_params(nnx.to_pure_dict(state))
     matrices = {x.shape for x in jax.tree.leaves(frozen) if x.ndim > 1}
