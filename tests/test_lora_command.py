@@ -67,9 +67,8 @@ def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
         with torch.no_grad():
             return model(torch.tensor(tokens)).logits.float().numpy()
 
-    alone, merged = (
-        transformers.AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in ("base", "merged")
-    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    alone, merged = (load(folder, dtype=torch.float32) for folder in ("base", "merged"))
     before = logits(alone)
     np.testing.assert_allclose(logits(peft.PeftModel.from_pretrained(alone, "adapter")), logits(merged), atol=1e-4)
     assert np.abs(logits(merged) - before).max() > 0.1
