@@ -34,6 +34,7 @@ EXTRAS = {
         "beartype>=0.23.1",  # checks the jaxtyping signatures while the tests run
         "hypothesis>=6.170",  # properties over generated inputs
         "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
+        "peft>=0.21.2",  # the reference that adapters are compared with
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],
     "dev": [

@@ -175,6 +175,18 @@ MISTAKES = {
     "mesh that does not divide the examples": (
         (*REVERSED, "mesh.shape=[8, 1]", "sft.batch_size=12"), ["sft.batch_size: 12", "make it a multiple of 8"],
     ),
+    # adapters
+    "alpha without a rank": ((*REVERSED, "lora.alpha=2"), ["lora.alpha", "without lora.rank"]),
+    "unknown projection": ((*REVERSED, "lora.rank=2", "lora.targets=[qproj]"), ["lora.targets", "mean 'q_proj'"]),
+    "rank": ((*REVERSED, "lora.rank=0"), ["lora.rank", "at least 1"]),
+    "quantised without adapters": ((*REVERSED, "model.quantize=int8"), ["model.quantize", "set lora.rank"]),
+    "unknown quantisation": ((*REVERSED, "model.quantize=int4", "lora.rank=2"), ["model.quantize", "int8, nf4"]),
+    "blocks that do not fit": (
+        (*REVERSED, "model.quantize=nf4", "lora.rank=2", "model.config.intermediate_size=96"),
+        ["model.quantize", "blocks of 64", "96 of layers.0.mlp.down_proj", "use int8"],
+    ),
+    "half precision": ((*REVERSED, "model.param_dtype=bfloat16"), ["model.param_dtype", "lora.rank"]),
+    "no adapters to export": (("export", "model", "out", "--adapter"), ["no adapters", "lora.rank"]),
     # algorithms
     "unknown estimator": (
         (*REVERSED, "algorithm.advantage_estimator=rlo"),

@@ -22,6 +22,7 @@ MODELS = {
     "llama3.2_1b": (LLAMA32, 1235.81),
     "gemma3_1b": (GEMMA3, 999.89),
     "smollm2_360m": (SMOLLM2_360M, 361.82),
+    "qwen3_8b_lora": (QWEN3_8B, 8190.74),
 }
 """An example of GSM8K to the config of its model, and the millions of parameters that the model's card states."""
 LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner"}
@@ -46,6 +47,19 @@ def home(tmp_path_factory):
         ends = {"eos_token_id": tokenizer.eos_id}  # the published ones are of the models' own tokenizers
         (home / name / "config.json").write_text(json.dumps(fields | ends))
     return home
+
+
+def test_adapters_beside_four_bits(home, monkeypatch, capsys):
+    """What is trained and what is frozen, from a config alone; no reference is held."""
+    monkeypatch.chdir(home)
+    argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_8b_lora.yaml"), "model.path=qwen3_8b_lora", "data.path=rows"]
+    assert cli.main([*argv, "algorithm.beta=0.01", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    trained = 16 * 36 * (2 * 4096 + 4 * 4096 + 2 * 2048 + 2 * 4096 + 3 * (4096 + 12288) - 2 * 4096 - 2 * 1024)
+    assert (
+        f"8190.74 M parameters frozen in nf4, {trained / 1e6:.2f} M trained (LoRA of rank 16, alpha 16, on q_p" in said
+    )
+    assert "reference" not in said and re.search(r"   update: .*weights 6\.5\d GB", said)
 
 
 def test_every_example_has_its_model():

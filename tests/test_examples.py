@@ -40,7 +40,7 @@ def call(*argv, cwd, **environment):
 
 
 OWN = "own_estimator/maze.yaml"
-GSM8K_YAMLS = ("qwen2.5_0.5b", "qwen3_0.6b", "qwen3_1.7b", "llama3.2_1b", "gemma3_1b", "smollm2_360m")
+GSM8K_YAMLS = ("qwen2.5_0.5b", "qwen3_0.6b", "qwen3_1.7b", "llama3.2_1b", "gemma3_1b", "smollm2_360m", "qwen3_8b_lora")
 PLAIN = ("maze.yaml", "debug/reverse_text.yaml", *(f"gsm8k/{name}.yaml" for name in GSM8K_YAMLS), OWN)
 """Examples that name an estimator and leave the rest of the algorithm to its learner."""
 NEED_K = ("maxpo", "pkpo", "passk")

@@ -14,18 +14,30 @@ import pytest
 from flax import nnx
 
 from tunix_like import sizes
-from tunix_like.config import AlgorithmConfig, Config, DataConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config import (
+    LORA_TARGETS,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    LoraConfig,
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+)
 from tunix_like.config_file import load
 from tunix_like.errors import UserError
-from tunix_like.memory import FIRST_CACHE, Work, amount, parameter_count, rollout_phase, update_phases
+from tunix_like.memory import FIRST_CACHE, Work, adapter_count, amount, parameter_count, rollout_phase, update_phases
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.quantization import quantize_base
 from tunix_like.optimizer import build_optimizer
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.learners import GRPOConfig
 from tunix_like.rl.objective import build_objective, resolve
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.update import UpdateInput, update_step
+from tunix_like.rl.update import UpdateInput, jit_update
 from tunix_like.sampling import decoding, sampler
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.types import GroupBatch
@@ -53,9 +65,21 @@ def changed(work: Work = BASE, **changes: Any) -> Work:
 
 
 @functools.cache
-def abstract(config: DecoderConfig, attention: str = "auto") -> tuple[Any, Any]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), attention=attention)))
+def abstract(
+    config: DecoderConfig, attention: str = "auto", adapters: Adapters | None = None, quantized: str | None = None
+) -> tuple[Any, Any]:
+    def make() -> Decoder:
+        model = quantize_base(Decoder(config, rngs=nnx.Rngs(0), attention=attention), quantized)
+        if adapters is None:
+            return model
+        return add_lora(model, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     return graphdef, nnx.to_pure_dict(state)
+
+
+def abstract_of(work: Work) -> tuple[Any, Any]:
+    return abstract(work.model, work.attention, work.adapters, work.quantized)
 
 
 def held_by(program: Any) -> int:
@@ -92,12 +116,16 @@ def compiled_update(work: Work, size: int) -> int:
     data = UpdateInput(batch, shape(prompts, dtype=bool), packed)
     objective = build_objective(resolve(GRPOConfig(num_generations=group), GRPOConfig), steps, 1, {})
     optimizer = build_optimizer(OptimizerConfig(max_grad_norm=1.0 if work.clipped else None), None)
-    graphdef, params = abstract(work.model, work.attention)
+    graphdef, params = abstract_of(work)
+    params, frozen = split_params(params)
     options = ForwardOptions(1.0, work.logits_chunk, work.remat)
-    step = functools.partial(update_step, graphdef, objective, optimizer, options)
-    state = jax.eval_shape(optimizer.init, params)
-    return held_by(jax.jit(step, donate_argnums=(0, 1)).lower(params, state, data).compile())
+    step = jit_update(graphdef, objective, optimizer, options)
+    return held_by(step.lower(params, jax.eval_shape(optimizer.init, params), data, frozen).compile())
 
+
+ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)
+LARGE = changed(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
+"""Little but weights."""
 
 UPDATES = {
     "two layers, long completions": (changed(num_layers=2, widths=(32, 256)), 2),
@@ -106,14 +134,11 @@ UPDATES = {
     "large vocabulary, one piece": (changed(vocab_size=8192, logits_chunk=512, tie_embeddings=False), 8),
     "large vocabulary, pieces": (changed(vocab_size=8192), 8),
     "recomputed": (changed(num_layers=2, remat=True), 8),
-    "weights, not clipped": (
-        changed(
-            prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8), clipped=False
-        ),
-        1,
-    ),
+    "weights, not clipped": (changed(LARGE, clipped=False), 1),
     "one block": (changed(widths=(32, 256), attention="blocked"), 2),
     "blocks": (changed(widths=(32, 1024), attention="blocked"), 1),
+    "adapters": (changed(LARGE, adapters=ADAPTERS), 1),
+    "adapters beside nf4": (changed(LARGE, adapters=ADAPTERS, quantized="nf4"), 1),
 }
 
 
@@ -129,6 +154,7 @@ ROLLOUTS = {
     "large vocabulary": (changed(vocab_size=8192), 32, 4),
     "top-p": (changed(vocab_size=8192, filtered=True), 64, 4),
     "long prompts": (changed(widths=(512, 16)), 8, 8),
+    "adapters beside int8": (changed(LARGE, adapters=ADAPTERS, quantized="int8"), 4, 4),
 }
 
 
@@ -136,7 +162,7 @@ ROLLOUTS = {
 def test_a_rollout_holds_what_is_foreseen(name):
     """The worst of prefill, sampling at full room, and the growth of the cache, each with what else is held then."""
     work, count, slots = ROLLOUTS[name]
-    (width, steps), (graphdef, params) = work.widths, abstract(work.model)
+    (width, steps), (graphdef, params) = work.widths, abstract_of(work)
     prefill = decoding.prefill.lower(graphdef, params, shape(slots, width), shape(slots)).compile()
     run = functools.partial(decoding.prefill, graphdef)
     prompts = jax.eval_shape(run, params, shape(slots, width), shape(slots))
@@ -160,6 +186,28 @@ def test_parameters_are_counted(changes):
     params = abstract(work.model)[1]
     assert parameter_count(work.model) == sum(x.size for x in jax.tree.leaves(params))
     assert work.weights == nbytes(params)
+
+
+@pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
+def test_adapters_and_quantised_weights_are_counted(quantized):
+    """Of all projections and of some; what is trained has moments and gradients, and no reference is held."""
+    for targets in (LORA_TARGETS, ("k_proj", "down_proj")):
+        work = changed(num_layers=3, adapters=Adapters(5, 5.0, targets), quantized=quantized, reference=True)
+        params = abstract_of(work)[1]
+        trained, _ = split_params(params)
+        assert adapter_count(work.model, work.adapters) == sum(x.size for x in jax.tree.leaves(trained))
+        assert (work.weights, work.trained) == (nbytes(params), nbytes(trained))
+        update, step = (phase.parts for phase in update_phases(work, 4))
+        assert "reference" not in update and update["optimizer"] == 2 * work.trained == update["gradients"]
+        assert step["gradients and new weights"] == 2 * work.trained
+
+
+def test_an_accelerator_turns_one_matrix_back_at_a_time():
+    work = changed(LARGE, num_layers=4, adapters=ADAPTERS, quantized="nf4")
+    on = {backend: dataclasses.replace(work, backend=backend) for backend in ("cpu", "gpu")}
+    parts = {backend: update_phases(work, 1)[0].parts["cast weights"] for backend, work in on.items()}
+    tied = 4 * 256 * 64
+    assert parts["gpu"] == 8 * 256 * 1536 + tied < parts["cpu"] / 10
 
 
 def test_the_first_cache_is_the_samplers():

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tunix_like.config import AlgorithmConfig as AlgorithmConfig
     from tunix_like.config import EvalConfig as EvalConfig
+    from tunix_like.config import LoraConfig as LoraConfig
     from tunix_like.config import OptimizerConfig as OptimizerConfig
     from tunix_like.config import RLTrainingConfig as RLTrainingConfig
     from tunix_like.config import RolloutConfig as RolloutConfig
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from tunix_like.errors import UserError as UserError
     from tunix_like.models.loading import export_model as export_model
     from tunix_like.models.loading import load_model as load_model
+    from tunix_like.models.lora import add_lora as add_lora
+    from tunix_like.models.lora import load_adapter as load_adapter
+    from tunix_like.models.lora import merge_lora as merge_lora
+    from tunix_like.models.lora import save_adapter as save_adapter
     from tunix_like.rewards import register_reward_fn as register_reward_fn
     from tunix_like.rl.advantages import compute_advantages as compute_advantages
     from tunix_like.rl.advantages import register_advantage_estimator as register_advantage_estimator
@@ -50,9 +55,12 @@ if TYPE_CHECKING:
     from tunix_like.tokenizer import Tokenizer as Tokenizer
 
 _HOMES = {
-    "tunix_like.config": "AlgorithmConfig EvalConfig OptimizerConfig RLTrainingConfig RolloutConfig SFTConfig",
+    "tunix_like.config": (
+        "AlgorithmConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig SFTConfig"
+    ),
     "tunix_like.errors": "UserError",
     "tunix_like.models.loading": "export_model load_model",
+    "tunix_like.models.lora": "add_lora load_adapter merge_lora save_adapter",
     "tunix_like.rewards": "register_reward_fn",
     "tunix_like.rl.advantages": "compute_advantages register_advantage_estimator",
     "tunix_like.rl.learner": "Learner",

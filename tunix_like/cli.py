@@ -125,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (evaluate, generate, export):
         sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id")
     export.add_argument("out", help="folder to write")
-    for sub in (train, sft, evaluate, generate):
+    export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
+    for sub in (train, sft, evaluate, generate, export):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
     for sub in (train, sft, evaluate):
         several = sub.add_argument_group(
@@ -375,11 +376,19 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights are copied alone: the host holds what one device may not
+    from flax import nnx
+
     from tunix_like import runs
     from tunix_like.models.loading import export_model
+    from tunix_like.models.lora import merge_lora, save_adapter
 
-    trained = runs.open_trained(arguments.source, whole=True)
-    export_model(trained.params, trained.model_config, trained.tokenizer, arguments.out)
+    trained = runs.open_trained(arguments.source, arguments.overrides, whole=True)
+    if arguments.adapter:
+        save_adapter(trained.model, arguments.out)
+        console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft and vLLM load them")
+        return
+    params = nnx.to_pure_dict(nnx.split(merge_lora(trained.model))[1])
+    export_model(params, trained.model_config, trained.tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers, vLLM and tunix-like load it")
 
 

@@ -17,6 +17,8 @@ from tunix_like.errors import UserError, nearest
 LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum", "sequence-mean-token-scale")
 ATTENTIONS = ("auto", "plain", "blocked", "cudnn", "splash")
 KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
+QUANTIZATIONS = ("int8", "nf4")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def key(
@@ -94,7 +96,9 @@ class ModelConfig(_Checked):
         doc="compute dtype; unset: bfloat16 on TPU and GPU, float32 on CPU", choices=("float32", "bfloat16")
     )
     param_dtype: str = key(
-        "float32", doc="dtype of weights and optimizer state; training needs float32", choices=("float32", "bfloat16")
+        "float32",
+        doc="dtype of the weights; what is trained needs float32, a base that lora.rank freezes does not",
+        choices=("float32", "bfloat16"),
     )
     attention: str = key(
         "auto",
@@ -102,6 +106,31 @@ class ModelConfig(_Checked):
         "kernel; auto: the kernel where there is one, else by the size of a call",
         choices=ATTENTIONS,
     )
+    quantize: str | None = key(
+        doc="hold the projections of the frozen base in 8 or 4 bits; needs lora.rank to train (unset: as param_dtype)",
+        choices=QUANTIZATIONS,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(_Checked):
+    """Low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685)."""
+
+    section = "lora"
+    rank: int | None = key(doc="train adapters of this rank, weights frozen; unset: train all weights", at_least=1)
+    alpha: float | None = key(doc="adapters count alpha / rank (unset: alpha = rank)", above=0)
+    targets: list[str] | None = key(
+        doc="projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all, "
+        "of a model with experts the first four"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.targets or ():
+            if name not in LORA_TARGETS:
+                raise UserError(f"lora.targets: unknown projection '{name}'. {nearest(name, LORA_TARGETS)}")
+        if self.targets is not None and (not self.targets or len(set(self.targets)) != len(self.targets)):
+            raise UserError(f"lora.targets: name at least one projection, each once, not {self.targets}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,6 +339,7 @@ class Config:
     """One run. Each section is a mapping in the YAML."""
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()

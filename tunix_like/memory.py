@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from tunix_like.config import LORA_TARGETS
 from tunix_like.models.attention import SCORES
 from tunix_like.models.attention_blocked import BLOCK
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.quantization import BLOCK as QUANTIZED_BLOCK
 from tunix_like.rl.packing import choose_layout
 
 FIRST_CACHE = 128
@@ -53,6 +58,10 @@ STEP_COPIES = {True: 2, False: 3}
 """Such arrays in the optimizer's step, with and without clipping by the global norm: the new weights and moments exist
 beside the old ones until the norm is known to be finite, moments in the place of those that were donated."""
 
+DEQUANTIZED_COPIES = {False: 1, True: 2}
+"""Float32 arrays as large as the quantised matrices on the CPU, without and with a backward pass (0.99 and 1.98): XLA
+takes out the barriers that hold each until it is used, and begins with all of them."""
+
 LOGITS_COPIES = {"whole": 3, "pieces": 2}
 """Float32 arrays [tokens, vocabulary] in the forward and backward pass of the log-probabilities, where all tokens are
 one piece, and where pieces follow each other in a loop."""
@@ -75,6 +84,8 @@ class Work:
       widths: of padded prompts and completions, `(S, T)`.
       update_prompts: prompts of one optimizer update; None is all.
       dtype, param_dtype: of the matrix products and of the stored weights.
+      adapters: what is trained alone, if anything is; in float32.
+      quantized: how the projections beside them are held.
       moments: arrays of the optimizer's state as large as the weights; 2 for AdamW.
       clipped: the gradient's global norm is clipped.
       reference: a second model is held for the KL.
@@ -91,6 +102,8 @@ class Work:
     update_prompts: int | None = None
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    adapters: Adapters | None = None
+    quantized: str | None = None
     moments: int = 2
     clipped: bool = True
     reference: bool = False
@@ -108,8 +121,18 @@ class Work:
 
     @property
     def weights(self) -> int:
-        """Bytes of the weights on one device."""
-        return parameter_count(self.model) * jnp.dtype(self.param_dtype).itemsize // self.devices
+        """Bytes of all weights on one device."""
+        size = jnp.dtype(self.param_dtype).itemsize
+        base = parameter_count(self.model) * size
+        if self.quantized is not None:
+            kernels = _kernels(self.model)
+            base += sum(_quantized_bytes(self.quantized, *each) - math.prod(each) * size for each in kernels)
+        return base // self.devices + (0 if self.adapters is None else self.trained)
+
+    @property
+    def trained(self) -> int:
+        """Bytes of those that are trained."""
+        return self.weights if self.adapters is None else 4 * adapter_count(self.model, self.adapters) // self.devices
 
     @property
     def size(self) -> int:
@@ -157,6 +180,28 @@ def parameter_count(model: DecoderConfig) -> int:
     return layers + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
 
 
+def adapter_count(model: DecoderConfig, adapters: Adapters) -> int:
+    """Numbers in all adapters of a decoder."""
+    return adapters.rank * sum(map(sum, _kernels(model, adapters.targets)))
+
+
+def _kernels(model: DecoderConfig, targets: Sequence[str] = LORA_TARGETS) -> list[tuple[int, int]]:
+    """Inputs and outputs of `Decoder.projections`, those of these names."""
+    width, inner = model.hidden_size, model.intermediate_size
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = {"q_proj": (width, query), "k_proj": (width, key), "v_proj": (width, key), "o_proj": (query, width)}
+    mlp = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
+    layers = (attention if model.has_experts(layer) else attention | mlp for layer in range(model.num_layers))
+    return [shape for layer in layers for name, shape in layer.items() if name in targets]
+
+
+def _quantized_bytes(kind: str, inputs: int, outputs: int) -> int:
+    """Of codes and scales (`models/quantization.py`)."""
+    if kind == "int8":
+        return inputs * outputs + 4 * outputs
+    return inputs * outputs // 2 + 4 * (inputs // QUANTIZED_BLOCK) * outputs
+
+
 def _mlp_count(model: DecoderConfig, layer: int) -> int:
     if (experts := model.experts) is None or not model.has_experts(layer):
         return 3 * model.hidden_size * model.intermediate_size
@@ -181,14 +226,14 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     copies = LANE_COPIES * lanes * _key_values(work, prompt_width) * work.model.num_layers
     held = _held(work)
     gradient = held | {
-        "gradients": GRADIENT_COPIES * work.weights,
-        "cast weights": _cast_weights(work),
+        "gradients": GRADIENT_COPIES * work.trained,
+        "cast weights": _cast_weights(work) + _dequantized(work, backward=True),
         "prompts": _kept(work, prompt_tokens, prompts * prompt_width**2 * heads),
         "chunk": _kept(work, tokens, scores) + copies,
         "logits or a layer's backward": max(_logits(work, tokens), _layer_backward(work, lanes * layout.bins)),
         "batch": _batch(work),
     }
-    step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.weights, "batch": _batch(work)}
+    step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained, "batch": _batch(work)}
     return [Phase("update", gradient), Phase("optimizer", step)]
 
 
@@ -205,7 +250,8 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4
     scores = rows * model.num_heads * (prompt_width + width) * 4
-    sampling = {"cast weights": _cast_weights(work), "logits": logits + scores}
+    cast, dequantized = _cast_weights(work), _dequantized(work, backward=False)
+    sampling = {"cast weights": cast + dequantized, "logits": logits + scores}
     old = _room_before(width)
     moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width), cache // 2)
     tokens = slots * prompt_width
@@ -215,7 +261,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     moments = [
         sampling | {"completion cache": cache},
         {"completion cache": cache, "cache before growing": moved + prompt_cache},
-        {"forward pass of the prompts": forward + _cast_weights(work) * (work.size < 4)},
+        {"forward pass of the prompts": forward + cast * (work.size < 4) + dequantized},
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
     held = _held(work) if held is None else held
@@ -224,8 +270,9 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
 
 def _held(work: Work) -> dict[str, int]:
     """What a trainer keeps all the time."""
-    held = {"weights": work.weights, "optimizer": work.moments * work.weights}
-    return held | ({"reference": work.weights} if work.reference else {})
+    held = {"weights": work.weights, "optimizer": work.moments * work.trained}
+    # the base without its adapters is there already
+    return held | ({"reference": work.weights} if work.reference and work.adapters is None else {})
 
 
 def _key_values(work: Work, width: int) -> int:
@@ -236,9 +283,19 @@ def _key_values(work: Work, width: int) -> int:
 def _cast_weights(work: Work) -> int:
     """Weights in the compute dtype where it is another one; else the transposed embedding as the head."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
-        return parameter_count(work.model) * work.size // work.devices
+        small = [] if work.quantized is None else _kernels(work.model)
+        return (parameter_count(work.model) - sum(map(math.prod, small))) * work.size // work.devices
     tied = work.model.vocab_size * work.model.hidden_size * work.size // work.devices
     return tied if work.model.tie_embeddings else 0
+
+
+def _dequantized(work: Work, backward: bool) -> int:
+    """Quantised matrices while they are turned back: on the CPU all of them, else the largest, in float32 and cast."""
+    if work.quantized is None:
+        return 0
+    sizes = [math.prod(each) for each in _kernels(work.model)]
+    copies = DEQUANTIZED_COPIES[backward] * 4 * sum(sizes) if work.backend == "cpu" else (4 + work.size) * max(sizes)
+    return copies // work.devices
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:

@@ -23,10 +23,11 @@ from tunix_like import console
 from tunix_like.config import Config
 from tunix_like.data import load_source, source_estimators
 from tunix_like.errors import UserError, nearest
-from tunix_like.memory import Phase, amount, parameter_count
+from tunix_like.memory import Phase, amount
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_abstract
-from tunix_like.models.operations import forward_operations
+from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import (
     build_mesh,
     check_model,
@@ -44,7 +45,7 @@ from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.phase import run_optimizer
 from tunix_like.rl.update import UpdateInput, jit_update
-from tunix_like.runs import check_batches, check_config, named_model, updates_per_batch
+from tunix_like.runs import check_batches, check_config, describe_model, named_model, updates_per_batch
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import slot_shape
@@ -146,11 +147,11 @@ class Plan:
         graphdef, state = nnx.split(self.model)
         return graphdef, param_shapes(nnx.to_pure_dict(state), self.mesh)
 
-    def operations(self) -> float:
-        """Of the forward pass over a step's prompts and completions, all of full length."""
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a step's prompts and completions, all of full length."""
         (prompts, group), (width, steps) = self.group, self.widths
-        lengths = np.full((prompts, group), steps)
-        return forward_operations(self.model.config, np.full(prompts, width), lengths)
+        return np.full(prompts, width), np.full((prompts, group), steps)
 
     def phase(self, *names: str) -> Phase:
         """The worst of the foreseen phases of these names."""
@@ -169,7 +170,13 @@ def make_plan(config: Config, kind: Device | None) -> Plan:
     what = named_model(section, load_source(config.data).tokenizer if incomplete else None)
     dtype = section.dtype or ("float32" if kind is None else "bfloat16")
     attention = "blocked" if section.attention in KERNELS else section.attention
-    model, _, _ = load_abstract(what, init=section.init, dtype=jnp.dtype(dtype), attention=attention)
+    kinds: dict[str, Any] = {
+        "dtype": jnp.dtype(dtype),
+        "param_dtype": jnp.dtype(section.param_dtype),
+        "quantize": section.quantize,
+    }
+    model, _, _ = load_abstract(what, init=section.init, attention=attention, **kinds)
+    model = model if config.lora.rank is None else add_lora(model, config.lora)
     mesh = build_mesh(config.mesh)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_batches(config, mesh)
@@ -178,7 +185,8 @@ def make_plan(config: Config, kind: Device | None) -> Plan:
 
 def compile_update(plan: Plan) -> Program:
     """One optimizer update, as `rl/phase.py` makes it."""
-    config, (graphdef, params) = plan.config, plan.split
+    config, graphdef = plan.config, plan.split[0]
+    params, frozen = split_params(plan.split[1])
     own = source_estimators(config.data, config.algorithm)
     objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
@@ -186,8 +194,9 @@ def compile_update(plan: Plan) -> Program:
     state = state_shapes(optimizer, params)
     options = forward_options(config.rollout, training, config.algorithm)
     step = jit_update(graphdef, objective, optimizer, options, shardings_of((params, state), plan.mesh))
-    lower = functools.partial(step.lower, params, state, _update_input(plan, objective))
-    operations = 3 * plan.operations() * config.algorithm.num_iterations
+    lower = functools.partial(step.lower, params, state, _update_input(plan, objective), frozen)
+    done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
+    operations = done * config.algorithm.num_iterations
     with scope(plan.mesh):
         return _compiled("update", lower, operations, plan.phase("update", "optimizer"))[0]
 
@@ -240,7 +249,8 @@ def compile_sampling(plan: Plan) -> list[Program]:
     ends = tuple(rollout.eos_tokens or (0,))
     lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
     with scope(plan.mesh):
-        return [prefill, _compiled("decode", lower, plan.operations() - operations, phase)[0]]
+        decode = forward_operations(plan.model.config, *plan.lengths) - operations
+        return [prefill, _compiled("decode", lower, decode, phase)[0]]
 
 
 def _compiled(name: str, lower: Callable[[], Any], operations: float, foreseen: Phase | None) -> tuple[Program, Any]:
@@ -272,7 +282,7 @@ def print_report(config: Config, devices: str) -> int:
     plan = make_plan(config, kind)
     mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} a device; {plan.model.dtype} matrix products")
-    console.say(f"{parameter_count(plan.model.config) / 1e6:.2f} M parameters, {plan.config.model.path or 'inline'}")
+    console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
     for name, value in plan.foreseen.lines():
         console.say(f"{name:>10}: {value}")
     console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")

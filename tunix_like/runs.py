@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig
+from tunix_like.config import AlgorithmConfig, Config, EvalConfig, LoraConfig, ModelConfig
 from tunix_like.config_file import as_dict, differences, load, save
 from tunix_like.data import (
     DataSource,
@@ -32,9 +32,19 @@ from tunix_like.data import (
 )
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
+from tunix_like.memory import adapter_count, parameter_count
+from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_abstract, load_description, load_model, save_description
-from tunix_like.models.sharding import build_mesh, check_batch, check_model
+from tunix_like.models.lora import (
+    ADAPTER_CONFIG,
+    add_lora,
+    join_params,
+    read_adapter_config,
+    save_adapter_config,
+    split_params,
+)
+from tunix_like.models.sharding import build_mesh, check_batch, check_model, place_params
 from tunix_like.optimizer import build_schedule
 from tunix_like.processes import by_first
 from tunix_like.rewards import check_arguments
@@ -104,10 +114,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
-    if config.model.param_dtype != "float32":
-        raise UserError(
-            "model.param_dtype: bfloat16 weights lose small updates; train in float32 (model.dtype may differ)."
-        )
+    _check_lora(config)
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # how many steps the data makes is not known then
     ks_of(config.eval)
@@ -118,6 +125,25 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     if config.model.path is None and config.model.config is None:
         raise UserError("model.path: name a model folder or hub id, or write model.config and model.init: random.")
     return dataclasses.replace(config, algorithm=algorithm), learner
+
+
+def _check_lora(config: Config) -> None:
+    """What adapters need, and what needs adapters."""
+    lora, model = config.lora, config.model
+    if lora.rank is not None:
+        return
+    if unread := [name for name in ("alpha", "targets") if getattr(lora, name) is not None]:
+        raise UserError(f"lora.{unread[0]}: there are no adapters without lora.rank; set it, e.g. 16.")
+    if model.quantize is not None:
+        raise UserError(
+            f"model.quantize: weights in {model.quantize} cannot be trained; set lora.rank to train adapters beside "
+            "them."
+        )
+    if model.param_dtype != "float32":
+        raise UserError(
+            "model.param_dtype: bfloat16 weights lose small updates; train in float32 (model.dtype may differ), or "
+            "adapters beside them (lora.rank)."
+        )
 
 
 def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -212,10 +238,12 @@ def _load_model(
 ) -> tuple[Decoder, Tokenizer, str]:
     section, what = config.model, named_model(config.model, own)
     if abstract:
-        model, tokenizer, weights = load_abstract(what, init=section.init, **_kinds(config))
+        model, tokenizer, weights = load_abstract(what, init=section.init, quantize=section.quantize, **_kinds(config))
     else:
-        model, tokenizer = load_model(what, init=section.init, seed=config.training.seed, mesh=mesh, **_kinds(config))
+        model, tokenizer = _loaded(config, what, mesh)
         weights = ""
+    if config.lora.rank is not None:
+        model = add_lora(model, config.lora, config.training.seed)
     tokenizer = own or tokenizer
     if tokenizer is None:
         raise UserError(f"model.path: {section.path} has no tokenizer, and data.name={config.data.name} brings none.")
@@ -256,6 +284,8 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save(parts.config, file)
     save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)
+    if parts.model.adapters is not None:
+        save_adapter_config(parts.model, folder / "model")
 
 
 class Trained(NamedTuple):
@@ -268,6 +298,10 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     mesh: Mesh | None
     origin: str
+
+    @property
+    def model(self) -> Decoder:
+        return nnx.merge(self.graphdef, self.params)
 
 
 def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False, whole: bool = False) -> Trained:
@@ -294,14 +328,56 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
     else:
         return _open_model(path, overrides, need_data, whole)
     file = place / "config.yaml"  # a run of the Python interface has none
-    config = load(file, overrides) if file.is_file() else _config_without_file(path, overrides, need_data)
+    adapters = (place / "model" / ADAPTER_CONFIG).is_file()
+    if file.is_file():
+        config = load(file, overrides)
+    else:
+        config = _config_without_file(path, [*(_named_base(place) if adapters else ()), *overrides], need_data)
     mesh = None if whole else build_mesh(config.mesh)
     graphdef, abstract, model_config, tokenizer = load_description(place / "model", mesh=mesh, **_kinds(config))
+    frozen: Any = {}
+    if adapters:
+        model = _adapted_base(place, config, model_config, mesh)
+        graphdef, state = nnx.split(model)
+        abstract, frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
     with Checkpoints(steps_folder) as checkpoints:
         step = checkpoints.steps()[-1] if step is None else step
-        params = checkpoints.restore(step, {"params": abstract})[0]["params"]
+        params = join_params(checkpoints.restore(step, {"params": abstract})[0]["params"], frozen)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     return Trained(config, graphdef, model_config, params, tokenizer, mesh, f"{steps_folder}/{step}")
+
+
+def _named_base(run: Path) -> list[str]:
+    """What a run of the Python interface says of the base of its adapters, as overrides."""
+    fields = read_adapter_config(run / "model")
+    said = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
+    return [f"model.{key}={fields[name]}" for key, name in said.items() if fields.get(name) is not None]
+
+
+def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: Mesh | None) -> Decoder:
+    """The base that the adapters of a run are for, with fresh ones in their places.
+
+    Raises:
+      UserError: the base is not where the run says, it says nothing, or what is there is another model.
+    """
+    fields, section = read_adapter_config(run / "model"), config.model
+    what = run / "model" if section.init == "random" else section.path
+    cure = "Name the base: model.path=FOLDER, or model.init=random and training.seed if it was drawn at random."
+    if what is None:
+        raise UserError(f"{run} holds adapters alone, and does not say what they are for. {cure}")
+    try:
+        base, _ = _loaded(config, what, mesh)
+    except UserError as error:
+        raise UserError(f"{run} holds adapters alone, and their base cannot be loaded: {error} {cure}") from None
+    if base.config != description:
+        raise UserError(f"{run} holds adapters of another model than {what}. {cure}")
+    lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], targets=fields["target_modules"])
+    return add_lora(base, lora)
+
+
+def _loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
+    section, seed = config.model, config.training.seed
+    return load_model(what, init=section.init, seed=seed, quantize=section.quantize, mesh=mesh, **_kinds(config))
 
 
 def _kinds(config: Config) -> dict[str, Any]:
@@ -371,7 +447,7 @@ def _newest_checkpoints(run: Path) -> Path | None:
 def _open_model(path: str, overrides: Sequence[str], need_data: bool, whole: bool) -> Trained:
     config = _config_without_file(path, [f"model.path={path}", *overrides], need_data)
     mesh = None if whole else build_mesh(config.mesh)
-    model, tokenizer = load_model(path, init=config.model.init, seed=config.training.seed, mesh=mesh, **_kinds(config))
+    model, tokenizer = _loaded(config, path, mesh)
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer.")
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
@@ -386,9 +462,9 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
     updates = updates_per_batch(config)
     place = "reward" if algorithm.kl_in_reward else "loss"
     kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
-    count = sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.split(parts.model)[1])))
-    dtype, lengths = jnp.dtype(parts.model.dtype).name, config.rollout
+    lengths = config.rollout
     way = "plain, or blocked where calls are large" if parts.model.attention == "auto" else parts.model.attention
+    kind = f"{jnp.dtype(parts.model.dtype).name} on {jax.default_backend()}, attention {way}"
     return [
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         *_describe_sources(parts),
@@ -396,11 +472,21 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
-        ("model", f"{count / 1e6:.2f} M parameters, {dtype} on {jax.default_backend()}, attention {way}"),
+        ("model", f"{describe_model(parts.model)}, {kind}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),
     ]
+
+
+def describe_model(model: Decoder) -> str:
+    """How many parameters there are, which of them are trained, and how the others are held."""
+    text = f"{parameter_count(model.config) / 1e6:.2f} M parameters"
+    if model.adapters is None:
+        return text
+    count = adapter_count(model.config, model.adapters)
+    held = model.quantized or model.param_dtype.name
+    return f"{text} frozen in {held}, {count / 1e6:.2f} M trained ({model.adapters})"
 
 
 def _describe_options(algorithm: AlgorithmConfig) -> str:

@@ -24,6 +24,7 @@ from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
+from tunix_like.models.lora import join_params, split_params
 from tunix_like.models.sharding import (
     check_batch,
     check_divides,
@@ -70,7 +71,8 @@ class SFTTrainer:
     """Fits a model to the `answer` column of a dataset.
 
     Args:
-      model: a `Decoder`; its weights are donated while training and put back, trained, at the end.
+      model: a `Decoder`; its weights, of one with adapters these alone, are donated while training and put back,
+        trained, at the end.
       tokenizer: ours, or a transformers fast tokenizer.
       sft_config: steps, batch size, optimizer.
       rollout_config: `max_prompt_length` (longer prompts are skipped) and `max_tokens_to_generate` (longer answers are
@@ -107,17 +109,18 @@ class SFTTrainer:
         check_divides(mesh, model.config)
         check_batch(mesh, "sft.batch_size", sft_config.batch_size)
         self.mesh = mesh
-        self.params = place_params(nnx.to_pure_dict(state), mesh)
+        self.trained, self.frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
         self.total: int | None = sft_config.max_steps
         self.schedule = build_schedule(sft_config.optimizer, self.total)
         optimizer = build_optimizer(sft_config.optimizer, self.total)
-        self.opt_state = init_optimizer(optimizer, self.params)
+        self.opt_state = init_optimizer(optimizer, self.trained)
         self.watch = SkipWatch("the loss")
         self.iterator: Any = None
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
+        self.identity |= {"adapters": model.adapters and str(model.adapters), "quantized": model.quantized}
         self._evaluate = evaluate
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
-        shardings = shardings_of((self.params, self.opt_state), mesh)
+        shardings = shardings_of((self.trained, self.opt_state), mesh)
         self._step = jit_update(graphdef, _Likelihood(), optimizer, options, shardings)
 
     def train(
@@ -165,11 +168,16 @@ class SFTTrainer:
             nnx.update(self.model, self.params)
         return last
 
+    @property
+    def params(self) -> Any:
+        """All weights of the model."""
+        return join_params(self.trained, self.frozen)
+
     def state(self) -> Any:
-        return {"params": self.params, "opt_state": self.opt_state}
+        return {"params": self.trained, "opt_state": self.opt_state}
 
     def load_state(self, state: Any, step: int) -> None:
-        self.params, self.opt_state = state["params"], state["opt_state"]
+        self.trained, self.opt_state = state["params"], state["opt_state"]
 
     def advance(self, step: int) -> dict[str, float] | None:
         with scope(self.mesh):
@@ -184,7 +192,7 @@ class SFTTrainer:
         packed = place_packed(pack(batch.completion_lengths, batch.scored, widths[1], layout), self.mesh)
         batch = place_replicated(batch, self.mesh)
         data = update_input(batch, np.ones(self.config.batch_size, bool), packed)
-        self.params, self.opt_state, metrics, _ = self._step(self.params, self.opt_state, data)
+        self.trained, self.opt_state, metrics, _ = self._step(self.trained, self.opt_state, data, self.frozen)
         out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
         self.watch([out])
         return out | {"learning_rate": float(self.schedule(step - 1))}

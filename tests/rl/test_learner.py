@@ -47,7 +47,7 @@ TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]
 TOKENIZER = reverse_text.tokenizer()
 SGD = optax.sgd(0.5)
-OWN = ("tokenizer", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights", "source_estimators",
+OWN = ("tokenizer", "mesh", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights", "source_estimators",
        "success_threshold")  # fmt: skip
 
 

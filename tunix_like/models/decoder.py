@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from tunix_like.config import LORA_TARGETS
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.layers import Attend, Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables, soft_cap
 
 
@@ -30,6 +32,10 @@ class Decoder(nnx.Module):
       dtype: compute dtype of matrix products; norms, softmax and logits are float32 whatever it is.
       param_dtype: dtype of the stored weights.
       attention: how to attend where sequences may be long, one of `config.ATTENTIONS`; `decode` goes the plain way.
+
+    Attributes:
+      adapters: what `lora.add_lora` put beside the projections, or None.
+      quantized: how `quantization.quantize_base` holds them, one of `config.QUANTIZATIONS`, or None.
 
     Raises:
       UserError: this machine cannot attend that way.
@@ -53,7 +59,9 @@ class Decoder(nnx.Module):
         self.lm_head = (
             None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False, **kinds)
         )
-        self.dtype = dtype
+        self.dtype, self.param_dtype = dtype, jnp.dtype(param_dtype)
+        self.adapters: Adapters | None = None
+        self.quantized: str | None = None
 
     def __call__(self, tokens: Int[Array, "B L"], attention_mask: Array | None = None) -> Float[Array, "B L V"]:
         """Logits (float32) at every position. `attention_mask` is 1 where a token is real; padding may stand left or
@@ -120,7 +128,22 @@ class Decoder(nnx.Module):
 
     def output_weights(self) -> Float[Array, "D V"]:
         """The output matrix as it is stored."""
-        return self.embed_tokens.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        if self.lm_head is None:
+            return self.embed_tokens.embedding[...].T
+        assert self.lm_head.kernel is not None  # the head is never quantised
+        return self.lm_head.kernel[...]
+
+    def projections(self) -> dict[str, Linear]:
+        """The matrices of attention and plain MLPs by their dotted names: those that adapters and quantisation know."""
+        parts = {
+            f"layers.{index}.{name}": module
+            for index, layer in enumerate(self.layers)
+            for name, module in (("self_attn", layer.self_attn), ("mlp", layer.mlp))
+        }
+        modules = {
+            f"{part}.{name}": getattr(module, name, None) for part, module in parts.items() for name in LORA_TARGETS
+        }
+        return {name: module for name, module in modules.items() if isinstance(module, Linear)}
 
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False

@@ -1,4 +1,4 @@
-"""What differs from layer to layer, read from Hugging Face's fields: windows, layers without positions, experts."""
+"""What layers may have: windows, no positions or experts, read from Hugging Face's fields; and adapters."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ class Experts:
             raise UserError(
                 f"{spelt('per_token', EXPERT_NAMES)} is {self.per_token}, but there are {self.number} experts."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters beside some of the projections of every layer.
+
+    Attributes:
+      rank: columns of A and rows of B, r.
+      alpha: what they add is multiplied by `alpha / rank`.
+      targets: names of the projections.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def __str__(self) -> str:
+        return f"LoRA of rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
 
 
 def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:

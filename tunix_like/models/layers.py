@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.moe import MixtureOfExperts
+from tunix_like.models.quantization import quantized_product
 from tunix_like.models.rope import LinearScaling, RopeScaling
 from tunix_like.models.sharding import split_batch
 
@@ -75,14 +76,36 @@ def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"
 
 
 class Linear(nnx.Module):
+    """`x W + b`; with an adapter (`lora.py`), `+ (x A) B * lora_scale`. W is `kernel`, or frozen and quantised in
+    `kernel_codes` and `kernel_scale` (`quantization.py`)."""
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
-        self.kernel = nnx.Param(inputs**-0.5 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype))
+        self.kernel: nnx.Param | None = nnx.Param(
+            inputs**-0.5 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype)
+        )
+        # What may come later is data from the start, so that a graph does not remember what was once there.
+        self.kernel_codes: nnx.Param | None = nnx.data(None)
+        self.kernel_scale: nnx.Param | None = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
+        self.lora_a: nnx.Param | None = nnx.data(None)
+        self.lora_b: nnx.Param | None = nnx.data(None)
+        self.lora_scale = 1.0
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        out = x @ self.kernel[...].astype(self.dtype)
-        return out if self.bias is None else out + jnp.broadcast_to(self.bias[...].astype(self.dtype), out.shape)
+        out = self._product(x)
+        if self.bias is not None:
+            out = out + jnp.broadcast_to(self.bias[...].astype(self.dtype), out.shape)
+        if self.lora_a is None or self.lora_b is None:
+            return out
+        low = x @ self.lora_a[...].astype(self.dtype)
+        return out + (low @ self.lora_b[...].astype(self.dtype)) * self.lora_scale
+
+    def _product(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        if self.kernel is not None:
+            return x @ self.kernel[...].astype(self.dtype)
+        assert self.kernel_codes is not None and self.kernel_scale is not None
+        return quantized_product(x, self.kernel_codes[...], self.kernel_scale[...], self.dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -6,6 +6,7 @@ in each file is the business of `config`, `weights` and `tokenizer`; training an
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.tokenizer import Tokenizer
@@ -39,6 +41,7 @@ def load_model(
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
     attention: str = "auto",
+    quantize: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
     """Makes a decoder, and the tokenizer that belongs to it if the folder has one.
@@ -51,6 +54,8 @@ def load_model(
       dtype: of the matrix products; None is float32 on CPU and bfloat16 on accelerators.
       param_dtype: of the stored weights.
       attention: how to attend, one of `config.ATTENTIONS`; "auto" takes what suits device and size.
+      quantize: "int8" or "nf4": the projections of the layers are quantised as they are read, one at a time. Such a
+        model samples, and trains adapters (`add_lora`).
       mesh: where the weights go, each device's part of them straight to it; None is one device.
 
     Returns:
@@ -62,14 +67,16 @@ def load_model(
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=init == "pretrained")
-    graphdef, abstract = _abstract(config, kinds)  # shapes only: random weights never exist beside loaded ones
-    check_model(mesh, config, abstract)
+    graphdef, shapes = _abstract(config, kinds, quantize)  # so that random weights never exist beside loaded ones
+    check_model(mesh, config, shapes)
     if folder is None or init == "random":
-        model = _random(config, seed, kinds)
+        model = quantize_base(_random(config, seed, kinds), quantize)
         nnx.update(model, place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh))
         return model, tokenizer
+    stored = shapes if quantize is None else _abstract(config, kinds)[1]
+    params = load_weights(folder, param_shapes(stored, mesh), config, quantize)
     # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
-    return nnx.merge(graphdef, load_weights(folder, param_shapes(abstract, mesh), config)), tokenizer
+    return nnx.merge(graphdef, params if quantize is None else place_params(params, mesh)), tokenizer
 
 
 def load_abstract(
@@ -79,6 +86,7 @@ def load_abstract(
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
     attention: str = "auto",
+    quantize: str | None = None,
 ) -> tuple[Decoder, Tokenizer | None, str]:
     """As `load_model`, but the parameters are shapes (`jax.ShapeDtypeStruct`) without numbers: a folder needs no
     weights, and none are downloaded.
@@ -91,9 +99,11 @@ def load_abstract(
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=False)
-    graphdef, params = _abstract(config, kinds)
-    found = "drawn at random" if folder is None or init == "random" else check_weights(folder, params, config)
-    return nnx.merge(graphdef, params), tokenizer, found
+    if folder is None or init == "random":
+        found = "drawn at random"
+    else:
+        found = check_weights(folder, _abstract(config, kinds)[1], config)
+    return nnx.merge(*_abstract(config, kinds, quantize)), tokenizer, found
 
 
 def _described(
@@ -108,6 +118,8 @@ def _described(
         return None, DecoderConfig.from_hf(path_or_hub_id), None
     folder = _find(path_or_hub_id, with_weights=with_weights)
     config = DecoderConfig.from_hf(folder)
+    name = {"_name_or_path": str(path_or_hub_id) if init == "pretrained" else None}  # what adapters will be for
+    config = dataclasses.replace(config, source={**(config.source or {}), **name})
     # The tokenizer before any weights: what is wrong with it shows in milliseconds, and weights may take minutes.
     return folder, config, _load_tokenizer(folder, config)
 
@@ -205,8 +217,10 @@ def _random(config: DecoderConfig, seed: int, kinds: Mapping[str, Any]) -> Decod
     return Decoder(config, rngs=nnx.Rngs(params=seed), **kinds)
 
 
-def _abstract(config: DecoderConfig, kinds: Mapping[str, Any]) -> tuple[nnx.GraphDef, Params]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: _random(config, 0, kinds)))
+def _abstract(
+    config: DecoderConfig, kinds: Mapping[str, Any], quantize: str | None = None
+) -> tuple[nnx.GraphDef, Params]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: quantize_base(_random(config, 0, kinds), quantize)))
     return graphdef, nnx.to_pure_dict(state)
 
 

@@ -13,10 +13,26 @@ def forward_operations(
 ) -> float:
     """Multiplications and additions of one forward pass over groups, each prompt once: matrix products and attention
     over the tokens that are seen, logits where a completion token is predicted. Of experts, those that a token goes
-    through, and the router. A backward pass takes twice as many.
+    through, and the router. Adapters, about a percent of it, are not counted.
 
     A completion of length 0 is not there, nor is a prompt without completions.
     """
+    return sum(_operations(config, prompt_lengths, lengths))
+
+
+def update_operations(
+    config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"], frozen: bool
+) -> float:
+    """Of a forward and a backward pass, which takes twice as many; of `frozen` matrices as many, since they have no
+    gradient of their own."""
+    matrices, scores = _operations(config, prompt_lengths, lengths)
+    return (2 if frozen else 3) * matrices + 3 * scores
+
+
+def _operations(
+    config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
+) -> tuple[float, float]:
+    """Of products with weights, and of attention."""
     n = lengths.astype(np.float64)
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
@@ -31,7 +47,7 @@ def forward_operations(
         window = config.window(layer)
         whole = _pairs(s[:, None] + inputs, window) - _pairs(s, window)[:, None]
         scores += 4 * config.num_heads * head * (_pairs(s, window).sum() + whole.sum())
-    return float(2 * matrices * (s.sum() + inputs.sum()) + scores + 2 * width * config.vocab_size * n.sum())
+    return float(2 * matrices * (s.sum() + inputs.sum()) + 2 * width * config.vocab_size * n.sum()), float(scores)
 
 
 def _pairs(count: Float[np.ndarray, "..."], window: int | None) -> Float[np.ndarray, "..."]:

@@ -14,11 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tunix_like.config import MeshConfig
+from tunix_like.config import LORA_TARGETS, MeshConfig
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 
 AXES = ("data", "fsdp", "tp")
+SCALE = "kernel_scale"
+"""Name of the scales of a quantised kernel (`quantization.py`)."""
 BATCH_AXES = ("data", "fsdp")
 """Over these prompts are split, with all that belongs to them; weights are split over `fsdp` and `tp`."""
 
@@ -38,6 +40,11 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
 }
 """End of a parameter's dotted name to the mesh axis of each of its dimensions, the first that fits; what is not listed
 is replicated."""
+
+for _name in LORA_TARGETS:  # beside a kernel, or in its place
+    _input, _output = PARAMETER_AXES[f"{_name}.kernel"]
+    PARAMETER_AXES |= {f"{_name}.lora_a": (_input, None), f"{_name}.lora_b": (None, _output)}
+    PARAMETER_AXES |= {f"{_name}.{leaf}": (_input, _output) for leaf in ("kernel_codes", SCALE)}
 
 
 def build_mesh(config: MeshConfig) -> Mesh | None:
@@ -86,6 +93,11 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * leaf.ndim)
         axes = tuple(axis if axis in mesh.shape else None for axis in axes)
+        if name.endswith(SCALE):  # small: it is whole along what the mesh does not divide
+            axes = tuple(
+                axis if axis is None or size % mesh.shape[axis] == 0 else None
+                for size, axis in zip(leaf.shape, axes, strict=True)
+            )
         for size, axis in zip(leaf.shape, axes, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 raise UserError(

@@ -20,8 +20,11 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from tunix_like.config import LORA_TARGETS
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
+from tunix_like.models.quantization import quantize
 from tunix_like.models.stored import INDEX, PICKLES, SINGLE, Stored, index_of, of_decoder, open_tensors, place, same
 
 Params = dict[Any, Any]
@@ -58,7 +61,9 @@ def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
     return [hf_name(path, expert) for expert in range(leaf.shape[0])] if _EXPERTS in path else [hf_name(path)]
 
 
-def load_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> Params:
+def load_weights(
+    folder: str | Path, abstract_params: Params, config: DecoderConfig, quantized: str | None = None
+) -> Params:
     """Reads a model's weights, each device's part of a parameter straight to it: the host holds one part at a time. Of
     a model that reads more than text, the decoder's.
 
@@ -67,9 +72,10 @@ def load_weights(folder: str | Path, abstract_params: Params, config: DecoderCon
       abstract_params: tree of `jax.ShapeDtypeStruct`; each tensor is cast to its leaf's dtype and put where the leaf's
         sharding says (the default device when it says nothing).
       config: says whether the output head is tied.
+      quantized: one of `config.QUANTIZATIONS`, for the projections of the layers; None: as they are.
 
     Returns:
-      the tree of `abstract_params`, with arrays.
+      the tree of `abstract_params`, with arrays; codes and scales in the place of what is quantised.
 
     Raises:
       UserError: no safetensors, a truncated file, a tensor that is missing, unexpected, mis-shaped or not of a float
@@ -83,8 +89,17 @@ def load_weights(folder: str | Path, abstract_params: Params, config: DecoderCon
         for path, leaf, names in wanted:
             tensors = [found[name] for name in names]
             array = place(tensors, leaf, transposed=path[-1] == "kernel", stacked=_EXPERTS in path)
-            _put(params, path, array)
+            if quantized is not None and _is_projection(path):  # before the next is read: they never exist together
+                for name, part in zip(QUANTIZED_LEAVES, quantize(array, quantized), strict=True):
+                    _put(params, (*path[:-1], name), part)
+            else:
+                _put(params, path, array)
     return params
+
+
+def _is_projection(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter is the kernel of one of `Decoder.projections`."""
+    return path[-1] == "kernel" and path[-2] in LORA_TARGETS and _EXPERTS not in path
 
 
 def check_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> str:

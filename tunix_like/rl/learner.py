@@ -24,6 +24,7 @@ from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
+from tunix_like.models.lora import join_params, save_adapter_config, split_params, without_adapters
 from tunix_like.models.sharding import check_divides, place_params
 from tunix_like.processes import by_first, is_first
 from tunix_like.rl.forward import ForwardOptions
@@ -47,15 +48,16 @@ class Learner:
     """Samples groups, scores them and follows the gradient of its objective.
 
     Args:
-      model: a `Decoder`. The learner takes its weights over: they are donated to the compiled step, and `train` puts
-        the trained ones back when it ends.
+      model: a `Decoder`. The learner takes the weights that it trains over, all of them or, where there are any, the
+        adapters: they are donated to the compiled step, and `train` puts the trained ones back when it ends.
       tokenizer: ours, or a transformers fast tokenizer.
       reward_fns: one function or several (a mapping gives them names),
         `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
         is the reward. None or NaN means "could not be scored".
       algo_config: the learner's config class (its defaults when left out).
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
-      ref_model: reference of the KL when `beta > 0`; a copy of the starting weights when left out.
+      ref_model: reference of the KL when `beta > 0`. Left out it is the model as it starts: a copy of its weights; of
+        adapters that have learnt nothing yet, the frozen weights without them and no copy.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; one device when left out.
       reward_weights: one factor per reward function; ones when left out.
       success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
@@ -113,20 +115,37 @@ class Learner:
         self._take_weights()
         self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config, self.mesh)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
+        self.ref_graphdef: Any = None
         self.ref_params: Any = None
         if self.algo.beta > 0:
-            # A copy, since the step takes over the weights that it trains, which may be the very same arrays.
-            given = self.params if ref_model is None else nnx.to_pure_dict(nnx.split(ref_model)[1])
-            self.ref_params = place_params(jax.tree.map(jnp.copy, given), mesh)
+            self.ref_graphdef, self.ref_params = self._reference(ref_model)
         self.key = jax.random.key(self.training.seed)
         self.compilations = 0
 
     def _take_weights(self) -> None:
         """The model's weights as they are now, placed on the mesh; the model keeps pointing at them."""
-        self.params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params)):
+        params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
             raise UserError("the model's weights belong to a trainer that was interrupted; load the model again.")
-        nnx.update(self.model, self.params)
+        nnx.update(self.model, params)
+        self.trained, self.frozen = split_params(params)
+
+    @property
+    def params(self) -> Any:
+        """All weights of the model: those that are trained, and those that stay."""
+        return join_params(self.trained, self.frozen)
+
+    def _reference(self, ref_model: Decoder | None) -> tuple[Any, Any]:
+        """Graph and weights of the reference."""
+        if ref_model is not None:
+            graphdef, state = nnx.split(ref_model)
+            trained, frozen = split_params(place_params(nnx.to_pure_dict(state), self.mesh))
+        else:
+            graphdef, trained, frozen = self.graphdef, self.trained, self.frozen
+            if frozen and not any(leaf.any() for leaf in _second_halves(trained)):
+                return without_adapters(graphdef), frozen
+        # A copy, since the step takes over the weights that it trains, which may be the very same arrays.
+        return graphdef, join_params(jax.tree.map(jnp.copy, trained), frozen)
 
     def _resolve(self, config: AlgorithmConfig | None) -> AlgorithmConfig:
         config = self.config_class() if config is None else config
@@ -173,8 +192,7 @@ class Learner:
         checkpoints = None
         if folder is not None:
             checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)
-            dtype = jax.tree.leaves(self.params)[0].dtype.name
-            by_first(lambda: save_description(self.model.config, self.tokenizer, folder / "model", dtype))
+            by_first(lambda: self._describe(folder / "model"))
         last: dict[str, Any] = {}
 
         def on_row(row: dict[str, Any]) -> None:
@@ -198,6 +216,13 @@ class Learner:
             last = by_first(lambda: [row for row in rows(folder) if phase.step_key in row][-1])
         return last
 
+    def _describe(self, folder: Path) -> None:
+        """Writes what the model is, and for adapters what they belong to."""
+        model = self.model
+        save_description(model.config, self.tokenizer, folder, model.param_dtype.name)
+        if model.adapters is not None:
+            save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)
+
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluation:
         """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""
         return self.evaluator(eval_ds)(self.params)
@@ -213,6 +238,12 @@ class Learner:
             self.success_threshold,
             jax.random.fold_in(self.key, EVAL_KEY),
         )
+
+
+def _second_halves(adapters: Any) -> list[jax.Array]:
+    """The Bs of adapters: where all are 0, nothing is added to the frozen weights."""
+    found = jax.tree_util.tree_leaves_with_path(adapters)
+    return [leaf for path, leaf in found if path[-1].key == "lora_b"]
 
 
 def _settings(source: str, given: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
 from tunix_like.errors import UserError
-from tunix_like.models.operations import forward_operations
+from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.processes import is_first
@@ -91,7 +91,9 @@ class RLPhase:
         self.identity = {"algorithm": dataclasses.asdict(learner.algo), "batch_size": batch_size, "seed": training.seed}
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self.identity["source_estimators"] = learner.source_estimators
-        self.opt_state = init_optimizer(optimizer, learner.params)
+        adapters = learner.model.adapters
+        self.identity |= {"adapters": adapters and str(adapters), "quantized": learner.model.quantized}
+        self.opt_state = init_optimizer(optimizer, learner.trained)
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'")
         self._compile(optimizer)
 
@@ -102,17 +104,17 @@ class RLPhase:
             learner.compilations += 1
 
         fixed = learner.graphdef, self.objective, optimizer, learner.options
-        shardings = shardings_of((learner.params, self.opt_state), learner.mesh)
+        shardings = shardings_of((learner.trained, self.opt_state), learner.mesh)
         self.update_step = jit_update(*fixed, shardings, traced)
-        self.logprobs = jax.jit(functools.partial(batch_logprobs, learner.graphdef, options=learner.options))
+        self.logprobs = jax.jit(functools.partial(batch_logprobs, options=learner.options), static_argnums=0)
         self.advantages = jax.jit(self.objective.advantages)
 
     def state(self) -> Any:
         drawn = place_replicated(jnp.asarray(self.collector.drawn, jnp.int32), self.learner.mesh)
-        return {"params": self.learner.params, "opt_state": self.opt_state, "drawn": drawn}
+        return {"params": self.learner.trained, "opt_state": self.opt_state, "drawn": drawn}
 
     def load_state(self, state: Any, step: int) -> None:
-        self.learner.params, self.opt_state = state["params"], state["opt_state"]
+        self.learner.trained, self.opt_state = state["params"], state["opt_state"]
         self.collector.drawn = int(state["drawn"])
         if self.iterator is None:
             read = self.collector.drawn // self.batch_size
@@ -194,7 +196,7 @@ class RLPhase:
         learner = self.learner
         if learner.ref_params is None:
             return batch, None, {}
-        ref, metrics = self._logprobs(learner.ref_params, batch), {}
+        ref, metrics = self._logprobs(learner.ref_graphdef, learner.ref_params, batch), {}
         if learner.algo.kl_in_reward:
             batch, metrics["kl"] = self._kl_into_reward(batch, ref)
         clock.lap("reference")
@@ -208,11 +210,11 @@ class RLPhase:
         layout = choose_layout(learner.algo.num_generations, most_prompts, widths, size, parts)
         return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
 
-    def _logprobs(self, params: Any, batch: GroupBatch, rows: np.ndarray | None = None) -> np.ndarray:
+    def _logprobs(self, graphdef: Any, params: Any, batch: GroupBatch, rows: np.ndarray | None = None) -> np.ndarray:
         """Of the completions `rows`; None: of all."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self._pack(batch, rows, len(rows)), self.learner.mesh)
-        return np.asarray(fetch(self.logprobs(params, self._place(batch), packed), self.learner.mesh))
+        return np.asarray(fetch(self.logprobs(graphdef, params, self._place(batch), packed), self.learner.mesh))
 
     def _place(self, batch: GroupBatch) -> GroupBatch:
         """Everywhere on the mesh: it is small, and chunks take rows out of it."""
@@ -222,7 +224,7 @@ class RLPhase:
         """`r - beta sum_t kl_t`, with the trainer's own log-probabilities, before the estimator; and the mean KL per
         token."""
         mask = np.arange(ref.shape[-1]) < batch.completion_lengths[..., None]
-        own = self._logprobs(self.learner.params, batch)
+        own = self._logprobs(self.learner.graphdef, self.learner.params, batch)
         tokens = kl_estimate(str(self.learner.algo.kl_loss_mode), jnp.asarray(own), jnp.asarray(ref), jnp.asarray(mask))
         kl = np.where(mask, np.asarray(tokens), 0.0)
         rewards = (batch.rewards - self.learner.algo.beta * kl.sum(-1)).astype(np.float32)
@@ -239,7 +241,8 @@ class RLPhase:
         """
         learner, count, width = self.learner, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
         live, out = self._live_rows(batch)
-        old = self._logprobs(learner.params, batch, live) if self.updates_per_step > 1 else None
+        several = self.updates_per_step > 1
+        old = self._logprobs(learner.graphdef, learner.params, batch, live) if several else None
         kept = ref if self.objective.reference_in_loss else None
         placed, (old, kept) = self._place(batch), place_replicated((old, kept), learner.mesh)
         rows: list[dict[str, Any]] = []
@@ -250,8 +253,8 @@ class RLPhase:
                 in_update = (np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size)
                 packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
                 data = update_input(placed, in_update, place_packed(packed, learner.mesh), old, kept)
-                learner.params, self.opt_state, metrics, advantages = self.update_step(
-                    learner.params, self.opt_state, data
+                learner.trained, self.opt_state, metrics, advantages = self.update_step(
+                    learner.trained, self.opt_state, data, learner.frozen
                 )
                 real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
                 rows.append(metrics)
@@ -263,8 +266,9 @@ class RLPhase:
         clock.lap("update")
         out["perf/update_occupancy"] = real / places if places else float("nan")
         computed = np.where(live, batch.completion_lengths, 0)
-        forward = forward_operations(learner.model.config, batch.prompt_lengths, computed)
-        out["perf/update_operations"] = 3 * forward * learner.algo.num_iterations
+        frozen = learner.model.adapters is not None
+        done = update_operations(learner.model.config, batch.prompt_lengths, computed, frozen)
+        out["perf/update_operations"] = done * learner.algo.num_iterations
         return np.asarray(advantages), {name: _mean([row[name] for row in rows]) for name in rows[0]} | out
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:

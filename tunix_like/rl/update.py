@@ -20,6 +20,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.errors import UserError
+from tunix_like.models.lora import join_params
 from tunix_like.rl.forward import Chunk, ForwardOptions, PromptStates, chunk_logprobs, chunk_of, prompt_states
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens
 from tunix_like.rl.packing import Packed
@@ -163,22 +164,19 @@ def gradient(
     weights: Float[Array, "P G"],
     sets: Int[Array, ""],
     shardings: Any = None,
+    frozen: Any = None,
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """Gradient of the loss over the first `sets` sets, lying where `shardings` says; sums and maxima for the
-    metrics."""
+    """Gradient of the loss with respect to `params` over the first `sets` sets, lying where `shardings` says; sums and
+    maxima for the metrics. `frozen` are the model's other parameters (None: it has none), which have no gradient."""
     packed = jax.tree.map(jnp.asarray, data.packed)
-    loss = functools.partial(
-        chunk_loss,
-        data=data,
-        graphdef=graphdef,
-        objective=objective,
-        options=options,
-        advantages=advantages,
-        weights=weights,
-    )
+
+    def loss(params: Any, states: PromptStates, chunk: Chunk) -> Any:
+        whole = join_params(params, frozen or {})
+        return chunk_loss(whole, states, chunk, data, graphdef, objective, options, advantages, weights)
 
     def states_of(params: Any, number: Any) -> PromptStates:
-        return prompt_states(graphdef, params, data.batch, packed.prompts[number], options)
+        whole = join_params(params, frozen or {})
+        return prompt_states(graphdef, whole, data.batch, packed.prompts[number], options)
 
     def one_set(number: Array, carry: Any) -> Any:
         states, pull_back = jax.vjp(lambda params: states_of(params, number), params)
@@ -219,18 +217,19 @@ def jit_update(
     shardings: tuple[Any, Any] | None = None,
     traced: Callable[[], None] = lambda: None,
 ) -> Any:
-    """`update_step` as one program of parameters, optimizer state and `UpdateInput`; it takes the first two over.
+    """`update_step` as one program of trained parameters, optimizer state, `UpdateInput` and frozen parameters; it
+    takes the first two over.
 
     Args:
-      shardings: of parameters and optimizer state on a mesh. They come out as they went in, so that the next step
-        meets what it was compiled for.
+      shardings: of trained parameters and optimizer state on a mesh. They come out as they went in, so that the next
+        step meets what it was compiled for.
       traced: called once per trace.
     """
     params_lie, state_lies = shardings or (None, None)
 
-    def step(params: Any, opt_state: Any, data: UpdateInput) -> Any:
+    def step(params: Any, opt_state: Any, data: UpdateInput, frozen: Any) -> Any:
         traced()
-        return update_step(graphdef, objective, optimizer, options, params, opt_state, data, params_lie)
+        return update_step(graphdef, objective, optimizer, options, params, opt_state, data, params_lie, frozen)
 
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=(params_lie, state_lies, None, None))
 
@@ -244,10 +243,12 @@ def update_step(
     opt_state: Any,
     data: UpdateInput,
     shardings: Any = None,
+    frozen: Any = None,
 ) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G"]]:
     """One optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
 
-    `shardings` says where parameters, and so their gradients, lie on a mesh.
+    `shardings` says where parameters, and so their gradients, lie on a mesh. `frozen` are parameters of the model that
+    are not trained (None: there are none).
 
     Returns the new parameters and optimizer state, scalar metrics and the advantages. Where an advantage, the loss or
     the gradient is not finite, parameters and optimizer state stay as they were (`update/skipped` is 1).
@@ -258,7 +259,7 @@ def update_step(
     weights = objective.weights(batch.scored, batch.trained, lengths, data.in_update, ids)
     usable = jnp.isfinite(advantages).all()
     sets = jnp.where(usable, data.packed.sets, 0)
-    grads, totals = gradient(graphdef, objective, options, params, data, advantages, weights, sets, shardings)
+    grads, totals = gradient(graphdef, objective, options, params, data, advantages, weights, sets, shardings, frozen)
     updates, new_state = optimizer.update(grads, opt_state, params)
     norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tunix_like.models.decoder import Decoder, KeyValue, prompt_mask
+from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.sampling.logits import SamplingParams, choose
 
 
@@ -56,9 +57,14 @@ def prefill(graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[
 
 
 def _merge(graphdef: Any, params: Any) -> Decoder:
-    """The model with its matrices in the compute dtype: converted here once, not at every step of a loop."""
+    """The model with its matrices in the compute dtype: converted here once, not at every step of a loop. Quantised
+    ones stay small; the layers turn them back as they need them."""
     dtype = nnx.merge(graphdef, params).dtype
-    return nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, params))
+
+    def cast(path: Any, x: Array) -> Array:
+        return x.astype(dtype) if x.ndim > 1 and path[-1].key not in QUANTIZED_LEAVES else x
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(cast, params))
 
 
 @functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))

@@ -1,0 +1,251 @@
+"""Adapters against PEFT and transformers, on tiny models of several families: as they start, trained, merged, written
+and read back; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from tunix_like import LoraConfig, UserError, add_lora, load_adapter, load_model, merge_lora, save_adapter
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import export_model, load_abstract
+from tunix_like.models.lora import join_params, split_params, without_adapters
+
+from .test_parity import FAMILIES, MASKS, SMALL, TOKENS
+
+REAL = MASKS["right"]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama-rope", "gemma3"])
+def place(request, tmp_path_factory):
+    """(transformers model, its folder) of one family: with biases, with heads of another width, with norms behind the
+    MLP."""
+    import torch
+    import transformers
+
+    name, extra = FAMILIES[request.param]
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{name}ForCausalLM")
+    model = made(made.config_class(**SMALL | extra)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("lora") / "base"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def trained(model, scale=0.2):
+    """The model with adapters that say something."""
+    graphdef, state = nnx.split(model)
+    adapters, frozen = split_params(nnx.to_pure_dict(state))
+    leaves, structure = jax.tree.flatten(adapters)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    moved = [x + scale * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+    return nnx.merge(graphdef, join_params(jax.tree.unflatten(structure, moved), frozen))
+
+
+def logits(model):
+    return np.asarray(model(jnp.asarray(TOKENS), jnp.asarray(REAL)))[REAL]
+
+
+def torch_logits(model):
+    import torch
+
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor(TOKENS), attention_mask=torch.tensor(REAL).long())
+    return out.logits.float().numpy()[REAL]
+
+
+def test_there_and_back(place, tmp_path):
+    """The same logits from us, from PEFT with the adapters beside the base, from transformers with the merged folder,
+    and from us again with either read back; far from the base's."""
+    import peft
+    import transformers
+
+    reference, folder = place
+    base, _ = load_model(folder)
+    fresh = add_lora(base, LoraConfig(rank=4, alpha=6))
+    before = logits(base)
+    np.testing.assert_array_equal(logits(fresh), before)
+    model = trained(fresh)
+    expected = logits(model)
+    assert np.abs(expected - before).max() > 0.1
+
+    save_adapter(model, tmp_path / "adapter")
+    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == str(folder)
+    beside = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+    np.testing.assert_allclose(torch_logits(beside), expected, atol=1e-4)
+    reference = beside.unload()
+    np.testing.assert_allclose(torch_logits(reference), before, atol=1e-4)
+    np.testing.assert_array_equal(logits(load_adapter(base, tmp_path / "adapter")), expected)
+
+    merged = merge_lora(model)
+    np.testing.assert_allclose(logits(merged), expected, atol=1e-4)
+    export_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, None, tmp_path / "merged")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float().eval()
+    np.testing.assert_allclose(torch_logits(again), expected, atol=1e-4)
+    assert nnx.split(load_model(tmp_path / "merged")[0])[0] == nnx.split(base)[0]
+
+
+def test_an_adapter_from_peft(place, tmp_path):
+    """What PEFT made and wrote, some projections alone and named by a pattern."""
+    import peft
+    import torch
+
+    reference, folder = place
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=r".*\.(q_proj|down_proj)", init_lora_weights=False)
+    torch.manual_seed(1)
+    made = peft.get_peft_model(reference, config)
+    made.save_pretrained(tmp_path / "adapter")
+    expected = torch_logits(made)
+    made.unload()
+    model = load_adapter(load_model(folder)[0], tmp_path / "adapter")
+    assert (model.adapters.rank, model.adapters.alpha, model.adapters.targets) == (3, 5, ("q_proj", "down_proj"))
+    np.testing.assert_allclose(logits(model), expected, atol=1e-4)
+    assert np.abs(torch_logits(reference) - expected).max() > 0.01
+
+
+HF = SMALL | {"model_type": "qwen3", "head_dim": 8}
+del HF["attn_implementation"]
+WIDTHS = {
+    "q_proj": (32, 32), "k_proj": (32, 16), "v_proj": (32, 16), "o_proj": (32, 32), "gate_proj": (32, 48),
+    "up_proj": (32, 48), "down_proj": (48, 32),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(HF, init="random")[0]
+
+
+def test_adapters_start_as_peft_starts_them(model):
+    """A uniform within `in ** -0.5`, of that standard deviation, another for every projection and seed; B zero; and
+    alpha is the rank, so that the scale is 1."""
+    adapted = add_lora(model, LoraConfig(rank=16), seed=3)
+    found = adapted.projections()
+    assert len(found) == 14 and adapted.adapters.scale == 1
+    for name, linear in found.items():
+        inputs, outputs = WIDTHS[name.rpartition(".")[2]]
+        a, b = np.asarray(linear.lora_a[...]), np.asarray(linear.lora_b[...])
+        assert a.shape == (inputs, 16) and b.shape == (16, outputs) and a.dtype == b.dtype == np.float32
+        assert 0.9 * inputs**-0.5 < np.abs(a).max() <= inputs**-0.5 and not b.any()
+        assert a.std() == pytest.approx((3 * inputs) ** -0.5, rel=0.1)
+    assert len({linear.lora_a[...].tobytes() for linear in found.values()}) == 14
+    other = add_lora(model, LoraConfig(rank=16), seed=4).projections()
+    name = next(iter(found))
+    assert not np.array_equal(found[name].lora_a[...], other[name].lora_a[...])
+    assert model.adapters is None and model.projections()[name].lora_a is None, "the model itself stays"
+
+
+def test_a_tree_is_taken_apart_and_put_together(model):
+    graphdef, state = nnx.split(add_lora(model, LoraConfig(rank=2, targets=["o_proj"])))
+    params = nnx.to_pure_dict(state)
+    adapters, frozen = split_params(params)
+    assert sum(x.size for x in jax.tree.leaves(adapters)) == 2 * 2 * (32 + 32)
+    assert jax.tree.structure(join_params(adapters, frozen)) == jax.tree.structure(params)
+    base, state = nnx.split(model)
+    assert without_adapters(graphdef) == base
+    jax.tree.map(np.testing.assert_array_equal, frozen, nnx.to_pure_dict(state))
+    assert split_params(nnx.to_pure_dict(state))[1] == {}
+
+
+def test_a_model_of_shapes_alone(model):
+    """Traced, or with shapes in the place of arrays."""
+    lora = LoraConfig(rank=2)
+    expected, params = nnx.split(add_lora(model, lora))
+    shapes, _, _ = load_abstract(HF, init="random")
+    traced = nnx.eval_shape(lambda: add_lora(Decoder(model.config, rngs=nnx.Rngs(0)), lora))
+    for made in (add_lora(shapes, lora), traced):
+        graphdef, found = nnx.split(made)
+        assert graphdef == expected
+        same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), found, params)
+        assert all(jax.tree.leaves(same))
+
+
+def test_merging_rounds_once(model):
+    """A bfloat16 base: the sum is made in float32, and rounded as float64 would be."""
+    base, _ = load_model(HF, init="random", param_dtype=jnp.bfloat16)
+    made = trained(add_lora(base, LoraConfig(rank=3, alpha=2)), 0.3)
+    for name, linear in made.projections().items():
+        wide = np.asarray(linear.kernel[...]).astype(np.float64)
+        wide += 2 / 3 * np.asarray(linear.lora_a[...], np.float64) @ np.asarray(linear.lora_b[...], np.float64)
+        kernel = merge_lora(made).projections()[name].kernel[...]
+        assert kernel.dtype == jnp.bfloat16
+        exact = np.asarray(kernel) == wide.astype(np.float32).astype(jnp.bfloat16)
+        assert exact.mean() > 0.999, "but where float32's own rounding decides a tie"
+
+
+def test_what_cannot_have_adapters(model, tmp_path):
+    adapted = add_lora(model, LoraConfig(rank=2))
+    with pytest.raises(UserError, match="has adapters already"):
+        add_lora(adapted, LoraConfig(rank=2))
+    with pytest.raises(UserError, match=r"lora\.rank: set"):
+        add_lora(model, LoraConfig())
+    with pytest.raises(UserError, match=r"lora\.targets: unknown projection 'q_prj'\. Did you mean 'q_proj'"):
+        LoraConfig(rank=2, targets=["q_prj"])
+    for bad in ([], ["q_proj", "q_proj"]):
+        with pytest.raises(UserError, match=r"lora\.targets: name at least one projection, each once"):
+            LoraConfig(rank=2, targets=bad)
+    with pytest.raises(UserError, match="has no adapters"):
+        save_adapter(model, tmp_path)
+    with pytest.raises(UserError, match="merge adapters first"):
+        export_model(nnx.to_pure_dict(nnx.split(adapted)[1]), adapted.config, None, tmp_path / "out")
+
+
+def test_experts_take_no_adapters():
+    fields = FAMILIES["qwen3-moe"][1] | HF | {"model_type": "qwen3_moe", "num_hidden_layers": 3}
+    model, _ = load_model(fields, init="random")
+    assert add_lora(model, LoraConfig(rank=2)).adapters.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(UserError, match=r"lora\.targets: up_proj: .* experts, which take no adapters; .* q_proj"):
+        add_lora(model, LoraConfig(rank=2, targets=["q_proj", "up_proj"]))
+
+
+CHANGES = {
+    "use_dora": (True, "use_dora = True is not supported"),
+    "rank_pattern": ({"q_proj": 3}, "rank_pattern"),
+    "bias": ("all", "bias = 'all' is not supported"),
+    "peft_type": ("LOHA", "not the config of a LoRA adapter"),
+    "r": (0, "r = 0 must be a positive number"),
+    "lora_alpha": ("2", "lora_alpha = '2' must be"),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_an_adapter_of_another_kind(field, model, tmp_path):
+    save_adapter(add_lora(model, LoraConfig(rank=2)), tmp_path)
+    file, (value, said) = tmp_path / "adapter_config.json", CHANGES[field]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(UserError, match=f"adapter_config.json: {said}"):
+        load_adapter(model, tmp_path)
+
+
+def test_adapters_of_another_model(model, tmp_path):
+    save_adapter(add_lora(model, LoraConfig(rank=2, targets=["q_proj"])), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors, first = load_file(file), "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+    def said_of(changed: dict[str, np.ndarray], where: Path = tmp_path) -> str:
+        save_file(changed, file)
+        with pytest.raises(UserError) as caught:
+            load_adapter(model, where)
+        return str(caught.value)
+
+    assert "lacks tensor(s) base_model" in said_of({k: v for k, v in tensors.items() if k != first})
+    assert "unexpected tensor(s) further" in said_of(tensors | {"further": np.zeros(1)})
+    assert f"{first} has shape (2, 31), this model with r = 2 asks for (2, 32)" in said_of(
+        tensors | {first: tensors[first][:, 1:].copy()}
+    )
+    assert "holds no adapter of" in said_of({"embed": np.zeros(1)})
+    assert "adapter_config.json: cannot be read" in said_of(tensors, tmp_path / "nowhere")
+    file.write_bytes(b"x")
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        load_adapter(model, tmp_path)

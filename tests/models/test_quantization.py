@@ -1,0 +1,127 @@
+"""Quantised weights: against the nearest code by trying all, their error, loading tensor by tensor, and programs that
+keep them small."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.models.test_lora import HF
+from tunix_like import LoraConfig, UserError, add_lora, load_model, merge_lora
+from tunix_like.models import weights
+from tunix_like.models.loading import export_model, load_abstract
+from tunix_like.models.lora import split_params
+from tunix_like.models.quantization import BLOCK, NF4, dequantize, quantize, quantized_product
+from tunix_like.sampling.decoding import _merge
+
+RNG = np.random.default_rng(0)
+KERNEL = (RNG.standard_normal((4 * BLOCK, 9)) * np.geomspace(1e-3, 10, 9)).astype(np.float32)
+KERNEL[:, 3] = 0
+KERNEL[:BLOCK, 4] = 0
+WIDE = HF | {"num_hidden_layers": 1, "hidden_size": BLOCK, "intermediate_size": 2 * BLOCK, "head_dim": BLOCK // 4}
+
+
+def test_int8_is_within_half_a_step():
+    codes, scale = quantize(jnp.asarray(KERNEL), "int8")
+    assert codes.dtype == jnp.int8 and codes.shape == KERNEL.shape and scale.shape == (1, 9)
+    np.testing.assert_allclose(scale[0], np.abs(KERNEL).max(axis=0) / 127, rtol=1e-6)
+    error = np.abs(np.asarray(dequantize(codes, scale)) - KERNEL)
+    assert (error <= np.asarray(scale) / 2 * (1 + 1e-4)).all() and np.abs(codes).max() == 127
+
+
+def test_nf4_takes_the_nearest_of_all_codes():
+    """Every number of every block by trying all 16, in float64; two a byte."""
+    codes, scale = quantize(jnp.asarray(KERNEL), "nf4")
+    assert codes.dtype == jnp.uint8 and codes.shape == (2 * BLOCK, 9) and scale.shape == (4, 9)
+    found = np.asarray(dequantize(codes, scale)).reshape(4, BLOCK, 9)
+    blocks = KERNEL.astype(np.float64).reshape(4, BLOCK, 9)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    candidates = np.array(NF4) * largest[..., None]
+    nearest = np.abs(blocks[..., None] - candidates).min(axis=-1)
+    np.testing.assert_allclose(np.abs(blocks - found), nearest, atol=1e-6 * largest.max())
+    assert (np.abs(found) <= largest * (1 + 1e-6)).all() and not found[:, :, 3].any()
+
+
+def test_the_table_is_the_published_one():
+    """16 shares of a normal distribution, as QLoRA's appendix makes them: asymmetric, with an exact zero."""
+    from scipy.stats import norm
+
+    offset = 0.9677083
+    positive = norm.ppf(np.linspace(offset, 0.5, 9)[:-1])
+    negative = -norm.ppf(np.linspace(offset, 0.5, 8)[:-1])
+    expected = np.sort(np.concatenate([positive, [0], negative]))
+    np.testing.assert_allclose(NF4, expected / expected.max(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_product_and_its_gradient(kind):
+    codes, scale = quantize(jnp.asarray(KERNEL), kind)
+    x = jnp.asarray(RNG.standard_normal((3, len(KERNEL))), jnp.float32)
+    matrix = dequantize(codes, scale)
+    run = lambda x: jnp.sin(quantized_product(x, codes, scale, jnp.float32)).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.jit(run)(x), jnp.sin(x @ matrix).sum(), rtol=1e-5)
+    gradient = jax.jit(jax.grad(run))(x)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: jnp.sin(x @ matrix).sum())(x), rtol=1e-4, atol=1e-4)
+    _, kept = jax.eval_shape(lambda x: jax.vjp(run, x), x)
+    assert not [leaf for leaf in jax.tree.leaves(kept) if leaf.shape == matrix.shape and leaf.dtype == matrix.dtype], (
+        "the backward pass turns codes back again"
+    )
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_loading_is_quantising(kind, tmp_path, monkeypatch):
+    """Read tensor by tensor, each quantised before the next is read; the same codes as of the whole model, the same
+    shapes as of a model without weights, and turned back by merging what was put in."""
+    whole, _ = load_model(WIDE, init="random")
+    export_model(nnx.to_pure_dict(nnx.split(whole)[1]), whole.config, None, tmp_path)
+    order = []
+    for name in ("place", "quantize"):
+        original = getattr(weights, name)
+        monkeypatch.setattr(weights, name, lambda *a, f=original, n=name, **k: order.append(n) or f(*a, **k))
+    model, _ = load_model(tmp_path, quantize=kind)
+    assert order.count("quantize") == 7
+    assert all(before == "place" for before, name in itertools.pairwise(order) if name == "quantize")
+    assert model.quantized == kind
+    monkeypatch.undo()
+    for name, linear in merge_lora(model).projections().items():
+        codes, scale = quantize(whole.projections()[name].kernel[...], kind)
+        held = model.projections()[name]
+        np.testing.assert_array_equal(held.kernel_codes[...], codes)
+        np.testing.assert_array_equal(held.kernel_scale[...], scale)
+        assert held.kernel is None
+        np.testing.assert_array_equal(linear.kernel[...], dequantize(codes, scale))
+    np.testing.assert_array_equal(model.embed_tokens.embedding[...], whole.embed_tokens.embedding[...])
+    shapes, _, found = load_abstract(tmp_path, quantize=kind)
+    assert "tensors fit" in found and nnx.split(shapes)[0] == nnx.split(model)[0]
+    tokens = jnp.arange(20).reshape(2, 10)
+    drift = np.abs(np.asarray(model(tokens) - whole(tokens))).max() / np.abs(np.asarray(whole(tokens))).max()
+    assert 0 < drift < {"int8": 0.05, "nf4": 0.5}[kind]
+    np.testing.assert_allclose(merge_lora(model)(tokens), model(tokens), atol=1e-5)
+
+
+def test_quantised_weights_stay_small_while_sampling():
+    """The cast to the compute dtype before the loop leaves codes and scales as they are, and casts the rest."""
+    model, _ = load_model(WIDE, init="random", quantize="nf4", dtype=jnp.bfloat16)
+    graphdef, state = nnx.split(add_lora(model, LoraConfig(rank=2)))
+    cast = nnx.to_pure_dict(nnx.split(_merge(graphdef, nnx.to_pure_dict(state)))[1])
+    projection = cast["layers"][0]["mlp"]["up_proj"]
+    dtypes = {name: leaf.dtype for name, leaf in projection.items()}
+    small = {"kernel_codes": np.uint8, "kernel_scale": np.float32}
+    assert dtypes == small | {"lora_a": jnp.bfloat16, "lora_b": jnp.bfloat16}
+    assert cast["embed_tokens"]["embedding"].dtype == jnp.bfloat16
+
+
+def test_what_is_refused():
+    said = r"model\.quantize: nf4 has blocks of 64 .* 96 of layers\.0\.mlp\.down_proj; use int8"
+    with pytest.raises(UserError, match=said):
+        load_abstract(WIDE | {"intermediate_size": 96}, init="random", quantize="nf4")
+    with pytest.raises(UserError, match=r"model\.quantize: unknown value 'int4'\. .*nf4"):
+        load_model(HF, init="random", quantize="int4")
+    model, _ = load_model(HF, init="random", quantize="int8")
+    with pytest.raises(UserError, match=r"quantised and cannot be trained; add adapters"):
+        split_params(nnx.to_pure_dict(nnx.split(model)[1]))
