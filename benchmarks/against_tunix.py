@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.cases import MODELS, Case, make_case, write_model
 from benchmarks.run import machine
-from benchmarks.worker import ROOT, Series, Worker, median
+from benchmarks.worker import ROOT, Series, Worker, count, median
 
 VERSION = "0.1.7"
 REQUIREMENTS = ("torch==2.13.0", f"google-tunix=={VERSION}")
@@ -174,7 +174,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against_tunix", description=__doc__)
     parser.add_argument("--case", nargs="+", choices=[*names, "import"], default=[*names, "import"], metavar="NAME")
     parser.add_argument("--size", choices=MODELS, help="this model in every case, to try things out")
-    parser.add_argument("--repeats", type=int, default=5, help="after the one that compiles (default: 5)")
+    parser.add_argument("--repeats", type=count, default=5, help="after the one that compiles (default: 5)")
     parser.add_argument("--venv", type=Path, default=VENV, help=f"the peer's environment (default: {VENV})")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     return parser.parse_args(arguments)

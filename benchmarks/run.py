@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import CASES, MODELS, ON_REQUEST, Case, floating_operations, make_case, write_model
-from benchmarks.worker import Series, Worker
+from benchmarks.worker import Series, Worker, count
 
 HEADER = (
     f"{'case':<28}{'median s':>9}{'min':>9}{'max':>9}{'tokens/s':>10}{'x floor':>9}{'compile s':>10}{'programs':>9}"
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--case", nargs="+", choices=CASES, help="default: all but those for accelerators (large)")
     parser.add_argument("--size", choices=MODELS, default="tiny", help="the model (default: tiny)")
-    parser.add_argument("--repeats", type=int, default=5, help="after the one that compiles (default: 5)")
+    parser.add_argument("--repeats", type=count, default=5, help="after the one that compiles (default: 5)")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     return parser.parse_args(arguments)
 

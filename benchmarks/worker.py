@@ -7,6 +7,7 @@ runs, because it also serves in the peer's environment.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -145,6 +146,13 @@ class Worker:
 
 def command(case: Case, folder: Path | None, module: str, python: str) -> Sequence[str]:
     return [python, "-m", module, case.to_json(), *([] if folder is None else [str(folder)])]
+
+
+def count(text: str) -> int:
+    """A number of repeats, from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got '{text}'")
+    return int(text)
 
 
 class Series:

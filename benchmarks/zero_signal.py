@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from benchmarks.worker import count
 from tunix_like.config import OptimizerConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -31,8 +32,9 @@ from tunix_like.optimizer import build_optimizer, init_optimizer
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.learners import GRPOConfig
 from tunix_like.rl.objective import build_objective
-from tunix_like.rl.packing import choose_layout, micro_batch_size, pack
+from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.update import update_input, update_step
+from tunix_like.sizes import micro_batch_size
 from tunix_like.types import GroupBatch
 
 AIM = 0.65
@@ -137,7 +139,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Time of an update with half of its groups constant.")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=count, default=9)
     parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/zero_signal.json"))
     arguments = parser.parse_args(argv)
     result = measure(Setting(), arguments.repeats)

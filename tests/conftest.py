@@ -1,4 +1,4 @@
-"""What every test runs under: four fake devices, no silent rank promotion, one torch thread, quick compilations."""
+"""What every test runs under: eight fake devices, no silent rank promotion, one torch thread, quick compilations."""
 
 from __future__ import annotations
 

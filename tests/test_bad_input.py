@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -19,13 +20,14 @@ from tunix_like.data import reverse_text
 from tunix_like.metrics import rows as metric_rows
 from tunix_like.models.loading import export_model
 from tunix_like.sampling.sampler import Sampler
+from tunix_like.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 
 OWN_DATA = """
 model: {path: model}
-data: {name: jsonl, path: good.jsonl, batch_size: 2}
+data: {name: jsonl, path: good.jsonl, batch_size: 8}
 algorithm: {advantage_estimator: maxrl, num_generations: 4}
 rollout: {max_prompt_length: 8, max_tokens_to_generate: 4}
 training: {max_steps: 1, output_dir: out}
@@ -79,6 +81,14 @@ FILES = {
     "run/checkpoints/1/state/_METADATA": "{}",
 }
 NORM = "model.norm.weight"
+MODELS = ("model", "missing_tensor", "mis_shaped", "small_vocabulary", "odd_field", "no_weights", "remote_code",
+          "pickled", "headless", "two_heads", "other_tokenizer")  # fmt: skip
+
+
+def fewer_words():
+    """The tokenizer of a model with 11 tokens."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(11)}, unk_token="w0"))
+    return Tokenizer(backend, eos_token="w1")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +100,7 @@ def place(tmp_path_factory):
         (place / name).write_text(text)
     model, _ = tunix_like.load_model(HF, init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
-    for name in ("model", "missing_tensor", "mis_shaped", "small_vocabulary", "odd_field", "no_weights"):
+    for name in MODELS:
         export_model(params, model.config, reverse_text.tokenizer(), place / name)
     tensors = load_file(place / "model" / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if k != NORM}, place / "missing_tensor" / "model.safetensors")
@@ -99,6 +109,16 @@ def place(tmp_path_factory):
     for name, change in (("small_vocabulary", {"vocab_size": 12}), ("odd_field", {"attn_logit_softcapping": 50})):
         file = place / name / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    file = place / "remote_code" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}))
+    (place / "remote_code" / "modeling.py").write_text("raise SystemExit('was run')")
+    (place / "pickled" / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
+    file = place / "headless" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+    head = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors | {"lm_head.weight": head}, place / "two_heads" / "model.safetensors")
+    (place / "other_tokenizer" / "generation_config.json").write_text('{"eos_token_id": 12}')
+    fewer_words().save(place / "other_tokenizer")
     save(load(place / "own.yaml"), place / "run" / "config.yaml")
     return place
 
@@ -149,6 +169,24 @@ MISTAKES = {
     ),
     "half precision": ((*REVERSED, "model.param_dtype=bfloat16"), ["model.param_dtype", "lora.rank"]),
     "no adapters to export": (("export", "model", "out", "--adapter"), ["no adapters", "lora.rank"]),
+    "mesh that does not divide the heads": (
+        (*REVERSED, "mesh.shape=[1, 8]"),
+        ["mesh.shape", "8 devices along 'tp' do not divide the 4 query heads", "give tp fewer devices, and fsdp more"],
+    ),
+    "mesh that does not divide the weights": (
+        (*REVERSED, "mesh.shape=[4, 2]"),
+        ["mesh.shape", "2 devices along 'tp' do not divide embed_tokens.embedding [13, 64]", "choose a mesh that does"],
+    ),
+    "mesh that does not divide the prompts": (
+        (*REVERSED, "mesh.shape=[4, 2]", "data.batch_size=6"),
+        ["data.batch_size: 6 prompts", "the 4 devices along data and fsdp (mesh.shape)", "make it a multiple of 4"],
+    ),
+    "mesh that does not divide the prompts of an update": (
+        (*REVERSED, "mesh.shape=[8, 1]", "training.mini_batch_size=4"), ["training.mini_batch_size", "multiple of 8"],
+    ),
+    "mesh that does not divide the examples": (
+        (*REVERSED, "mesh.shape=[8, 1]", "sft.batch_size=12"), ["sft.batch_size: 12", "make it a multiple of 8"],
+    ),
     # algorithms
     "unknown estimator": (
         (*REVERSED, "algorithm.advantage_estimator=rlo"),
@@ -286,6 +324,30 @@ MISTAKES = {
     "missing tensor": ((*OWN, "model.path=missing_tensor"), ["missing_tensor", NORM, "a file is missing"]),
     "mis-shaped tensor": ((*OWN, "model.path=mis_shaped"), ["mis_shaped/", NORM, "(9,)", "(8,)", "use the files"]),
     "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'attn_logit_softcapping' = 50", "take"]),
+    "code in the model folder": (
+        (*OWN, "model.path=remote_code"),
+        ["remote_code/config.json", "auto_map", "trust_remote_code", "none is ever run here", "supported family"],
+    ),
+    "pickled weights": (
+        (*OWN, "model.path=pickled"),
+        ["pickled", "pytorch_model.bin", "never read here", "save_pretrained", "download its safetensors"],
+    ),
+    "no head in weights that are not tied": (
+        (*OWN, "model.path=headless"), ["headless", "lack", "lm_head.weight", "set tie_word_embeddings = true"],
+    ),
+    "head of its own in tied weights": (
+        (*OWN, "model.path=two_heads"),
+        ["two_heads/model.safetensors", "lm_head.weight differs", "tie_word_embeddings = true", "Set it to false"],
+    ),
+    "tokenizer of another model": (
+        (*OWN, "model.path=other_tokenizer"),
+        ["other_tokenizer/generation_config.json", "eos_token_id = 12", "11 tokens", "Use the model's own"],
+    ),
+    "hub without network": (
+        (*OWN, "model.path=owner/name"),
+        ["owner/name could not be downloaded", "Download *.json, *.safetensors, *.jinja, *.txt from"
+         " https://huggingface.co/owner/name into a folder", "give its path instead"],
+    ),
     "tokenizer too large": (
         (*OWN, "model.path=small_vocabulary"),
         ["small_vocabulary", "tokenizer has 13 tokens", "vocab_size = 12", "use the model's own tokenizer"],

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-from benchmarks import against_tunix, ours, run  # noqa: E402
+from benchmarks import against_tunix, ours, run, zero_signal  # noqa: E402
 from benchmarks.cases import CASES, MODELS, Case, Model, floating_operations, make_case, write_model  # noqa: E402
 from benchmarks.worker import Finished, Gate, Worker, command  # noqa: E402
 
@@ -135,6 +135,15 @@ def test_run_prints_a_table_and_writes_json(monkeypatch, tmp_path, capsys):
     assert row["min_s"] <= row["median_s"] <= row["max_s"] < row["first_s"]
     assert row["floor_s"] * 1e6 == floating_operations(make_case("rollout", "tiny"), np.array([[3, 3]]))
     assert row["peak_mb"] > row["base_mb"] > 50
+
+
+@pytest.mark.parametrize("program", [run.main, against_tunix.main, zero_signal.main])
+@pytest.mark.parametrize("number", ["0", "-1", "few"])
+def test_no_repeats_are_refused(program, number, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        program(["--repeats", number])
+    said = capsys.readouterr()
+    assert f"--repeats: expected a whole number of at least 1, got '{number}'" in said.err and not said.out
 
 
 def test_rate_of_a_matrix_product():

@@ -32,7 +32,7 @@ SMALL = (
     "model.config.hidden_size=16",
     "model.config.intermediate_size=16",
     "model.config.num_hidden_layers=1",
-    "data.batch_size=4",
+    "data.batch_size=8",
     "data.train_size=50",
     "data.eval_size=8",
     "algorithm.num_generations=4",
@@ -122,7 +122,7 @@ def test_what_a_run_says(first):
     for piece in (
         "learner: MaxRLLearner (maxrl)",
         "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-        "batch: 4 prompts x 4 completions = 16 a step, 1 optimizer update(s)",
+        "batch: 8 prompts x 4 completions = 32 a step, 1 optimizer update(s)",
         f"folder: {RUN}",
         "training: 50 prompts",
         "evaluation: 8 prompts",
@@ -187,14 +187,14 @@ def test_rollouts_of_the_run(home, first):
     files = sorted(path.name for path in (home / RUN / "rollouts").iterdir())
     assert files[:2] == ["step_000001.jsonl", "step_000002.jsonl"]
     rows = [json.loads(line) for line in (home / RUN / "rollouts" / files[0]).read_text().splitlines()]
-    assert len(rows) == 16
+    assert len(rows) == 32
     fields = {"step", "problem", "sample", "prompt", "completion", "length", "reward", "estimator_reward", "advantage"}
     fields |= {"reward/exact_match"}
     assert all(set(row) == fields for row in rows)
-    assert [(row["problem"], row["sample"]) for row in rows] == [(p, s) for p in range(4) for s in range(4)]
+    assert [(row["problem"], row["sample"]) for row in rows] == [(p, s) for p in range(8) for s in range(4)]
     assert all(row["reward"] == float(row["completion"] == row["prompt"][-2::-1]) for row in rows)
-    rewards = np.reshape([row["reward"] for row in rows], (4, 4))
-    advantages = np.reshape([row["advantage"] for row in rows], (4, 4))
+    rewards = np.reshape([row["reward"] for row in rows], (8, 4))
+    advantages = np.reshape([row["advantage"] for row in rows], (8, 4))
     np.testing.assert_allclose(advantages, tunix_like.compute_advantages(rewards, "maxrl"), rtol=1e-6)
 
 
@@ -390,7 +390,7 @@ calls = 0
 
 def reward(prompts, completions, answer):
     global calls
-    calls += len(prompts) == 16  # an evaluation asks for half as many
+    calls += len(prompts) == 32  # an evaluation asks for a quarter as many
     if calls == int(os.environ.get("STOP_AT", -1)):
         pathlib.Path("reached").touch()
         while not pathlib.Path("go").exists():

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
+from tests.process import ROOT, python
 from tunix_like import cli
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 MODELS = {
     "dapo": (QWEN25, 494.03),
@@ -47,7 +44,8 @@ def home(tmp_path_factory):
         (home / "rows" / f"{split}.jsonl").write_text(f"{row}\n{row}\n")
     for name, (fields, _) in {**MODELS, "qwen3_8b": (QWEN3_8B, 0)}.items():
         tokenizer.save(home / name)
-        (home / name / "config.json").write_text(json.dumps(fields))
+        ends = {"eos_token_id": tokenizer.eos_id}  # the published ones are of the models' own tokenizers
+        (home / name / "config.json").write_text(json.dumps(fields | ends))
     return home
 
 
@@ -92,6 +90,7 @@ def test_the_other_examples(example, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert cli.main(["train", example, "--dry-run"]) == 0
     said = capsys.readouterr().out
+    assert ", float32 on cpu, attention plain, or blocked where calls are large\n" in said
     assert "weights: drawn at random\n" in said and said.rstrip().endswith("nothing was trained.")
 
 
@@ -103,15 +102,10 @@ def test_eight_billion_parameters_take_no_memory(home):
         "print(status, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_0.6b.yaml"), "model.path=qwen3_8b", "data.path=rows", "--dry-run"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *argv, "training.train_micro_batch_size=auto", "rollout.max_concurrent_rows=auto"],
-        cwd=home,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    auto = ["training.train_micro_batch_size=auto", "rollout.max_concurrent_rows=auto"]
+    done = python("-c", code, *argv, *auto, "model.attention=blocked", cwd=home)
+    assert done.returncode == 0, done.stderr
     status, peak = map(int, done.stdout.split()[-2:])
     assert status == 0 and peak < 1e6, "kB; the parameters alone would be 33 million"
-    assert "model: 8190.74 M parameters" in done.stdout and re.search(r"weights 32\.8 GB", done.stdout)
+    assert "model: 8190.74 M parameters, float32 on cpu, attention blocked\n" in done.stdout
+    assert re.search(r"weights 32\.8 GB", done.stdout)

@@ -256,6 +256,12 @@ def test_a_chunk_takes_what_fits(memory, monkeypatch):
     memory(need[0] - 1)
     with pytest.raises(UserError, match=r"train_micro_batch_size: one .* Lower training\.logprob_chunk_size, rollout"):
         sizes.chunk_size(training, decoder(), *rest)
+    alone = max(phase.fixed for phase in update_phases(work, 1))
+    head = SMALL.vocab_size * SMALL.hidden_size
+    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head), "weights, moments, gradients, the tied head"
+    memory(alone - 1)
+    with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .* may be filled"):
+        sizes.chunk_size(training, decoder(), *rest)
     assert sizes.chunk_size(RLTrainingConfig(train_micro_batch_size=77), decoder(), *rest) == 77
 
 
@@ -315,6 +321,13 @@ def test_too_much_is_warned_of(memory):
     assert "training.train_micro_batch_size" in dict(short.lines())["warning"]
     only = dataclasses.replace(short, phases=tuple(p for p in plenty.phases if p.name != "evaluation"))
     assert "training.logprob_chunk_size" in dict(only.lines())["warning"]
+    update = max(only.phases, key=lambda phase: phase.bytes)
+    alone = dataclasses.replace(short, phases=(update,), available=update.fixed - 1)
+    assert dict(alone.lines())["warning"].endswith("than the device has: take a smaller model or more devices")
+
+
+def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():
+    assert [sizes.micro_batch_size(width) for width in (16, 64, 500, 512, 4096)] == [32, 8, 1, 1, 1]
 
 
 def test_a_device_says_its_own_memory(monkeypatch):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
 from flax import nnx
 
+from tests.process import ROOT, python
 from tests.tiny_model import HF
 from tunix_like import programs
 from tunix_like.config_file import load
@@ -22,7 +19,6 @@ from tunix_like.models.sharding import place_params
 from tunix_like.optimizer import init_optimizer
 from tunix_like.rl.phase import run_optimizer
 
-ROOT = Path(__file__).resolve().parents[1]
 YAML = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 MODEL = {
     "model_type": "qwen3",
@@ -105,15 +101,7 @@ def test_the_report(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF | {"num_attention_heads": 2}))
     argv = ["doctor", "--config", YAML, "--devices", "v5e-8", *SMALL[1:], "data.train_size=50"]
     own = ["model.config=null", f"model.path={tmp_path}", "model.init=pretrained", "rollout.max_tokens_to_generate=8"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tunix_like", *argv, *own],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python("-m", "tunix_like", *argv, *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = done.stdout
     assert "v5e-8: fsdp 8, tp 1; 16 GB a device; bfloat16" in said
@@ -121,13 +109,5 @@ def test_the_report(tmp_path):
         assert re.search(rf"{name}.*\d", said), name
     assert "upper bound" in said and "body counts once" in said
     again = [*argv[:3], "--devices", "v5e-3", "mesh.shape=[2, 1]"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tunix_like", *again],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python("-m", "tunix_like", *again, cwd=tmp_path)
     assert done.returncode == 2 and re.fullmatch(r"error: mesh.shape: \[2, 1\] needs 2 .* there are 3.*\n", done.stderr)

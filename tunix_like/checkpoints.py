@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from tunix_like.errors import UserError
+from tunix_like.processes import by_first
 
 
 def _not_chatter(record: logging.LogRecord) -> bool:
@@ -42,8 +42,8 @@ class Checkpoints:
     def __init__(self, folder: str | Path, max_to_keep: int | None = None) -> None:
         self.folder = Path(folder).absolute()
         self._writes = max_to_keep is not None
-        if self._writes and jax.process_index() == 0:
-            _remove_remains(self.folder)
+        if self._writes:
+            by_first(lambda: _remove_remains(self.folder))
         options = ocp.CheckpointManagerOptions(
             read_only=not self._writes,
             preservation_policy=checkpoint_managers.LatestN(max_to_keep),
@@ -52,7 +52,7 @@ class Checkpoints:
         handlers = {
             "state": ocp.PyTreeCheckpointHandler(),
             "meta": ocp.JsonCheckpointHandler(),
-            "iterator": grain.checkpoint.CheckpointHandler(),
+            "iterator": ocp.JsonCheckpointHandler(),
         }
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
@@ -62,7 +62,7 @@ class Checkpoints:
         Args:
           step: its number, above every number saved so far.
           state: a pytree of arrays.
-          iterator: a grain iterator whose place is saved, or None.
+          iterator: a `data.stream.Resumable` whose place is saved, or None.
           meta: what `json` can write.
 
         Raises:
@@ -77,14 +77,14 @@ class Checkpoints:
             raise ValueError(f"step {step} is not above the latest checkpoint, {latest}, in {self.folder}")
         items = {"state": ocp.args.PyTreeSave(state), "meta": ocp.args.JsonSave(json.loads(json.dumps(meta or {})))}
         if iterator is not None:
-            items["iterator"] = grain.checkpoint.CheckpointSave(iterator)
+            items["iterator"] = ocp.args.JsonSave(iterator.get_state())
         with self._writing(OSError):
             self._manager.save(step, args=ocp.args.Composite(**items))
 
     def steps(self) -> list[int]:
         """The numbers of all whole steps, ascending; a save under way is waited for."""
         self.wait()
-        return _whole_steps(self.folder)
+        return list(by_first(lambda: _whole_steps(self.folder)))  # another process may see them a moment later
 
     def latest_step(self) -> int | None:
         """The number of the newest whole step, or None."""
@@ -96,7 +96,7 @@ class Checkpoints:
         return self._read(step, meta=ocp.args.JsonRestore())["meta"]
 
     def restore(self, step: int, abstract_state: Any, iterator: Any = None) -> tuple[Any, dict[str, Any]]:
-        """The state and the JSON dict of a step; `iterator` (grain) is moved to the place that was saved.
+        """The state and the JSON dict of a step; `iterator` is moved to the place that was saved.
 
         Args:
           step: one of `steps()`.
@@ -119,8 +119,10 @@ class Checkpoints:
         if iterator is not None:
             if not (self.folder / str(step) / "iterator").is_dir():
                 raise UserError(f"{self.folder}/{step}: holds no place in the data stream, so data cannot be resumed.")
-            items["iterator"] = grain.checkpoint.CheckpointRestore(iterator)
+            items["iterator"] = ocp.args.JsonRestore()
         restored = self._read(step, **items)
+        if iterator is not None:
+            iterator.set_state(restored["iterator"])
         return restored["state"], restored["meta"]
 
     def wait(self) -> None:

@@ -1,7 +1,8 @@
 """The command line: load the config, build the parts, hand them to the learner its `advantage_estimator` names.
 
-Exit status: 0 done, 1 `doctor` found something broken, 2 bad input (one line says what), 75 stopped by a signal after
-saving. This module knows no algorithm.
+Exit status: 0 done, 1 `doctor` found something broken, 2 bad input (one line says what), 70 in a run of several
+processes after an error of this one or the loss of another, 75 stopped by a signal after saving. This module knows no
+algorithm.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     arguments = _parse(argv)
+    joined = False
     try:
+        joined = _join(arguments)
         return int(arguments.run(arguments) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -42,6 +45,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message := getattr(stop, "message", ""):
             print(f"{message}; the same command resumes", file=sys.stderr)
         raise
+    except Exception as error:
+        if joined:
+            from tunix_like import processes
+
+            processes.leave(error)
+        raise
+
+
+def _join(arguments: argparse.Namespace) -> bool:
+    """Joins the other processes of the run, where the command line or the environment says that there are some.
+
+    Raises:
+      UserError: only some of the three options are given, or the processes do not find each other.
+    """
+    if not hasattr(arguments, "coordinator"):
+        return False
+    place = arguments.coordinator, arguments.num_processes, arguments.process_id
+    if any(each is None for each in place) and any(each is not None for each in place):
+        raise UserError("--coordinator, --num-processes and --process-id go together; --distributed asks the cluster.")
+    if place[0] is None and not arguments.distributed and not _started_by_scheduler():
+        return False
+    from tunix_like import processes
+
+    processes.start(*place)
+    if not processes.is_first():
+        console.silence()
+    return True
+
+
+def _started_by_scheduler() -> bool:
+    """Whether this is one of several processes, by the variables that SLURM (`srun`) and GKE set for each of them."""
+    if "SLURM_STEP_NODELIST" in os.environ:
+        return int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "," in (os.environ.get("TPU_WORKER_HOSTNAMES") or os.environ.get("TPU_PROCESS_ADDRESSES") or "")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -91,6 +128,16 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
     for sub in (train, sft, evaluate, generate, export):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+    for sub in (train, sft, evaluate):
+        several = sub.add_argument_group(
+            "several processes", "start the same command in each; under SLURM and on a GKE TPU slice nothing is needed"
+        )
+        several.add_argument(
+            "--distributed", action="store_true", help="ask the cluster (Cloud TPU, Open MPI) for them"
+        )
+        several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
+        several.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+        several.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
     advantages = command(
         "advantages",
         _advantages,
@@ -226,8 +273,14 @@ def _announce(parts: Parts, folder: Path) -> None:
             skipped = f", {long} of them longer than {limit} tokens and skipped" if long else ""
             console.say(f"{what:>10}: {len(rows)} prompts{skipped}")
     first = render(parts.source.train[0], parts.tokenizer)
-    console.say(f"{'prompt':>9}: {first.text!r:.600}")
-    console.say(f"{'ids':>9}: {first.tokens[:40]}{' ...' if len(first.tokens) > 40 else ''}")
+    console.say(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
+    console.say(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
+
+
+def _both_ends(values: str | list[int], most: int) -> str:
+    """All, or the two ends of what is longer: there stands what a chat template adds."""
+    half = most // 2
+    return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
 def _closing_table(folder: Path, parts: Parts) -> None:

@@ -20,6 +20,11 @@ _CONSOLE = rich.console.Console(highlight=False)
 _LOG_WIDTH = 140  # columns where there is no terminal to ask
 
 
+def silence() -> None:
+    """Prints nothing from here on: in a run of several processes one does the talking."""
+    _CONSOLE.quiet = True
+
+
 def say(text: str) -> None:
     """Prints one line as it is: no markup, no wrapping, above a progress bar if one is shown."""
     _CONSOLE.print(text, markup=False, soft_wrap=True)
@@ -63,7 +68,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         shown.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         shown.add_row(*map(rich.text.Text, row))
-    console = _CONSOLE if _CONSOLE.is_terminal else rich.console.Console(width=_LOG_WIDTH)
+    console = _CONSOLE if _CONSOLE.is_terminal else rich.console.Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet)
     say(title)  # not the table's own, which would be wrapped to its width
     console.print(shown)
 

@@ -20,6 +20,7 @@ import numpy as np
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.errors import UserError
 from tunix_like.metrics import MetricsLog
+from tunix_like.processes import any_of
 
 logger = logging.getLogger("tunix_like")
 
@@ -102,7 +103,10 @@ def run(
             row |= phase.evaluate(done, last=_complete(phase, done))
             _write(log, on_row, row)
             over = phase.finished(row)
-            last, stop = over or _complete(phase, done), stop_asked()  # asked once: what stops the run also saves it
+            last, stop = (
+                over or _complete(phase, done),
+                any_of(stop_asked()),
+            )  # asked once: what stops the run also saves it
             if checkpoints is not None and (last or stop or done % checkpoint_every == 0):
                 save(phase, checkpoints, done, over)
             if last:

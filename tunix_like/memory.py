@@ -70,6 +70,10 @@ SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 """The same while sampling, without and with top-p or top-k."""
 
 
+OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and new weights", "cast weights")
+"""Components of a phase that no length of texts and no number of completions changes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What memory depends on.
@@ -146,6 +150,11 @@ class Phase:
     @property
     def bytes(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that the model alone needs, however little goes through it."""
+        return sum(self.parts.get(name, 0) for name in OF_THE_MODEL)
 
     def __str__(self) -> str:
         parts = sorted(self.parts.items(), key=lambda part: -part[1])

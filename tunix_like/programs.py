@@ -30,8 +30,7 @@ from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import (
     build_mesh,
-    check_batch,
-    check_divides,
+    check_model,
     param_shapes,
     prompt_parts,
     replicated_shapes,
@@ -46,7 +45,7 @@ from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.phase import run_optimizer
 from tunix_like.rl.update import UpdateInput, jit_update
-from tunix_like.runs import check_config, describe_model, named_model, updates_per_batch
+from tunix_like.runs import check_batches, check_config, describe_model, named_model, updates_per_batch
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import slot_shape
@@ -179,9 +178,8 @@ def make_plan(config: Config, kind: Device | None) -> Plan:
     model, _, _ = load_abstract(what, init=section.init, attention=attention, **kinds)
     model = model if config.lora.rank is None else add_lora(model, config.lora)
     mesh = build_mesh(config.mesh)
-    param_shapes(nnx.to_pure_dict(nnx.split(model)[1]), mesh)  # that the mesh divides them
-    check_divides(mesh, model.config)
-    check_batch(mesh, "data.batch_size", config.data.batch_size)
+    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
+    check_batches(config, mesh)
     return Plan(config, device, model, mesh, foresee(config, model, mesh, slot_shape, device=device, refuse=False))
 
 

@@ -44,8 +44,9 @@ from tunix_like.models.lora import (
     save_adapter_config,
     split_params,
 )
-from tunix_like.models.sharding import build_mesh, place_params
+from tunix_like.models.sharding import build_mesh, check_batch, check_model, place_params
 from tunix_like.optimizer import build_schedule
+from tunix_like.processes import by_first
 from tunix_like.rewards import check_arguments
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rl.collection import EXTRA_BATCHES
@@ -195,14 +196,25 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     and no weights are read, made or downloaded."""
     config, learner = check_config(config)
     mesh = build_mesh(config.mesh)
+    check_batches(config, mesh)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
     model, tokenizer, weights = _load_model(config, source.tokenizer, abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
+    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     return Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
+
+
+def check_batches(config: Config, mesh: Mesh | None) -> None:
+    """Raises UserError naming the key of a batch that the mesh does not divide."""
+    mini = config.training.mini_batch_size or config.data.batch_size
+    check_batch(mesh, "data.batch_size", config.data.batch_size)
+    check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
+    if config.sft.max_steps:
+        check_batch(mesh, "sft.batch_size", config.sft.batch_size)
 
 
 def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
@@ -253,11 +265,16 @@ def claim(folder: Path, parts: Parts) -> None:
     Raises:
       UserError: the folder holds another config; the keys that differ are named.
     """
+    begun = _newest_checkpoints(folder) is not None
+    by_first(lambda: _claim(folder, parts, begun))
+
+
+def _claim(folder: Path, parts: Parts, begun: bool) -> None:
     file = folder / "config.yaml"
     if file.exists():
         held = yaml.safe_load(file.read_text(encoding="utf-8"))
         changed = [line for line in differences(held, as_dict(parts.config)) if not line.startswith(CHANGEABLE)]
-        if changed and _newest_checkpoints(folder) is not None:  # without one, nothing is lost by starting over
+        if changed and begun:  # without one, nothing is lost by starting over
             raise UserError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
                 "Use the same values to resume it, or training.output_dir=<another folder> to start anew."
@@ -446,6 +463,8 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
     place = "reward" if algorithm.kl_in_reward else "loss"
     kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
     lengths = config.rollout
+    way = "plain, or blocked where calls are large" if parts.model.attention == "auto" else parts.model.attention
+    how = f"{jnp.dtype(parts.model.dtype).name} on {jax.default_backend()}, attention {way}"
     return [
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         *_describe_sources(parts),
@@ -453,7 +472,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
-        ("model", f"{describe_model(parts.model)}, {jnp.dtype(parts.model.dtype).name} on {jax.default_backend()}"),
+        ("model", f"{describe_model(parts.model)}, {how}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),

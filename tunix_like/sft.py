@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -29,6 +28,7 @@ from tunix_like.models.lora import join_params, split_params
 from tunix_like.models.sharding import (
     check_batch,
     check_divides,
+    fetch,
     place_params,
     place_replicated,
     prompt_parts,
@@ -36,6 +36,7 @@ from tunix_like.models.sharding import (
     shardings_of,
 )
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.processes import is_first
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import choose_layout, pack
@@ -154,7 +155,13 @@ class SFTTrainer:
 
         try:
             every = self.training.checkpoint_every_n_steps
-            run(self, checkpoints=checkpoints, log=MetricsLog(folder), checkpoint_every=every, on_row=keep)
+            run(
+                self,
+                checkpoints=checkpoints,
+                log=MetricsLog(folder if is_first() else None),
+                checkpoint_every=every,
+                on_row=keep,
+            )
         finally:
             if checkpoints is not None:
                 checkpoints.close()
@@ -186,7 +193,7 @@ class SFTTrainer:
         batch = place_replicated(batch, self.mesh)
         data = update_input(batch, np.ones(self.config.batch_size, bool), packed)
         self.trained, self.opt_state, metrics, _ = self._step(self.trained, self.opt_state, data, self.frozen)
-        out = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
         self.watch([out])
         return out | {"learning_rate": float(self.schedule(step - 1))}
 

@@ -222,7 +222,14 @@ class Tokenizer:
                 messages=turns, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:  # a template is a program from outside: whatever it raises is about its input
-            raise UserError(f"The tokenizer's chat template failed: {type(error).__name__}: {error}") from error
+            roles = [str(turn["role"]) for turn in turns]
+            cure = (
+                " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
+            )
+            raise UserError(
+                f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
+                f"{type(error).__name__}: {error}.{cure if 'system' in roles else ''}"
+            ) from error
 
     def encode_prompt(self, prompt: str | Sequence[Message], apply_chat_template: bool) -> tuple[str, list[int]]:
         """The prompt as the model sees it: its text and its ids, with at most one beginning-of-sequence token.

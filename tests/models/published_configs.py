@@ -301,7 +301,18 @@ SMOLLM2_360M = SMOLLM2 | {
 QWEN3_8B = QWEN3 | {
     "hidden_size": 4096,
     "intermediate_size": 12288,
+    "max_window_layers": 36,
     "num_attention_heads": 32,
     "num_hidden_layers": 36,
     "tie_word_embeddings": False,
+}
+# meta-llama/Llama-3.1-8B, which was before `head_dim` was written
+LLAMA31_8B = {name: value for name, value in LLAMA32.items() if name != "head_dim"} | {
+    "eos_token_id": 128001,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "rope_scaling": LLAMA32["rope_scaling"] | {"factor": 8.0},
+    "tie_word_embeddings": False,
+    "transformers_version": "4.43.0.dev0",
 }

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from tests.models.published_configs import LLAMA32, QWEN3, QWEN25, SMOLLM2
+from tests.models.published_configs import LLAMA31_8B, LLAMA32, QWEN3, QWEN3_8B, QWEN25, SMOLLM2
 from tunix_like.errors import UserError
+from tunix_like.memory import parameter_count
 from tunix_like.models.config import DecoderConfig, RopeScaling
 
 LLAMA3_ROPE = LLAMA32["rope_scaling"]
@@ -61,6 +62,12 @@ def test_derived_when_absent():
     assert (config.head_dim, config.num_kv_heads) == (64, 32)
     # transformers 5 writes null where it derives
     assert DecoderConfig.from_hf(LLAMA32 | {"head_dim": None}).head_dim == 64
+
+
+@pytest.mark.parametrize(("fields", "millions"), [(QWEN3_8B, 8190.74), (LLAMA31_8B, 8030.26)], ids=["qwen3", "llama"])
+def test_eight_billion_parameters(fields, millions):
+    """What the weights of the two published models count."""
+    assert parameter_count(DecoderConfig.from_hf(fields)) / 1e6 == pytest.approx(millions, abs=0.005)
 
 
 def test_source_is_no_part_of_identity():

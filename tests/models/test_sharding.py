@@ -28,6 +28,7 @@ from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.packing import Layout, pack
 from tunix_like.rl.update import gradient, update_input
 from tunix_like.sampling import decoding, sampler
+from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sft import _Likelihood
 from tunix_like.types import GroupBatch
 
@@ -96,6 +97,31 @@ def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):
         moved = train(mesh)
     waiting = train(mesh, max_concurrent_rows=8)
     assert moved[2] == waiting[2] == alone[2]
+
+
+def test_what_the_sampler_works_on_is_never_whole_on_a_device(monkeypatch):
+    """The completion cache, the largest thing beside the weights, through filling, growing and moving of rows: of every
+    leaf each of the eight devices has an eighth."""
+    mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
+    advance, seen = decoding.advance, set()
+
+    def spy(graphdef, params, prompts, rows, *rest):
+        for leaf in jax.tree.leaves(rows.cache):
+            assert {8 * shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes}, leaf.shape
+        seen.add((rows.live.shape, rows.room))
+        return advance(graphdef, params, prompts, rows, *rest)
+
+    monkeypatch.setattr(decoding, "advance", spy)
+    monkeypatch.setattr(sampler, "FIRST_CACHE", 16)
+    monkeypatch.setattr(sampler, "WORTH_MOVING", 1)
+    monkeypatch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    params = place_params(nnx.to_pure_dict(state), mesh)
+    work = sampler.Sampler(graphdef, range(4), max_prompt_length=8, max_tokens=24, mesh=mesh)
+    work.generate(params, [[4, 5]] * 8, range(8), 4, jax.random.key(0), SamplingParams(1.0, 1.0, None))
+    shapes, rooms = zip(*seen, strict=True)
+    assert len(set(shapes)) > 1 and set(rooms) == {16, 24}, "rows were moved, and the cache grew"
 
 
 def test_each_device_computes_its_own_prompts_only():

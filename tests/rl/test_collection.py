@@ -103,7 +103,7 @@ class FakeSampler:
         return Completions(tokens, lengths, np.zeros(tokens.shape, np.float32), lengths < LIMIT)
 
 
-def make(kinds, batch_size, algo, folder=None, sources=None, functions=None):
+def make(kinds, batch_size, algo, rollouts=None, sources=None, functions=None):
     """A collector over one prompt for each of `kinds`, in order; `sources` are their `data_source`, of which "own" is
     of maxrl."""
     algo = resolve(algo, type(algo))
@@ -118,7 +118,7 @@ def make(kinds, batch_size, algo, folder=None, sources=None, functions=None):
     prompts = [Prompt(f"{i}>", [1, 5, 4], each) for i, each in enumerate(columns)]
     batches = (prompts[i : i + batch_size] for i in range(0, len(prompts) - batch_size + 1, batch_size))
     objective = build_objective(algo, LIMIT, 1, {"own": {"advantage_estimator": "maxrl"}} if sources else None)
-    return Collector(learner, objective, batches, batch_size, folder)
+    return Collector(learner, objective, batches, batch_size, rollouts)
 
 
 def slow_steps(kinds, batch_size, cap, teaching):
@@ -252,7 +252,7 @@ def test_a_reward_that_an_estimator_does_not_take(tmp_path):
     algo = RLOOConfig(num_generations=SIZE)
     batch = make(["won", "mixed"], 2, algo, sources=["own", "other"], functions=minus)(1, silent).batch
     np.testing.assert_array_equal(batch.rewards, [[0, 0, 0, 0], [-1, 0, -1, 0]])
-    collector = make(["won", "uneven"], 2, algo, tmp_path, ["other", "own"], minus)
+    collector = make(["won", "uneven"], 2, algo, tmp_path / "rollouts", ["other", "own"], minus)
     with pytest.raises(UserError) as error:
         collector(7, silent)
     file = tmp_path / "rollouts" / "step_000007.jsonl"

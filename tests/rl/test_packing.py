@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from tunix_like.rl.packing import ROWS_PER_BIN, Layout, Packed, choose_layout, micro_batch_size, pack
+from tunix_like.rl.packing import ROWS_PER_BIN, Layout, Packed, choose_layout, pack
 
 PLACES = ("sample", "start", "length")
 
@@ -212,7 +212,3 @@ def test_a_layout_uses_what_it_is_given():
 )
 def test_layouts(asked, expected):
     assert choose_layout(*asked) == expected
-
-
-def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():
-    assert [micro_batch_size(width) for width in (16, 64, 500, 512, 4096)] == [32, 8, 1, 1, 1]

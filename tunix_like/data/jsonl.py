@@ -195,7 +195,8 @@ def hub_rows(path: str, split: str) -> Sequence[Record]:
     except Exception as error:  # network, id, configuration and split errors come in many classes
         raise UserError(
             f"The data set {path} (split '{split}') could not be loaded from the hub: {type(error).__name__}: {error}. "
-            "Check data.path and the network, or set data.path to a local copy."
+            f"Check data.path and the network. Without one, download https://huggingface.co/datasets/{name} and name a "
+            "folder with its train.jsonl and test.jsonl: data.path=FOLDER (with data.name=jsonl, or gsm8k for GSM8K)."
         ) from error
     if len(rows) == 0:
         raise UserError(f"The data set {path} has no rows in split '{split}'.")

@@ -1,17 +1,21 @@
-"""Rows to batches of tokenised prompts, through grain: shuffled by seed, resumable, over-long prompts left out.
+"""Rows to batches of tokenised prompts: shuffled by seed (through grain), resumable, over-long prompts left out.
 
-It knows the tokenizer and the limits of a prompt; it does not know where rows come from or what is done with them.
+Where a run has several processes, each loads and tokenises its share of a batch, and all get the whole batch. This
+module knows the tokenizer and the limits of a prompt; it does not know where rows come from or what is done with them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import grain.python as grain
+import jax
 
 from tunix_like.errors import UserError
+from tunix_like.processes import spread
 from tunix_like.tokenizer import Tokenizer
 
 SCANNED_ROWS = 20_000
@@ -57,19 +61,19 @@ def check_prompts(
     if len(rows) == 0:
         raise UserError(f"the {what} data is empty.")
     count = min(len(rows), SCANNED_ROWS)
-    long = 0
-    for index in range(count):
-        row = rows[index]
-        if row is None and isinstance(rows, grain.MapDataset):
-            continue
-        length = len(render(row, tokenizer).tokens)
-        if length > max_prompt_length:
-            long += 1
-            if overlong == "error":
-                raise UserError(
-                    f"{what} row {index}: its prompt has {length} tokens, rollout.max_prompt_length is "
-                    f"{max_prompt_length}. Raise it, or set data.overlong_prompts=skip."
-                )
+
+    def length(row: Any) -> int:
+        absent = row is None and isinstance(rows, grain.MapDataset)
+        return 0 if absent else len(render(row, tokenizer).tokens)
+
+    lengths = spread(range(count), lambda places: [length(rows[place]) for place in places])
+    too_long = [place for place, found in enumerate(lengths) if found > max_prompt_length]
+    if too_long and overlong == "error":
+        raise UserError(
+            f"{what} row {too_long[0]}: its prompt has {lengths[too_long[0]]} tokens, rollout.max_prompt_length is "
+            f"{max_prompt_length}. Raise it, or set data.overlong_prompts=skip."
+        )
+    long = len(too_long)
     if long == count:
         raise UserError(
             f"all {count} {what} prompts are longer than rollout.max_prompt_length={max_prompt_length}; raise it."
@@ -95,7 +99,7 @@ def prompt_batches(
       forever: start over after each epoch.
 
     Returns:
-      an iterator; a `grain.DatasetIterator` (whose state can be saved) unless `rows` is a plain iterable.
+      an iterator; a `Resumable` one unless `rows` is a plain iterable.
     """
     fits = lambda prompt: len(prompt.tokens) <= max_prompt_length  # noqa: E731
     if isinstance(rows, Sequence | grain.MapDataset):
@@ -103,15 +107,71 @@ def prompt_batches(
         source = source.seed(seed)
         source = source.shuffle() if shuffle else source
         source = source.repeat() if forever else source
-        stream = source.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
-    elif isinstance(rows, grain.IterDataset):
-        stream = rows
-    elif isinstance(rows, Iterable):
+        return _SharedBatches(source, tokenizer, batch_size, fits)
+    if isinstance(rows, grain.IterDataset):
+        prompts = rows.map(lambda row: render(row, tokenizer)).filter(fits)
+        return iter(prompts.batch(batch_size, drop_remainder=True, batch_fn=list))
+    if isinstance(rows, Iterable):
         return _plain_batches(rows, tokenizer, batch_size, fits, forever)
-    else:
-        raise UserError(f"the data must be a sequence, an iterable or a grain dataset, got {type(rows).__name__}.")
-    prompts = stream.map(lambda row: render(row, tokenizer)).filter(fits)
-    return iter(prompts.batch(batch_size, drop_remainder=True, batch_fn=list))
+    raise UserError(f"the data must be a sequence, an iterable or a grain dataset, got {type(rows).__name__}.")
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An iterator whose place is a JSON value that can be saved; so is a `grain.DatasetIterator`."""
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> None: ...
+
+
+class _SharedBatches(Iterator[list[Prompt]]):
+    """Batches out of rows that can be asked for by number. Every candidate for a batch is rendered by one process; its
+    place is the number of the next candidate, whatever the number of processes."""
+
+    def __init__(self, rows: grain.MapDataset, tokenizer: Tokenizer, batch_size: int, fits: Callable[[Prompt], bool]):
+        self.rows, self.tokenizer, self.batch_size, self.fits = rows, tokenizer, batch_size, fits
+        self.next = 0
+
+    def __next__(self) -> list[Prompt]:
+        batch: list[Prompt] = []
+        place = self.next
+        while (missing := self.batch_size - len(batch)) > 0:
+            candidates = range(place, min(place + missing, len(self.rows)))
+            if not candidates:
+                raise StopIteration
+            found = spread(candidates, self._render)
+            batch += [prompt for prompt in (Prompt(*each) for each in found if each is not None) if self.fits(prompt)]
+            place = candidates.stop
+        self.next = place
+        return batch
+
+    def _render(self, places: Sequence[int]) -> list[Prompt | None]:
+        rows = (self.rows[place] for place in places)  # None: taken out by a grain filter
+        prompts = [None if row is None else render(row, self.tokenizer) for row in rows]
+        if jax.process_count() > 1:
+            for prompt in prompts:
+                _check_sendable(prompt)
+        return prompts
+
+    def get_state(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        self.next = int(state["next"])
+
+
+def _check_sendable(prompt: Prompt | None) -> None:
+    for name, value in {} if prompt is None else prompt.columns.items():
+        try:
+            kept = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            kept = False
+        if not kept:
+            raise UserError(
+                f"the data column '{name}' holds a {type(value).__name__} that cannot be told to the other processes "
+                "of this run; make it text, a number, or lists and dicts of them."
+            )
 
 
 def _plain_batches(

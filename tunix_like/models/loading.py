@@ -23,7 +23,7 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.quantization import quantize_base
-from tunix_like.models.sharding import param_shapes, place_params
+from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.tokenizer import Tokenizer
 
@@ -63,15 +63,20 @@ def load_model(
 
     Raises:
       UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer; or this machine
-        cannot attend that way, or the mesh does not divide the weights.
+        cannot attend that way, or the mesh does not divide the model.
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=init == "pretrained")
+    graphdef, abstract = _abstract(config, kinds, quantize)  # shapes: random weights never exist beside loaded ones
+    check_model(mesh, config, abstract)
     if folder is None or init == "random":
         model = quantize_base(_random(config, seed, kinds), quantize)
         nnx.update(model, place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh))
         return model, tokenizer
-    return _pretrained(folder, config, kinds, quantize, mesh), tokenizer
+    stored = param_shapes(_abstract(config, kinds)[1], mesh)
+    params = load_weights(folder, stored, config, quantize)
+    # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
+    return nnx.merge(graphdef, params if quantize is None else place_params(params, mesh)), tokenizer
 
 
 def load_abstract(
@@ -219,18 +224,6 @@ def _abstract(
     return graphdef, nnx.to_pure_dict(state)
 
 
-def _pretrained(
-    folder: Path, config: DecoderConfig, kinds: Mapping[str, Any], quantize: str | None, mesh: Mesh | None
-) -> Decoder:
-    # Shapes only, so that random weights never exist beside the loaded ones.
-    graphdef, shapes = _abstract(config, kinds, quantize)
-    param_shapes(shapes, mesh)  # that the mesh divides them
-    stored = _abstract(config, kinds)[1]
-    params = load_weights(folder, param_shapes(stored, mesh), config, quantize)
-    # `nnx.merge` assigns leaves by position; `load_weights` has compared every name, shape and dtype before.
-    return nnx.merge(graphdef, params if quantize is None else place_params(params, mesh))
-
-
 def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -241,11 +234,11 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
             f" {config.vocab_size}. They do not belong together: use the model's own tokenizer, or for a random"
             f" model set vocab_size to at least {tokenizer.vocab_size}."
         )
-    eos = _eos_ids(folder, config)
+    eos = _eos_ids(folder, config, tokenizer)
     return tokenizer.with_eos_ids(eos) if eos else tokenizer
 
 
-def _eos_ids(folder: Path, config: DecoderConfig) -> Sequence[int]:
+def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
     """What ends a completion by `generation_config.json`, else by `config.json`; empty when neither says."""
     path = folder / "generation_config.json"
     generation: Any = {}
@@ -265,6 +258,11 @@ def _eos_ids(folder: Path, config: DecoderConfig) -> Sequence[int]:
             raise UserError(
                 f"{file}: eos_token_id = {value!r} must be a token id, or a list of them, from 0 to"
                 f" {config.vocab_size - 1}."
+            )
+        if not all(i < tokenizer.vocab_size for i in ids):
+            raise UserError(
+                f"{file}: eos_token_id = {value!r}, but the folder's tokenizer has only {tokenizer.vocab_size} tokens:"
+                " it is of another model. Use the model's own tokenizer, or for a random model name its own ids here."
             )
         if ids:
             return ids

@@ -1,6 +1,7 @@
 """Where arrays live on several devices: one table from a parameter's name to its axes; prompts over `data` and `fsdp`.
 
-It knows meshes and names of parameters; the compiler derives everything else from where inputs lie. One process so far.
+It knows meshes and names of parameters; the compiler derives everything else from where inputs lie. Devices may belong
+to several processes, of which each calls everything here with the same numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
     """The mesh of a config over all devices, or None when there is only one.
 
     Raises:
-      UserError: unknown axis names, or a shape that does not use every device.
+      UserError: unknown axis names, or a shape that does not use every device; several processes, not yet joined.
     """
     unknown = [name for name in config.axis_names if name not in AXES]
     if unknown or len(set(config.axis_names)) != len(config.axis_names):
@@ -58,6 +59,11 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
             f"mesh.axis_names: expected names out of {', '.join(AXES)}, each once, not {config.axis_names}."
         )
     devices = jax.devices()
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise UserError(
+            f"the devices here belong to {jax.process_count()} processes that do not know of each other yet: add "
+            "--distributed to the command (in Python: jax.distributed.initialize(), before anything else)."
+        )
     if isinstance(config.shape, str):
         if config.shape != "auto":
             raise UserError(f"mesh.shape: expected auto or a list of numbers, got '{config.shape}'.")
@@ -108,7 +114,13 @@ def place_params(params: Any, mesh: Mesh | None) -> Any:
     programs see them at every step as they come out of the first and are not compiled twice."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
+    # an array of one process is a copy of its own: only as numbers can it be told where it lies among all
+    params = jax.tree.map(lambda x: np.asarray(x) if _is_own_copy(x) else x, params)
     return jax.device_put(params, parameter_shardings(params, mesh))
+
+
+def _is_own_copy(x: jax.Array) -> bool:
+    return jax.process_count() > 1 and x.is_fully_addressable
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
@@ -120,6 +132,12 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
                 f"mesh.shape: {parts} devices along 'tp' do not divide the {heads} {name} heads of this model; "
                 "give tp fewer devices, and fsdp more."
             )
+
+
+def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:
+    """Raises UserError where a mesh does not divide the heads of a model or its parameters (arrays or shapes)."""
+    check_divides(mesh, config)
+    param_shapes(params, mesh)
 
 
 def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
@@ -157,6 +175,13 @@ def place_slots(tree: Any, mesh: Mesh | None) -> Any:
     if mesh is None:
         return tree
     return jax.tree.map(lambda x: jax.device_put(x, _slots(x.shape, mesh)), tree)
+
+
+def fetch(tree: Any, mesh: Mesh | None) -> Any:
+    """Arrays of the mesh on the host, whole, in every process."""
+    if mesh is None or jax.process_count() == 1:
+        return jax.device_get(tree)
+    return jax.device_get(place_replicated(tree, mesh))
 
 
 def shardings_of(tree: Any, mesh: Mesh | None) -> Any:

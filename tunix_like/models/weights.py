@@ -231,9 +231,10 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     for kind, names in (("lack", missing), ("have unexpected", unexpected)):
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            tied = " Where the head is the embedding, set tie_word_embeddings = true in it." if names == [_HEAD] else ""
             raise UserError(
                 f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. They do not belong to this"
-                " config.json, or a file is missing."
+                f" config.json, or a file is missing.{tied}"
             )
 
 

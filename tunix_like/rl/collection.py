@@ -70,10 +70,10 @@ class Collector:
         objective: Objective,
         batches: Iterator[list[Prompt]],
         batch_size: int,
-        folder: Path | None,
+        rollouts: Path | None,
     ):
         self.learner, self.objective, self.batches = learner, objective, batches
-        self.batch_size, self.folder = batch_size, folder
+        self.batch_size, self.rollouts = batch_size, rollouts
         self.drawn = 0
         self._warned = False
 
@@ -161,7 +161,7 @@ class Collector:
         )
         lap("rollout")
         texts = completion_texts(completions, learner.tokenizer)
-        with saved_on_failure(None if self.folder is None else self.folder / "rollouts", step, problems, texts):
+        with saved_on_failure(self.rollouts, step, problems, texts):
             scores = score_completions(learner.rewards, problems, texts, learner.algo.num_generations)
             sampled = Rollout(problems, texts, completions, scores)
             rewards = self._rewards(sampled)

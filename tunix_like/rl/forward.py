@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
 
 
 def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
-    """Puts the work of an update on the mesh: the prompts of a set and their lanes split over `fsdp`."""
+    """Puts the work of an update on the mesh: the prompts of a set and their lanes split over `data` and `fsdp`."""
     if mesh is None:
         return packed
     numbers = place_replicated({"sets": packed.sets, "chunks": packed.chunks}, mesh)

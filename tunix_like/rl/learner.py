@@ -25,7 +25,8 @@ from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import join_params, save_adapter_config, split_params, without_adapters
-from tunix_like.models.sharding import check_divides, place_params
+from tunix_like.models.sharding import check_divides, fetch, place_params
+from tunix_like.processes import by_first, is_first
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
@@ -141,7 +142,7 @@ class Learner:
             trained, frozen = split_params(place_params(nnx.to_pure_dict(state), self.mesh))
         else:
             graphdef, trained, frozen = self.graphdef, self.trained, self.frozen
-            if frozen and not any(leaf.any() for leaf in _second_halves(trained)):
+            if frozen and not any(fetch([leaf.any() for leaf in _second_halves(trained)], self.mesh)):
                 return without_adapters(graphdef), frozen
         # A copy, since the step takes over the weights that it trains, which may be the very same arrays.
         return graphdef, join_params(jax.tree.map(jnp.copy, trained), frozen)
@@ -191,10 +192,7 @@ class Learner:
         checkpoints = None
         if folder is not None:
             checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)
-            save_description(self.model.config, self.tokenizer, folder / "model", self.model.param_dtype.name)
-            if self.model.adapters is not None:
-                base = {"quantize": self.model.quantized, "param_dtype": self.model.param_dtype.name}
-                save_adapter_config(self.model, folder / "model", **base)
+            by_first(lambda: self._describe(folder / "model"))
         last: dict[str, Any] = {}
 
         def on_row(row: dict[str, Any]) -> None:
@@ -205,7 +203,7 @@ class Learner:
             run(
                 phase,
                 checkpoints=checkpoints,
-                log=MetricsLog(folder),
+                log=MetricsLog(folder if is_first() else None),
                 checkpoint_every=self.training.checkpoint_every_n_steps,
                 on_row=on_row,
             )
@@ -215,8 +213,15 @@ class Learner:
                 checkpoints.close()
             nnx.update(self.model, self.params)
         if not last and folder is not None:  # the run was finished before
-            last = [row for row in rows(folder) if phase.step_key in row][-1]
+            last = by_first(lambda: [row for row in rows(folder) if phase.step_key in row][-1])
         return last
+
+    def _describe(self, folder: Path) -> None:
+        """Writes what the model is; of adapters, what base they need."""
+        dtype = self.model.param_dtype.name
+        save_description(self.model.config, self.tokenizer, folder, dtype)
+        if self.model.adapters is not None:
+            save_adapter_config(self.model, folder, quantize=self.model.quantized, param_dtype=dtype)
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluation:
         """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""

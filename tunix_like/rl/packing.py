@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 ROWS_PER_BIN = 16
 """At most so many completions share a bin: bounds the arrays of a chunk that are laid out by completion."""
 
-CHUNK_TOKENS = 512
-"""Completion tokens of a chunk on a CPU under `auto`. An update of 4096 tokens of a model of 42 M took 5.1 s and 2.1 GB
-with chunks of 256, 5.1 s and 2.3 GB with 512, 5.7 s and 2.8 GB with 1024, 6.0 s and 3.4 GB with 2048: larger
-temporaries cost page faults."""
-
-ACCELERATOR_CHUNK_TOKENS = 16384
-"""The most on an accelerator. A matrix product of so many rows does some 8,000 operations for each byte of bfloat16
-weights that it reads, where a few hundred fill the arithmetic units: more of them cannot make it faster."""
-
 
 class Layout(NamedTuple):
     """The shape of the work.
@@ -64,11 +55,6 @@ class Packed(NamedTuple):
     sample: Int[AnyArray, "M C A b r"]
     start: Int[AnyArray, "M C A b r"]
     length: Int[AnyArray, "M C A b r"]
-
-
-def micro_batch_size(width: int, backend: str = "cpu") -> int:
-    """Bins of this width that a chunk has under `train_micro_batch_size: auto`, as far as they fit."""
-    return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
 
 
 def choose_layout(

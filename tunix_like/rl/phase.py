@@ -21,11 +21,12 @@ import optax
 from jaxtyping import Bool, Float
 
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
-from tunix_like.data.stream import check_prompts, prompt_batches
+from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.models.operations import forward_operations, update_operations
-from tunix_like.models.sharding import check_batch, place_replicated, prompt_parts, scope, shardings_of
+from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.processes import is_first
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.forward import batch_logprobs, place_packed
 from tunix_like.rl.losses import kl_estimate
@@ -51,7 +52,7 @@ class RLPhase:
     def __init__(
         self, learner: Learner, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, folder: Path | None
     ):
-        self.learner, self.rollouts = learner, None if folder is None else folder / "rollouts"
+        self.learner, self.rollouts = learner, None if folder is None or not is_first() else folder / "rollouts"
         training, rollout = learner.training, learner.rollout_config
         self.compilations = Compilations()
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
@@ -84,8 +85,8 @@ class RLPhase:
             forever=training.max_steps is not None,
         )
         # A plain iterable has no place that could be saved; a resumed run reads up to it instead.
-        self.iterator = self.batches if isinstance(self.batches, grain.DatasetIterator) else None
-        self.collector = Collector(learner, self.objective, self.batches, batch_size, folder)
+        self.iterator = self.batches if isinstance(self.batches, Resumable) else None
+        self.collector = Collector(learner, self.objective, self.batches, batch_size, self.rollouts)
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
         self.identity = {"algorithm": dataclasses.asdict(learner.algo), "batch_size": batch_size, "seed": training.seed}
         self.identity |= {"rows": len(train_ds)} if sized else {}
@@ -109,7 +110,7 @@ class RLPhase:
         self.advantages = jax.jit(self.objective.advantages)
 
     def state(self) -> Any:
-        drawn = jnp.asarray(self.collector.drawn, jnp.int32)
+        drawn = place_replicated(jnp.asarray(self.collector.drawn, jnp.int32), self.learner.mesh)
         return {"params": self.learner.trained, "opt_state": self.opt_state, "drawn": drawn}
 
     def load_state(self, state: Any, step: int) -> None:
@@ -207,13 +208,13 @@ class RLPhase:
         shape = most_prompts, learner.algo.num_generations
         size = chunk_size(learner.training, learner.model, shape, widths, reference, learner.mesh)
         layout = choose_layout(learner.algo.num_generations, most_prompts, widths, size, parts)
-        return place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most_prompts), learner.mesh)
+        return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
 
     def _logprobs(self, graphdef: Any, params: Any, batch: GroupBatch, rows: np.ndarray | None = None) -> np.ndarray:
         """Of the completions `rows`; None: of all."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
-        packed = self._pack(batch, rows, len(rows))
-        return np.asarray(self.logprobs(graphdef, params, self._place(batch), packed))
+        packed = place_packed(self._pack(batch, rows, len(rows)), self.learner.mesh)
+        return np.asarray(fetch(self.logprobs(graphdef, params, self._place(batch), packed), self.learner.mesh))
 
     def _place(self, batch: GroupBatch) -> GroupBatch:
         """Everywhere on the mesh: it is small, and chunks take rows out of it."""
@@ -251,16 +252,16 @@ class RLPhase:
             for start in range(0, count, self.mini_batch_size):
                 in_update = (np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size)
                 packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
-                data = update_input(placed, in_update, packed, old, kept)
+                data = update_input(placed, in_update, place_packed(packed, learner.mesh), old, kept)
                 learner.trained, self.opt_state, metrics, advantages = self.update_step(
                     learner.trained, self.opt_state, data, learner.frozen
                 )
                 real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
                 rows.append(metrics)
                 if len(rows) == 1:
-                    advantages = np.asarray(advantages)
+                    advantages = fetch(advantages, learner.mesh)
                     self._check_advantages(advantages, rollout, batch)
-        rows = jax.device_get(rows)
+        rows, advantages = fetch((rows, advantages), learner.mesh)
         self.watch(rows)
         clock.lap("update")
         out["perf/update_occupancy"] = real / places if places else float("nan")
@@ -275,7 +276,8 @@ class RLPhase:
         objective, ids, known = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.looks_for_zeros:
-            known = np.asarray(self.advantages(batch.rewards, batch.scored, batch.completion_lengths, ids))
+            known = self.advantages(batch.rewards, batch.scored, batch.completion_lengths, ids)
+            known = fetch(known, self.learner.mesh)
         live = objective.live_rows(batch.rewards, batch.scored, ids, known)
         metrics: dict[str, float] = {}
         if batch.trained is not None:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
 from tunix_like.errors import UserError
+from tunix_like.processes import spread
 from tunix_like.rewards import Scores, score
 from tunix_like.sampling.sampler import Completions, length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
@@ -62,25 +63,36 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Completions as text without special tokens, group after group."""
-    groups, size = completions.lengths.shape
-    return [
-        tokenizer.decode(completions.tokens[g, i, : completions.lengths[g, i]].tolist())
-        for g in range(groups)
-        for i in range(size)
-    ]
+    """Completions as text without special tokens, group after group; each process decodes its share."""
+    rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
+    lengths = completions.lengths.reshape(-1)
+    return spread(range(len(rows)), lambda part: [tokenizer.decode(rows[i, : lengths[i]].tolist()) for i in part])
 
 
 def score_completions(
     functions: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[str], size: int
 ) -> Scores:
-    """Rewards of all completions at once; each column of a problem is repeated for its `size` completions.
+    """Rewards of all completions at once; each column of a problem is repeated for its `size` completions. Where there
+    are several processes, each scores all completions of its share of the problems.
 
     Raises:
       UserError: a reward function failed or returned something that is no reward, named.
     """
-    prompts, columns = repeat_columns(problems, size)
-    return score(functions, prompts, list(texts), columns)
+    names = [name for name, _, _ in functions]
+
+    def share(groups: Sequence[int]) -> list[list[list[float]]]:
+        if not groups:
+            return []
+        own = [problems[group] for group in groups]
+        prompts, columns = repeat_columns(own, size)
+        found = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), columns)
+        rows = np.stack([found.total, *(found.by_function[name] for name in names)])
+        return np.moveaxis(rows.reshape(len(rows), len(own), size), 1, 0).tolist()
+
+    total, *each = np.moveaxis(np.array(spread(range(len(problems)), share), np.float64), 1, 0).reshape(
+        len(names) + 1, -1
+    )
+    return Scores(total, ~np.isnan(total), dict(zip(names, each, strict=True)))
 
 
 def repeat_columns(problems: Sequence[Problem], size: int) -> tuple[list[str], dict[str, list[Any]]]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.config import RolloutConfig
-from tunix_like.models.sharding import place_prompts, place_slots, prompt_parts, scope
+from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sizes import concurrent_rows
@@ -210,6 +210,9 @@ class _Run:
         """What a program returned, where it belongs on the mesh: the next program meets what it was compiled for."""
         return place_slots(tree, self.sampler.mesh)
 
+    def _fetch(self, tree: Any) -> Any:
+        return fetch(tree, self.sampler.mesh)
+
     def _waiting(self) -> bool:
         """Whether any completion has not been started."""
         return bool((self.next_sample < self.size).any())
@@ -228,14 +231,14 @@ class _Run:
     def _harvest(self) -> None:
         """Takes what is done out of its rows."""
         rows, out = self.rows, self.out
-        live, ended, ages, steps = jax.device_get((rows.live, rows.ended, rows.age, rows.steps))
+        live, ended, ages, steps = self._fetch((rows.live, rows.ended, rows.age, rows.steps))
         self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
         self.steps = int(steps)
         done = (self.row_sample >= 0) & ~live
         self.ages = np.where(live, ages, 0)
         if not done.any():
             return
-        tokens, logprobs = jax.device_get((rows.tokens, rows.logprobs))
+        tokens, logprobs = self._fetch((rows.tokens, rows.logprobs))
         for slot, row in np.argwhere(done):
             place, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
             out.tokens[place][:length] = tokens[slot, row, :length]

@@ -1,0 +1,251 @@
+"""From the config to the update, prompts are the text and ids that transformers makes of the same messages, and
+completions the ids that were sampled: nothing is added, doubled, or read back from text."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jinja2
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from tests.tiny_model import HF
+from tunix_like import MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfig, UserError, cli, load_model
+from tunix_like.config_file import load
+from tunix_like.data.stream import render
+from tunix_like.rl import phase
+from tunix_like.runs import assemble
+from tunix_like.sampling.sampler import Completions, Sampler
+from tunix_like.tokenizer import Tokenizer
+
+QWEN = (
+    "{%- if messages[0].role == 'system' %}\n    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
+    "\n{%- endif %}\n{%- for message in messages if message.role != 'system' %}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n"
+    "    {%- if enable_thinking is defined and enable_thinking is false %}\n"
+    "        {{- '<think>\\n\\n</think>\\n\\n' }}\n    {%- endif %}\n{%- endif %}"
+)
+LLAMA = (
+    "{{- bos_token }}\n{%- for message in messages %}\n"
+    "    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim"
+    " + '<|eot_id|>' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
+    "    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n{%- endif %}\n"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{{ '<start_of_turn>' + message['role'].replace('assistant', 'model') + '\n' + message['content'] | trim"
+    " + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+)
+FAMILIES = {  # template, beginning of a text, ends of a completion, further special tokens
+    "qwen": (QWEN, None, ["<|im_end|>", "<|endoftext|>"], ["<|im_start|>", "<think>", "</think>"]),
+    "llama": (LLAMA, "<|begin_of_text|>", ["<|eot_id|>", "<|eom_id|>"], ["<|start_header_id|>", "<|end_header_id|>"]),
+    "gemma": (GEMMA, "<bos>", ["<end_of_turn>", "<eos>"], ["<start_of_turn>"]),
+}
+QUESTION, SYSTEM = "What is 48 / 2 + 48?", "Reason step by step."
+USER = {"role": "user", "content": QUESTION}
+MESSAGES = [{"role": "system", "content": SYSTEM}, USER]
+
+
+def make_tokenizer(name, alphabet, texts, size):
+    """Byte-level BPE as the families have it; where there is a token to begin with, tokenizer.json puts it in front, as
+    Llama's and Gemma's do."""
+    template, bos, ends, more = FAMILIES[name]
+    special = [*ends, *more, *([bos] if bos else [])]
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    if bos:
+        front = [(bos, backend.token_to_id(bos))]
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=front)
+    return Tokenizer(backend, bos_token=bos, eos_token=ends[0], chat_template=template)
+
+
+def write_folder(folder, name, *what):
+    """A model folder without weights, whose generation_config.json lists both ends, the second first."""
+    tokenizer = make_tokenizer(name, *what)
+    tokenizer.save(folder)
+    ends = [tokenizer.encode(end, add_special_tokens=False)[0] for end in reversed(FAMILIES[name][2])]
+    config = HF | {"model_type": "qwen3", "head_dim": 4, "vocab_size": tokenizer.vocab_size}
+    config["max_position_embeddings"] = 512
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return ends
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("chat")
+    for name in FAMILIES:
+        write_folder(home / name, name, pre_tokenizers.ByteLevel.alphabet(), [QUESTION, SYSTEM], 300)
+    (home / "rows.jsonl").write_text(json.dumps({"question": QUESTION, "answer": "72"}) + "\n")
+    return home
+
+
+def auto(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def overrides(home, name, **data):
+    keys = {"name": "jsonl", "path": str(home / "rows.jsonl"), "prompt_template": "{question}"} | data
+    return [
+        f"model.path={home / name}",
+        "model.init=random",
+        *(f"data.{key}={json.dumps(value)}" for key, value in keys.items()),
+        "rewards.functions=[{name: exact_match}]",
+        "algorithm.advantage_estimator=maxrl",
+        "rollout.max_prompt_length=448",
+        "rollout.max_tokens_to_generate=64",
+    ]
+
+
+def first_prompt(home, name, **data):
+    parts = assemble(load(None, overrides(home, name, **data)), abstract=True)
+    return render(parts.source.train[0], parts.tokenizer)
+
+
+CHATS = [
+    ("qwen", {"system_prompt": SYSTEM}, MESSAGES, {}),
+    ("qwen", {"system_prompt": SYSTEM, "chat_template_args": {"enable_thinking": False}}, MESSAGES,
+     {"enable_thinking": False}),
+    ("qwen", {"apply_chat_template": True, "chat_template_args": {"enable_thinking": True}}, [USER],
+     {"enable_thinking": True}),
+    ("llama", {"system_prompt": SYSTEM}, MESSAGES, {}),
+    ("llama", {"apply_chat_template": True}, [USER], {}),
+    ("gemma", {"apply_chat_template": True}, [USER], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "data", "messages", "args"), CHATS)
+def test_a_config_makes_the_prompt_that_transformers_makes(home, name, data, messages, args):
+    prompt, theirs = first_prompt(home, name, **data), auto(home / name)
+    assert prompt.text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **args)
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **args)
+    assert prompt.tokens == ids
+    assert ids.count(theirs.bos_token_id) == (FAMILIES[name][1] is not None), "the template's own, and no other"
+    assert ("<think>" in prompt.text) == (args.get("enable_thinking") is False)
+
+
+@pytest.mark.parametrize(("name", "data", "messages", "args"), CHATS[1:4])
+def test_so_does_generate(home, name, data, messages, args, monkeypatch):
+    """Of a run folder as of a model: here its keys are typed."""
+    seen = []
+
+    def sample(self, params, prompts, numbers, size, *rest):
+        seen.extend(prompts)
+        none = np.zeros((1, 1, 1))
+        return Completions(none.astype(int), none[0].astype(int), none, none[0] > 0)
+
+    monkeypatch.setattr(Sampler, "generate", sample)
+    given = overrides(home, name, **data)[1:]
+    assert cli.main(["generate", str(home / name), "--prompt", QUESTION, *given]) == 0
+    theirs = auto(home / name)
+    assert seen == [theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **args)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_that_is_no_chat_begins_once_too(home, name):
+    theirs, bos = auto(home / name), FAMILIES[name][1] or ""
+    expected = theirs(QUESTION)["input_ids"]
+    for template in ("{question}", bos + "{question}"):
+        assert first_prompt(home, name, prompt_template=template).tokens == expected
+    assert expected.count(theirs.bos_token_id) == bool(bos)
+
+
+def test_a_template_that_takes_no_system_message(home, monkeypatch, capsys):
+    """What its own exception says, and what to do instead; which then works."""
+    with pytest.raises(jinja2.TemplateError, match="System role not supported"):
+        auto(home / "gemma").apply_chat_template(MESSAGES)
+    config = home / "empty.yaml"
+    config.write_text("{}")
+    argv = ["train", str(config), "--dry-run", *overrides(home, "gemma", system_prompt=SYSTEM)]
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "System role not supported" in said and "(system, user)" in said
+    assert "unset data.system_prompt and put its text into data.prompt_template" in said
+    both = [{"role": "user", "content": f"{SYSTEM}\n\n{QUESTION}"}]
+    found = first_prompt(home, "gemma", apply_chat_template=True, prompt_template=f"{SYSTEM}\n\n{{question}}")
+    assert found.tokens == auto(home / "gemma").apply_chat_template(both, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_template_that_fails_for_another_reason():
+    twice = make_tokenizer("gemma", pre_tokenizers.ByteLevel.alphabet(), [QUESTION], 300)
+    with pytest.raises(UserError, match=r"\(user, user\): .*roles must alternate") as error:
+        twice.render([USER, USER])
+    assert "data.system_prompt" not in str(error.value)
+
+
+@pytest.mark.parametrize("question", ["2 + 2?", QUESTION * 40])
+def test_the_start_shows_a_prompt_with_its_ids(home, tmp_path, question, capsys):
+    """Whole where it is short, else both ends, at which stands what the template adds."""
+    rows, config = tmp_path / "rows.jsonl", tmp_path / "empty.yaml"
+    rows.write_text(json.dumps({"question": question, "answer": "72"}) + "\n")
+    config.write_text("{}")
+    given = overrides(home, "llama", apply_chat_template=True, path=str(rows))
+    assert cli.main(["train", str(config), "--dry-run", *given]) == 0
+    said, theirs = capsys.readouterr().out, auto(home / "llama")
+    messages = [{"role": "user", "content": question}]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    for name, whole, half in (("prompt", text, 300), ("ids", ids, 20)):
+        assert (len(whole) > 2 * half) == (question != "2 + 2?")
+        expected = repr(whole) if question == "2 + 2?" else f"{whole[:half]!r} ... {whole[-half:]!r}"
+        assert re.search(rf"^ +{name}: {re.escape(expected)}$", said, re.M), said
+
+
+def test_completions_stay_the_ids_that_were_sampled(tmp_path, monkeypatch):
+    """Through a step of training: either end closes a completion and belongs to it; nothing is made of the text, which
+    would give other ids."""
+    ends = write_folder(tmp_path, "qwen", ["a", "b"], ["ab" * 8, "ba"], 12)
+    model, tokenizer = load_model(tmp_path, init="random")
+    assert tokenizer.eos_ids == tuple(ends)
+    seen, generate, update_input = {}, Sampler.generate, phase.update_input
+
+    def sample(self, *arguments):
+        seen["sampled"] = generate(self, *arguments)
+        return seen["sampled"]
+
+    def update(batch, *arguments):
+        seen["trained"] = batch
+        return update_input(batch, *arguments)
+
+    monkeypatch.setattr(Sampler, "generate", sample)
+    monkeypatch.setattr(phase, "update_input", update)
+    rewards = []
+
+    def reward(prompts, completions):
+        rewards.extend(completions)
+        return [float(len(text) % 2) for text in completions]
+
+    MaxRLLearner(
+        model=model,
+        tokenizer=tokenizer,
+        reward_fns=reward,
+        algo_config=MaxRLConfig(num_generations=16),
+        rollout_config=RolloutConfig(max_prompt_length=32, max_tokens_to_generate=16),
+        training_config=RLTrainingConfig(max_steps=1),
+    ).train([{"prompt": [{"role": "user", "content": "ab"}]}] * 2, batch_size=2)
+    sampled, batch = seen["sampled"], seen["trained"]
+    found = [row[:size].tolist() for row, size in zip(*map(flat, (sampled.tokens, sampled.lengths)), strict=True)]
+    trained = [np.asarray(x) for x in map(flat, (batch.completion_tokens, batch.completion_lengths))]
+    assert [row[:size].tolist() for row, size in zip(*trained, strict=True)] == found
+    closed = [row for row, done in zip(found, flat(sampled.finished), strict=True) if done]
+    assert {row[-1] for row in closed} == set(ends) and not any(set(row[:-1]) & set(ends) for row in found)
+    assert [tokenizer.decode(row) for row in found] == rewards
+    assert any(tokenizer.encode(text) != row[:-1] for text, row in zip(rewards, found, strict=True))
+
+
+def flat(values):
+    """The first two axes, groups and their completions, as one."""
+    return np.asarray(values).reshape(-1, *values.shape[2:])
