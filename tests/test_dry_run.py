@@ -55,11 +55,11 @@ def test_adapters_beside_four_bits(home, monkeypatch, capsys):
     argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_8b_lora.yaml"), "model.path=qwen3_8b_lora", "data.path=rows"]
     assert cli.main([*argv, "algorithm.beta=0.01", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    trained = 16 * 36 * (2 * 4096 + 4 * 4096 + 2 * 2048 + 2 * 4096 + 3 * (4096 + 12288) - 2 * 4096 - 2 * 1024)
-    assert (
-        f"8190.74 M parameters frozen in nf4, {trained / 1e6:.2f} M trained (LoRA of rank 16, alpha 16, on q_p" in said
+    trained = 16 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)) / 1e6
+    assert f"8190.74 M parameters frozen in nf4, {trained:.2f} M trained (LoRA of rank 16, alpha 16, on q_p" in said
+    assert "reference" not in said and re.search(r"  rollout: .*weights 821 MB", said), (
+        "6.57 GB, an eighth on each device"
     )
-    assert "reference" not in said and re.search(r"   update: .*weights 6\.5\d GB", said)
 
 
 def test_every_example_has_its_model():

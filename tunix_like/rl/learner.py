@@ -25,7 +25,7 @@ from tunix_like.metrics import MetricsLog, rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import join_params, save_adapter_config, split_params, without_adapters
-from tunix_like.models.sharding import check_divides, place_params
+from tunix_like.models.sharding import check_divides, fetch, place_params
 from tunix_like.processes import by_first, is_first
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
@@ -142,7 +142,7 @@ class Learner:
             trained, frozen = split_params(place_params(nnx.to_pure_dict(state), self.mesh))
         else:
             graphdef, trained, frozen = self.graphdef, self.trained, self.frozen
-            if frozen and not any(leaf.any() for leaf in _second_halves(trained)):
+            if frozen and not any(fetch([leaf.any() for leaf in _second_halves(trained)], self.mesh)):
                 return without_adapters(graphdef), frozen
         # A copy, since the step takes over the weights that it trains, which may be the very same arrays.
         return graphdef, join_params(jax.tree.map(jnp.copy, trained), frozen)
