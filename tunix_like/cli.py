@@ -126,7 +126,14 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id")
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
-    for sub in (train, sft, evaluate, generate, export):
+    replay = command(
+        "replay",
+        _replay,
+        "look again at an update that was skipped because it was no number",
+        "replay runs/maze-maxrl-s0/skipped/step_000012_update_0.npz",
+    )
+    replay.add_argument("file", help="RUN/skipped/step_N_update_M.npz")
+    for sub in (train, sft, evaluate, generate, export, replay):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
     for sub in (train, sft, evaluate):
         several = sub.add_argument_group(
@@ -390,6 +397,13 @@ def _export(arguments: argparse.Namespace) -> None:
     params = nnx.to_pure_dict(nnx.split(merge_lora(trained.model))[1])
     export_model(params, trained.model_config, trained.tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers, vLLM and tunix-like load it")
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    _setup_jax()
+    from tunix_like import replay
+
+    replay.print_report(Path(arguments.file), arguments.overrides)
 
 
 def _advantages(arguments: argparse.Namespace) -> None:

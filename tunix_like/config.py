@@ -319,6 +319,17 @@ class RLTrainingConfig(_Checked):
     profile_steps: list[int] | None = key(
         doc="first and last step of a profiler trace, e.g. [5, 6], written to the run folder's profile/"
     )
+    max_skipped_updates: int = key(
+        5,
+        doc="updates in a row that may be skipped because loss or gradient is not finite; then the run stops",
+        at_least=1,
+    )
+    max_logprob_gap: float | None = key(
+        0.1,
+        doc="the run stops where the first update finds sampler and trainer further apart than this: mean difference "
+        "of their log-probabilities, in nats a token; null: off",
+        above=0,
+    )
     remat: bool = key(False, doc="recompute each layer in the backward pass: less memory, about a third more compute")
     actor_optimizer: Any = key(
         doc="an OptimizerConfig or an optax.GradientTransformation; unset: the `optimizer` section", python_only=True

@@ -107,7 +107,8 @@ def run(
                 over or _complete(phase, done),
                 any_of(stop_asked()),
             )  # asked once: what stops the run also saves it
-            if checkpoints is not None and (last or stop or done % checkpoint_every == 0):
+            skipped = metrics.get("update/skipped", 0) > 0  # what made it so can then be looked at again
+            if checkpoints is not None and (last or stop or skipped or done % checkpoint_every == 0):
                 save(phase, checkpoints, done, over)
             if last:
                 return done

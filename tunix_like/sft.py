@@ -38,9 +38,10 @@ from tunix_like.models.sharding import (
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.processes import is_first
 from tunix_like.rl.forward import ForwardOptions, place_packed
+from tunix_like.rl.guards import SkipWatch
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.update import SkipWatch, jit_update, update_input
+from tunix_like.rl.update import jit_update, update_input
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.sizes import chunk_size
 from tunix_like.tokenizer import Tokenizer
@@ -114,7 +115,7 @@ class SFTTrainer:
         self.schedule = build_schedule(sft_config.optimizer, self.total)
         optimizer = build_optimizer(sft_config.optimizer, self.total)
         self.opt_state = init_optimizer(optimizer, self.trained)
-        self.watch = SkipWatch("the loss")
+        self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
         self.iterator: Any = None
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
         self.identity |= {"adapters": model.adapters and str(model.adapters), "quantized": model.quantized}
@@ -195,6 +196,7 @@ class SFTTrainer:
         self.trained, self.opt_state, metrics, _ = self._step(self.trained, self.opt_state, data, self.frozen)
         out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
         self.watch([out])
+        self.watch.check()
         return out | {"learning_rate": float(self.schedule(step - 1))}
 
     def _batch(self, prompts: list[Prompt]) -> GroupBatch:

@@ -29,11 +29,12 @@ from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.processes import is_first
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.forward import batch_logprobs, place_packed
+from tunix_like.rl.guards import FOLDER, GapWatch, Skipped, SkipWatch, keep
 from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import Packed, choose_layout, pack, token_places
 from tunix_like.rl.rollouts import Rollout, cut_rollouts, repeat_columns, saved_on_failure, write_rollouts
-from tunix_like.rl.update import SkipWatch, jit_update, update_input
+from tunix_like.rl.update import jit_update, update_input
 from tunix_like.sizes import chunk_size
 from tunix_like.speed import Clock, Compilations, Profile, peak_flops
 from tunix_like.types import GroupBatch
@@ -94,7 +95,8 @@ class RLPhase:
         adapters = learner.model.adapters
         self.identity |= {"adapters": adapters and str(adapters), "quantized": learner.model.quantized}
         self.opt_state = init_optimizer(optimizer, learner.trained)
-        self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'")
+        self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'", training.max_skipped_updates)
+        self.gap_watch = GapWatch(training.max_logprob_gap)
         self._compile(optimizer)
 
     def _compile(self, optimizer: optax.GradientTransformation) -> None:
@@ -146,7 +148,7 @@ class RLPhase:
         rollout, batch, metrics, sampled = collected
         batch, ref, kl_metrics = self._reference(batch, clock)
         with saved_on_failure(self.rollouts, step, rollout.problems, rollout.texts):
-            advantages, update_metrics = self._update(rollout, batch, ref, clock)
+            advantages, update_metrics = self._update(step, rollout, batch, ref, clock)
         metrics |= kl_metrics | update_metrics | _advantage_metrics(advantages)
         assert batch.estimator_ids is not None
         kept = self.objective.kept_groups(batch.scored, batch.estimator_ids)
@@ -231,38 +233,38 @@ class RLPhase:
         return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
 
     def _update(
-        self, rollout: Rollout, batch: GroupBatch, ref: np.ndarray | None, clock: Clock
+        self, step: int, rollout: Rollout, batch: GroupBatch, ref: np.ndarray | None, clock: Clock
     ) -> tuple[np.ndarray, dict[str, float]]:
         """All optimizer updates of one rollout batch; metrics are their mean.
 
         Raises:
-          UserError: the estimator gave an advantage that is no finite number (the weights are as before), or no update
-            was made for too many steps.
+          UserError: the estimator gave an advantage that is no finite number (the weights are as before), too many
+            updates in a row were skipped, or sampler and trainer disagree.
         """
         learner, count, width = self.learner, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
         live, out = self._live_rows(batch)
         several = self.updates_per_step > 1
         old = self._logprobs(learner.graphdef, learner.params, batch, live) if several else None
         kept = ref if self.objective.reference_in_loss else None
-        placed, (old, kept) = self._place(batch), place_replicated((old, kept), learner.mesh)
+        placed, placed_logprobs = self._place(batch), place_replicated((old, kept), learner.mesh)
+        starts = [*range(0, count, self.mini_batch_size)] * learner.algo.num_iterations
+        parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
         rows: list[dict[str, Any]] = []
         advantages: Any = None
         real, places = 0, 0
-        for _ in range(learner.algo.num_iterations):
-            for start in range(0, count, self.mini_batch_size):
-                in_update = (np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size)
-                packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
-                data = update_input(placed, in_update, place_packed(packed, learner.mesh), old, kept)
-                learner.trained, self.opt_state, metrics, advantages = self.update_step(
-                    learner.trained, self.opt_state, data, learner.frozen
-                )
-                real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
-                rows.append(metrics)
-                if len(rows) == 1:
-                    advantages = fetch(advantages, learner.mesh)
-                    self._check_advantages(advantages, rollout, batch)
+        for in_update in parts:
+            packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
+            data = update_input(placed, in_update, place_packed(packed, learner.mesh), *placed_logprobs)
+            learner.trained, self.opt_state, metrics, advantages = self.update_step(
+                learner.trained, self.opt_state, data, learner.frozen
+            )
+            real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
+            rows.append(metrics)
+            if len(rows) == 1:
+                advantages = fetch(advantages, learner.mesh)
+                self._check_advantages(advantages, rollout, batch)
         rows, advantages = fetch((rows, advantages), learner.mesh)
-        self.watch(rows)
+        self._guard(rows, [Skipped(step, i, batch, live, part, old, kept) for i, part in enumerate(parts)])
         clock.lap("update")
         out["perf/update_occupancy"] = real / places if places else float("nan")
         computed = np.where(live, batch.completion_lengths, 0)
@@ -270,6 +272,15 @@ class RLPhase:
         done = update_operations(learner.model.config, batch.prompt_lengths, computed, frozen)
         out["perf/update_operations"] = done * learner.algo.num_iterations
         return np.asarray(advantages), {name: _mean([row[name] for row in rows]) for name in rows[0]} | out
+
+    def _guard(self, rows: list[dict[str, Any]], updates: list[Skipped]) -> None:
+        """Keeps the updates that were skipped, then stops the run where its numbers are not to be trusted."""
+        for number in self.watch(rows):
+            if self.rollouts is not None:
+                file = keep(self.rollouts.parent / FOLDER, updates[number])
+                logger.warning("what the skipped update was made from is kept: tunix-like replay %s", file)
+        self.watch.check()
+        self.gap_watch(rows)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """The completions that go through the model, and what share of groups and completions does not, and why."""

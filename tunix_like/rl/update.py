@@ -9,8 +9,7 @@ known before the first of them, and the memory is that of one set of prompts and
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -19,7 +18,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.errors import UserError
 from tunix_like.models.lora import join_params
 from tunix_like.rl.forward import Chunk, ForwardOptions, PromptStates, chunk_logprobs, chunk_of, prompt_states
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens
@@ -28,11 +26,6 @@ from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
     from tunix_like.types import AnyArray
-
-logger = logging.getLogger("tunix_like")
-
-MOST_SKIPPED = 5
-"""Steps in a row without an update after which a run stops."""
 
 
 @runtime_checkable
@@ -88,29 +81,6 @@ def update_input(
         estimator_ids=own if batch.estimator_ids is None else batch.estimator_ids,
     )
     return UpdateInput(batch, in_update, packed, old_logprobs, ref_logprobs)
-
-
-class SkipWatch:
-    """Called with the metrics of each step's updates: warns of skipped ones, and stops when whole steps are skipped.
-
-    Raises:
-      UserError: no update of `MOST_SKIPPED` steps in a row was made.
-    """
-
-    def __init__(self, what: str):
-        self.what, self.steps = what, 0
-
-    def __call__(self, updates: Sequence[dict[str, Any]]) -> None:
-        skipped = sum(int(row["update/skipped"]) for row in updates)
-        self.steps = self.steps + 1 if skipped == len(updates) else 0
-        if skipped:
-            message = "%d of %d updates of this step skipped: %s or its gradient is not finite"
-            logger.warning(message, skipped, len(updates), self.what)
-        if self.steps == MOST_SKIPPED:
-            raise UserError(
-                f"{self.what} or its gradient was not finite in {MOST_SKIPPED} steps in a row; the weights are as they "
-                "were before them. Lower the learning rate, or look at the loss."
-            )
 
 
 def chunk_loss(

@@ -1,0 +1,140 @@
+"""A skipped update, looked at again: which completions make its loss or gradient no number.
+
+It knows how to put a kept update back together with the run's weights; it changes neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tunix_like import console
+from tunix_like.checkpoints import Checkpoints
+from tunix_like.data import source_estimators
+from tunix_like.errors import UserError
+from tunix_like.models.lora import split_params
+from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
+from tunix_like.rl.forward import place_packed
+from tunix_like.rl.guards import FOLDER, Skipped, read
+from tunix_like.rl.learner import forward_options
+from tunix_like.rl.objective import build_objective
+from tunix_like.rl.packing import choose_layout, pack
+from tunix_like.rl.update import gradient, update_input
+from tunix_like.runs import Trained, check_config, open_trained, updates_per_batch
+from tunix_like.sizes import chunk_size
+
+SHOWN = 10
+"""Completions in the table."""
+
+
+class Found(NamedTuple):
+    """Loss and gradient norm of the whole update, and `(group, sample, loss, norm)` of each completion alone."""
+
+    loss: float
+    norm: float
+    alone: list[tuple[int, int, float, float]]
+
+    @property
+    def guilty(self) -> list[tuple[int, int, float, float]]:
+        return [row for row in self.alone if not np.isfinite(row[2:]).all()]
+
+
+def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
+    """A kept update, the run it is of with the weights of the checkpoint nearest to it, and that checkpoint's step.
+
+    Raises:
+      UserError: the file is no kept update, or its run has no checkpoint.
+    """
+    skipped, run = read(file), file.parent.parent
+    if file.parent.name != FOLDER:
+        raise UserError(f"{file}: give a file where the run wrote it, RUN/{FOLDER}/..., beside its checkpoints.")
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{run} has no checkpoint, so the update cannot be computed again.")
+    step = min(steps, key=lambda step: (abs(step - skipped.step), step))
+    return skipped, open_trained(str(run / "checkpoints" / str(step)), overrides), step
+
+
+def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Found:
+    """Computes the update's loss and gradient again, whole and for each completion alone (with the advantages and
+    weights that it has in the whole). The weights stay as they are."""
+    config, _ = check_config(trained.config)
+    lengths = config.rollout.max_tokens_to_generate
+    own = source_estimators(config.data, config.algorithm)
+    objective = build_objective(config.algorithm, lengths, updates_per_batch(config), own)
+    options = forward_options(config.rollout, config.training, config.algorithm)
+    batch, mesh = skipped.batch, trained.mesh
+    params, frozen = split_params(trained.params)
+    widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
+    most, size = int(skipped.in_update.sum()), batch.rewards.shape[1]
+    chunk = chunk_size(config.training, trained.model, (most, size), widths, mesh=mesh)
+    layout = choose_layout(size, most, widths, chunk, prompt_parts(mesh))
+    whole = place_replicated((batch, skipped.old_logprobs, skipped.ref_logprobs), mesh)
+
+    @jax.jit
+    def numbers(params: Any, frozen: Any, data: Any) -> tuple[Any, Any]:
+        given = jax.tree.map(jnp.asarray, data.batch)
+        count, ids = given.completion_lengths, given.estimator_ids
+        advantages = objective.advantages(given.rewards, given.scored, count, ids)
+        weights = objective.weights(given.scored, given.trained, count, data.in_update, ids)
+        args = advantages, weights, data.packed.sets
+        grads, totals = gradient(trained.graphdef, objective, options, params, data, *args, frozen=frozen)
+        return totals["sums"]["loss"], optax.tree.norm(grads)
+
+    def of(rows: np.ndarray) -> tuple[float, float]:
+        packed = place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most), mesh)
+        data = update_input(whole[0], skipped.in_update, packed, *whole[1:])
+        loss, norm = fetch(numbers(params, frozen, data), mesh)
+        on_progress(1)
+        return float(loss), float(norm)
+
+    live = skipped.live & skipped.in_update[:, None]
+    with scope(mesh):
+        loss, norm = of(live)
+        alone = []
+        for group, sample in np.argwhere(live):
+            row = np.zeros_like(live)
+            row[group, sample] = True
+            alone.append((int(group), int(sample), *of(row)))
+    return Found(loss, norm, alone)
+
+
+def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
+    """Replays a kept update and says what is wrong with it."""
+    skipped, trained, step = open_run(file, overrides)
+    console.say(f"update {skipped.update} of step {skipped.step}, with the weights after step {step}")
+    bad = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trained.params)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all())
+    ]
+    console.say(f"weights: {'not finite in ' + ', '.join(bad[:3]) if bad else 'all finite'}")
+    live = int((skipped.live & skipped.in_update[:, None]).sum())
+    with console.progress("completions", live + 1) as advance:
+        found = replay(skipped, trained, advance)
+    console.say(f"the whole update: loss {found.loss:.4g}, gradient norm {found.norm:.4g}")
+    rows = found.guilty or sorted(found.alone, key=lambda row: -row[3])
+    title = (
+        f"{len(found.guilty)} of {len(found.alone)} completions are not finite alone"
+        if found.guilty
+        else "every completion is finite alone; those with the largest gradients"
+    )
+    batch = skipped.batch
+    table = [
+        (group, sample, int(batch.completion_lengths[group, sample]), f"{batch.rewards[group, sample]:g}",
+         f"{loss:.4g}", f"{norm:.4g}", _text(trained, skipped, group, sample))
+        for group, sample, loss, norm in rows[:SHOWN]
+    ]  # fmt: skip
+    console.table(title, ["group", "sample", "tokens", "reward", "loss", "gradient norm", "completion"], table)
+
+
+def _text(trained: Trained, skipped: Skipped, group: int, sample: int) -> str:
+    length = skipped.batch.completion_lengths[group, sample]
+    return trained.tokenizer.decode(skipped.batch.completion_tokens[group, sample, :length].tolist())[:60]
