@@ -18,7 +18,7 @@ from tunix_like import cli
 from tunix_like.config_file import load, save
 from tunix_like.data import reverse_text
 from tunix_like.metrics import rows as metric_rows
-from tunix_like.models.loading import export_model
+from tunix_like.models.loading import save_model
 from tunix_like.sampling.sampler import Sampler
 from tunix_like.tokenizer import Tokenizer
 
@@ -101,7 +101,7 @@ def place(tmp_path_factory):
     model, _ = tunix_like.load_model(HF, init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
     for name in MODELS:
-        export_model(params, model.config, reverse_text.tokenizer(), place / name)
+        save_model(params, model.config, reverse_text.tokenizer(), place / name)
     tensors = load_file(place / "model" / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if k != NORM}, place / "missing_tensor" / "model.safetensors")
     save_file(tensors | {NORM: np.ones(9, np.float32)}, place / "mis_shaped" / "model.safetensors")
@@ -309,7 +309,7 @@ MISTAKES = {
     ),
     # models
     "no model": ((*REVERSED, "model.config=null"), ["model.path: name a model folder or hub id"]),
-    "two models": ((*REVERSED, "model.path=model"), ["model.config", "either model.path or model.config"]),
+    "two models": ((*REVERSED, "model.path=model"), ["model.path", "add model.config=null model.init=pretrained"]),
     "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
     "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, mistral, qwen2"]),
     "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "take it out"]),

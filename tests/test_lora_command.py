@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import tunix_like
 from tunix_like import cli, runs
@@ -60,7 +59,7 @@ def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
 
     # the base is drawn again from the run's description and seed; with its adapters PEFT makes it the merged model
     base, tokenizer = tunix_like.load_model("run/model", init="random")
-    tunix_like.export_model(nnx.to_pure_dict(nnx.split(base)[1]), base.config, tokenizer, "base")
+    tunix_like.export_model(base, tokenizer, "base")
     tokens = np.random.default_rng(0).integers(0, tokenizer.vocab_size, (2, 12))
 
     def logits(model):

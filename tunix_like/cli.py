@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        if joined:
+            from tunix_like import processes
+
+            processes.leave_refused(2)
         return 2
     except SystemExit as stop:
         if message := getattr(stop, "message", ""):
@@ -68,6 +73,8 @@ def _join(arguments: argparse.Namespace) -> bool:
         return False
     from tunix_like import processes
 
+    if place[0] is not None and not re.fullmatch(r".+:\d+", place[0]):
+        raise UserError(f"--coordinator {place[0]}: give host and port of process 0, as in localhost:12345.")
     processes.start(*place)
     if not processes.is_first():
         console.silence()
@@ -292,8 +299,10 @@ def _both_ends(values: str | list[int], most: int) -> str:
 
 def _closing_table(folder: Path, parts: Parts) -> None:
     """The evaluations before and after RL, from the run's own metrics."""
-    from tunix_like import metrics
+    from tunix_like import metrics, processes
 
+    if not processes.is_first():  # whose file it is
+        return
     found = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]
     if len(found) > 1:
         _before_and_after(found[0], found[-1], parts)
@@ -383,19 +392,24 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights are copied alone: the host holds what one device may not
-    from flax import nnx
-
     from tunix_like import runs
     from tunix_like.models.loading import export_model
-    from tunix_like.models.lora import merge_lora, save_adapter
+    from tunix_like.models.lora import save_adapter
 
-    trained = runs.open_trained(arguments.source, arguments.overrides, whole=True)
+    overrides = [*arguments.overrides, "model.attention=auto"]  # the run's own may need the run's devices
+    trained = runs.open_trained(arguments.source, overrides, whole=True)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out)
         console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft and vLLM load them")
+        if trained.config.model.init == "random":
+            console.say("their base was drawn at random and is written nowhere: beside any other they mean nothing")
+        if trained.model.quantized is not None:
+            console.say(
+                f"they were trained beside a base in {trained.model.quantized}: beside the original weights they "
+                "are off by the error of the quantisation; the merged export is not"
+            )
         return
-    params = nnx.to_pure_dict(nnx.split(merge_lora(trained.model))[1])
-    export_model(params, trained.model_config, trained.tokenizer, arguments.out)
+    export_model(trained.model, trained.tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers, vLLM and tunix-like load it")
 
 
@@ -420,7 +434,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         return print_report()
     if arguments.config is None or arguments.devices is None:
-        raise UserError("doctor: --config FILE and --devices (v5e-8, 8xh100, 8) go together; overrides need both.")
+        raise UserError(
+            "doctor: name both or neither: --config FILE --devices v5e-8 (or 8xh100, or 8) [a.b=value ...]."
+        )
     config = load(arguments.config, arguments.overrides)
     os.environ["JAX_PLATFORMS"] = "cpu"  # whatever the machine has, these devices are not there
     from tunix_like import programs

@@ -103,10 +103,8 @@ def run(
             row |= phase.evaluate(done, last=_complete(phase, done))
             _write(log, on_row, row)
             over = phase.finished(row)
-            last, stop = (
-                over or _complete(phase, done),
-                any_of(stop_asked()),
-            )  # asked once: what stops the run also saves it
+            last = over or _complete(phase, done)
+            stop = any_of(stop_asked())  # asked once: what stops the run also saves it
             skipped = metrics.get("update/skipped", 0) > 0  # what made it so can then be looked at again
             if checkpoints is not None and (last or stop or skipped or done % checkpoint_every == 0):
                 save(phase, checkpoints, done, over)

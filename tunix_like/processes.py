@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -122,12 +123,22 @@ def _all_or_none(work: Callable[[], Any]) -> list[Any]:
     return [answer["result"] for answer in answers]
 
 
+def leave_refused(status: int) -> NoReturn:
+    """Ends this process after bad input that it alone may know of. A usual end would wait for the others for
+    `LEAVE_SECONDS` and then abort; process 0, whom the others watch, ends last, so that all can say what they know."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(2 if is_first() else 1)
+    os._exit(status)
+
+
 def leave(error: BaseException) -> NoReturn:
     """Ends this process at once after an error of its own. A usual end would wait for the others, who wait for it."""
-    traceback.print_exception(error)
+    traceback.print_exception(error, limit=-1 if isinstance(error, jax.errors.JaxRuntimeError) else None)
     print(
         f"process {jax.process_index()} of {jax.process_count()} stops: the error above is its own, or another process "
-        "is gone. Start all of them again with the same command: the run goes on from its newest checkpoint.",
+        "is gone (then their connection is what failed). Start all of them again with the same command: the run goes "
+        "on from its newest checkpoint, or from the start where there is none.",
         file=sys.stderr,
         flush=True,
     )

@@ -225,7 +225,9 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
     """
     if section.path is not None:
         if section.config is not None:
-            raise UserError("model.config: give either model.path or model.config, not both.")
+            raise UserError(
+                "model.path: model.config describes another model; add model.config=null model.init=pretrained."
+            )
         return section.path
     if section.init != "random":
         raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
@@ -315,6 +317,11 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
       UserError: it is none of them, or the run has no checkpoint yet.
     """
     place = Path(path)
+    if (place / ADAPTER_CONFIG).is_file() and not (place / "config.json").is_file():
+        raise UserError(
+            f"{place} holds an adapter, which is no model alone: tunix_like.load_adapter puts it beside its base (in "
+            "Python), and export without --adapter writes both as one."
+        )
     step: int | None = None
     if place.name.isdigit() and place.parent.name in ("checkpoints", "sft_checkpoints"):
         step, steps_folder, place = int(place.name), place.parent, place.parent.parent

@@ -21,6 +21,7 @@ from tunix_like.config import Config, OptimizerConfig, RLTrainingConfig, Rollout
 from tunix_like.errors import UserError
 from tunix_like.memory import Phase, Work, amount, rollout_phase, update_phases
 from tunix_like.models.sharding import prompt_parts
+from tunix_like.processes import gather
 
 if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
@@ -65,7 +66,12 @@ SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
 
 @functools.cache
 def device_memory() -> int:
-    """Bytes of one device: what it says itself, else the host's memory or its cgroup's limit, shared by its devices."""
+    """Bytes of one device: what it says itself, else the host's memory or its cgroup's limit, shared by its devices. Of
+    several processes the least, since all must choose the same sizes."""
+    return min(gather(_own_memory()))
+
+
+def _own_memory() -> int:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])

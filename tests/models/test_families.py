@@ -17,7 +17,7 @@ from tunix_like.memory import parameter_count
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_kinds import Experts
-from tunix_like.models.loading import export_model, load_model
+from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.operations import forward_operations
 from tunix_like.models.rope import LinearScaling
 from tunix_like.models.weights import save_weights
@@ -227,7 +227,7 @@ def test_weights_of_a_model_of_images(names, tmp_path):
     """As published before and since transformers 5; other parts are not read, and a stray tensor is named."""
     model, _ = load_model(tiny(GEMMA3), init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
-    export_model(params, model.config, None, tmp_path)
+    save_model(params, model.config, None, tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     tensors = load_file(tmp_path / "model.safetensors")
@@ -245,7 +245,7 @@ def test_experts_in_shards(tmp_path):
     """Every expert is a tensor of its own in the files; a missing one is named."""
     model, _ = load_model(tiny(QWEN3_MOE), init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
-    export_model(params, model.config, None, tmp_path)
+    save_model(params, model.config, None, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
     np.testing.assert_array_equal(tensors[name], params["layers"][2]["mlp"]["experts"]["up_proj"]["kernel"][3].T)

@@ -1,4 +1,4 @@
-"""`load_model` and `export_model`: what a folder, a hub id or a mapping gives, and what is said when it does not."""
+"""`load_model` and `save_model`: what a folder, a hub id or a mapping gives, and what is said when it does not."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from tunix_like.errors import UserError
 from tunix_like.models import stored
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import export_model, load_abstract, load_model
+from tunix_like.models.loading import load_abstract, load_model, save_model
 from tunix_like.models.sharding import parameter_shardings
 from tunix_like.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def assert_same(one, two):
 def folder(tmp_path):
     """A whole model folder: weights, config, tokenizer with end-of-sequence ids 2 and 5."""
     model, _ = load_model(HF, init="random", seed=1)
-    export_model(params_of(model), model.config, make_tokenizer(eos_ids=[2, 5]), tmp_path / "model")
+    save_model(params_of(model), model.config, make_tokenizer(eos_ids=[2, 5]), tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -118,7 +118,7 @@ def test_abstract_is_the_loaded_model_without_numbers(folder):
 
 def test_export_without_a_tokenizer_keeps_the_ids_of_the_source(tmp_path):
     model, _ = load_model(HF, init="random", param_dtype=jnp.bfloat16)
-    export_model(params_of(model), model.config, None, tmp_path)
+    save_model(params_of(model), model.config, None, tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     assert (fields["eos_token_id"], fields["torch_dtype"]) == (3, "bfloat16")
     assert load_model(tmp_path)[1] is None
@@ -271,11 +271,11 @@ def test_a_local_folder_wins_over_the_hub(folder, monkeypatch):
 def test_export_of_another_config(folder, tmp_path):
     model, _ = load_model(folder)
     with pytest.raises(UserError, match="lm_head"):
-        export_model(params_of(model), dataclasses.replace(model.config, tie_embeddings=True), None, tmp_path / "out")
+        save_model(params_of(model), dataclasses.replace(model.config, tie_embeddings=True), None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the weights"):
-        export_model(params_of(model), model.config, None, tmp_path / "file")
+        save_model(params_of(model), model.config, None, tmp_path / "file")
 
 
 def test_loading_imports_neither_torch_nor_transformers():
@@ -302,7 +302,7 @@ def test_the_host_holds_one_part_of_one_tensor_at_a_time(tmp_path, monkeypatch, 
     monkeypatch.setattr(jax, "device_put", to_device_memory)
     config = DecoderConfig.from_hf(LARGE)
     state = nnx.state(Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16))
-    export_model(nnx.to_pure_dict(state), config, None, tmp_path)
+    save_model(nnx.to_pure_dict(state), config, None, tmp_path)
     mesh = None if shape is None else jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     load_model(tmp_path, mesh=mesh)  # what is imported and cached once is no part of the weights
     tracemalloc.start()

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_like import LoraConfig, UserError, add_lora, load_adapter, load_model, merge_lora, save_adapter
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import export_model, load_abstract
+from tunix_like.models.loading import load_abstract, save_model
 from tunix_like.models.lora import join_params, split_params, without_adapters
 
 from .test_parity import FAMILIES, MASKS, SMALL, TOKENS
@@ -90,7 +90,7 @@ def test_there_and_back(place, tmp_path):
 
     merged = merge_lora(model)
     np.testing.assert_allclose(logits(merged), expected, atol=1e-4)
-    export_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, None, tmp_path / "merged")
+    save_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, None, tmp_path / "merged")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").float().eval()
     np.testing.assert_allclose(torch_logits(again), expected, atol=1e-4)
     assert nnx.split(load_model(tmp_path / "merged")[0])[0] == nnx.split(base)[0]
@@ -198,7 +198,7 @@ def test_what_cannot_have_adapters(model, tmp_path):
     with pytest.raises(UserError, match="has no adapters"):
         save_adapter(model, tmp_path)
     with pytest.raises(UserError, match="merge adapters first"):
-        export_model(nnx.to_pure_dict(nnx.split(adapted)[1]), adapted.config, None, tmp_path / "out")
+        save_model(nnx.to_pure_dict(nnx.split(adapted)[1]), adapted.config, None, tmp_path / "out")
 
 
 def test_experts_take_no_adapters():

@@ -11,7 +11,7 @@ from flax import nnx
 
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import export_model, load_model
+from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.weights import hf_name
 from tunix_like.rl.forward import ForwardOptions, batch_logprobs
 from tunix_like.rl.losses import token_logprobs
@@ -246,7 +246,7 @@ def test_exported_model_loads_in_transformers(reference, tmp_path):
 
     hf, folder = reference
     ours, _ = load_model(folder)
-    export_model(params_of(ours), ours.config, None, tmp_path)
+    save_model(params_of(ours), ours.config, None, tmp_path)
     # an eager check of every name: transformers only warns about tensors that are missing or left over
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
@@ -267,7 +267,7 @@ def test_export_without_a_source_config(reference, tmp_path):
 
     hf, folder = reference
     ours, _ = load_model(folder)
-    export_model(params_of(ours), dataclasses.replace(ours.config, source=None), None, tmp_path)
+    save_model(params_of(ours), dataclasses.replace(ours.config, source=None), None, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     mask = MASKS["right"]
     np.testing.assert_array_equal(hf_logits(again, mask)[mask], hf_logits(hf, mask)[mask])

@@ -14,7 +14,7 @@ from flax import nnx
 from tests.models.test_lora import HF
 from tunix_like import LoraConfig, UserError, add_lora, load_model, merge_lora
 from tunix_like.models import weights
-from tunix_like.models.loading import export_model, load_abstract
+from tunix_like.models.loading import load_abstract, save_model
 from tunix_like.models.lora import split_params
 from tunix_like.models.quantization import BLOCK, NF4, dequantize, quantize, quantized_product
 from tunix_like.sampling.decoding import _merge
@@ -78,7 +78,7 @@ def test_loading_is_quantising(kind, tmp_path, monkeypatch):
     """Read tensor by tensor, each quantised before the next is read; the same codes as of the whole model, the same
     shapes as of a model without weights, and turned back by merging what was put in."""
     whole, _ = load_model(WIDE, init="random")
-    export_model(nnx.to_pure_dict(nnx.split(whole)[1]), whole.config, None, tmp_path)
+    save_model(nnx.to_pure_dict(nnx.split(whole)[1]), whole.config, None, tmp_path)
     order = []
     for name in ("place", "quantize"):
         original = getattr(weights, name)

@@ -173,7 +173,7 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 
 
 def write(model, folder):
-    tunix_like.export_model(nnx.to_pure_dict(nnx.split(model)[1]), model.config, TOKENIZER, folder)
+    tunix_like.export_model(model, TOKENIZER, folder)
 
 
 def test_a_run_of_python_is_opened_again(tmp_path):

@@ -7,7 +7,6 @@ module knows the tokenizer and the limits of a prompt; it does not know where ro
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -64,7 +63,7 @@ def check_prompts(
 
     def length(row: Any) -> int:
         absent = row is None and isinstance(rows, grain.MapDataset)
-        return 0 if absent else len(render(row, tokenizer).tokens)
+        return -1 if absent else len(render(row, tokenizer).tokens)
 
     lengths = spread(range(count), lambda places: [length(rows[place]) for place in places])
     too_long = [place for place, found in enumerate(lengths) if found > max_prompt_length]
@@ -74,7 +73,9 @@ def check_prompts(
             f"{max_prompt_length}. Raise it, or set data.overlong_prompts=skip."
         )
     long = len(too_long)
-    if long == count:
+    if lengths.count(-1) == count:
+        raise UserError(f"the {what} data is empty: its filter takes out all of the first {count} rows.")
+    if long + lengths.count(-1) == count:
         raise UserError(
             f"all {count} {what} prompts are longer than rollout.max_prompt_length={max_prompt_length}; raise it."
         )
@@ -107,7 +108,7 @@ def prompt_batches(
         source = source.seed(seed)
         source = source.shuffle() if shuffle else source
         source = source.repeat() if forever else source
-        return _SharedBatches(source, tokenizer, batch_size, fits)
+        return _SharedBatches(source, tokenizer, batch_size, fits, len(rows))
     if isinstance(rows, grain.IterDataset):
         prompts = rows.map(lambda row: render(row, tokenizer)).filter(fits)
         return iter(prompts.batch(batch_size, drop_remainder=True, batch_fn=list))
@@ -127,10 +128,21 @@ class Resumable(Protocol):
 
 class _SharedBatches(Iterator[list[Prompt]]):
     """Batches out of rows that can be asked for by number. Every candidate for a batch is rendered by one process; its
-    place is the number of the next candidate, whatever the number of processes."""
+    place is the number of the next candidate, whatever the number of processes.
 
-    def __init__(self, rows: grain.MapDataset, tokenizer: Tokenizer, batch_size: int, fits: Callable[[Prompt], bool]):
-        self.rows, self.tokenizer, self.batch_size, self.fits = rows, tokenizer, batch_size, fits
+    Raises:
+      UserError: not one of an `epoch` of candidates is left.
+    """
+
+    def __init__(
+        self,
+        rows: grain.MapDataset,
+        tokenizer: Tokenizer,
+        batch_size: int,
+        fits: Callable[[Prompt], bool],
+        epoch: int,
+    ):
+        self.rows, self.tokenizer, self.batch_size, self.fits, self.epoch = rows, tokenizer, batch_size, fits, epoch
         self.next = 0
 
     def __next__(self) -> list[Prompt]:
@@ -143,6 +155,10 @@ class _SharedBatches(Iterator[list[Prompt]]):
             found = spread(candidates, self._render)
             batch += [prompt for prompt in (Prompt(*each) for each in found if each is not None) if self.fits(prompt)]
             place = candidates.stop
+            if not batch and place - self.next >= self.epoch + self.batch_size:
+                raise UserError(
+                    f"not one of {self.epoch} rows has a prompt that fits; raise rollout.max_prompt_length."
+                )
         self.next = place
         return batch
 
@@ -158,20 +174,27 @@ class _SharedBatches(Iterator[list[Prompt]]):
         return {"next": self.next}
 
     def set_state(self, state: Mapping[str, int]) -> None:
+        if "next" not in state:
+            raise UserError("the place in the data was saved by an earlier version of tunix_like; start a new run.")
         self.next = int(state["next"])
 
 
 def _check_sendable(prompt: Prompt | None) -> None:
     for name, value in {} if prompt is None else prompt.columns.items():
-        try:
-            kept = json.loads(json.dumps(value)) == value
-        except (TypeError, ValueError):
-            kept = False
-        if not kept:
+        if not _keeps(value):
             raise UserError(
                 f"the data column '{name}' holds a {type(value).__name__} that cannot be told to the other processes "
-                "of this run; make it text, a number, or lists and dicts of them."
+                "of this run; make it text, a number, a list of them, or a dict with text as keys."
             )
+
+
+def _keeps(value: Any) -> bool:
+    """Whether JSON gives it back as it was."""
+    if isinstance(value, list):
+        return all(map(_keeps, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _keeps(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _plain_batches(

@@ -22,6 +22,7 @@ from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.lora import merge_lora
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
@@ -124,8 +125,19 @@ def _described(
     return folder, config, _load_tokenizer(folder, config)
 
 
-def export_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
-    """Writes a folder that transformers (and `load_model`) loads: weights, configs and, if given, the tokenizer.
+def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path) -> None:
+    """Writes a folder that transformers, vLLM and `load_model` load: weights, configs and, if given, the tokenizer.
+    Adapters are merged into what is written, and quantised weights turned back into numbers; the model stays as it is.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    merged = merge_lora(model)
+    save_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, tokenizer, folder)
+
+
+def save_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
+    """`export_model` of bare parameters.
 
     Args:
       params: the decoder's parameters as a pure dict; they are written in the dtype they have.

@@ -114,17 +114,32 @@ def place_params(params: Any, mesh: Mesh | None) -> Any:
     programs see them at every step as they come out of the first and are not compiled twice."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
-    # an array of one process is a copy of its own: only as numbers can it be told where it lies among all
-    params = jax.tree.map(lambda x: np.asarray(x) if _is_own_copy(x) else x, params)
-    return jax.device_put(params, parameter_shardings(params, mesh))
+    return jax.tree.map(_put, params, parameter_shardings(params, mesh))
 
 
-def _is_own_copy(x: jax.Array) -> bool:
-    return jax.process_count() > 1 and x.is_fully_addressable
+def _put(x: Any, place: NamedSharding) -> jax.Array:
+    """`jax.device_put`; but what each of several processes has a copy of is cut here, where it would be sent to all and
+    compared (and where NaN is like nothing else, found to differ)."""
+    if jax.process_count() == 1 or not _is_own(x):
+        return jax.device_put(x, place)
+    host = np.asarray(x)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+
+
+def _is_own(x: Any) -> bool:
+    """Whether it lies in this process alone, on the host or on devices of its own."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
-    """Raises UserError where the devices along `tp` do not divide the heads of a model."""
+    """Raises UserError where the devices along `tp` do not divide the heads of a model, or where several processes have
+    no mesh in common."""
+    if mesh is None and jax.process_count() > 1:
+        raise UserError(
+            f"mesh: none is given, and there are {jax.process_count()} processes, each of which would train a model of "
+            "its own; give all of them tunix_like.models.sharding.build_mesh(MeshConfig())."
+        )
     parts = 1 if mesh is None else mesh.shape.get("tp", 1)
     for name, heads in (("query", config.num_heads), ("key", config.num_kv_heads)):
         if heads % parts:
@@ -160,12 +175,12 @@ def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
     if mesh is None:
         return tree
     arrays = jax.tree.map(np.asarray, tree)
-    return jax.tree.map(lambda x: jax.device_put(x, _prompts(x.shape, mesh, axis)), arrays)
+    return jax.tree.map(lambda x: _put(x, _prompts(x.shape, mesh, axis)), arrays)
 
 
 def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
     """Puts whole arrays on every device of the mesh."""
-    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return tree if mesh is None else jax.tree.map(lambda x: _put(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
@@ -174,14 +189,14 @@ def place_slots(tree: Any, mesh: Mesh | None) -> Any:
     already stays."""
     if mesh is None:
         return tree
-    return jax.tree.map(lambda x: jax.device_put(x, _slots(x.shape, mesh)), tree)
+    return jax.tree.map(lambda x: _put(x, _slots(x.shape, mesh)), tree)
 
 
 def fetch(tree: Any, mesh: Mesh | None) -> Any:
     """Arrays of the mesh on the host, whole, in every process."""
     if mesh is None or jax.process_count() == 1:
         return jax.device_get(tree)
-    return jax.device_get(place_replicated(tree, mesh))
+    return jax.device_get(jax.tree.map(lambda x: x if _is_own(x) else place_replicated(x, mesh), tree))
 
 
 def shardings_of(tree: Any, mesh: Mesh | None) -> Any:

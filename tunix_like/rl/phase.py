@@ -261,8 +261,7 @@ class RLPhase:
             real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
             rows.append(metrics)
             if len(rows) == 1:
-                advantages = fetch(advantages, learner.mesh)
-                self._check_advantages(advantages, rollout, batch)
+                self._check_advantages(fetch(advantages, learner.mesh), rollout, batch)
         rows, advantages = fetch((rows, advantages), learner.mesh)
         self._guard(rows, [Skipped(step, i, batch, live, part, old, kept) for i, part in enumerate(parts)])
         clock.lap("update")

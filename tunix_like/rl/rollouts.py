@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,13 +79,14 @@ def score_completions(
       UserError: a reward function failed or returned something that is no reward, named.
     """
     names = [name for name, _, _ in functions]
+    columns = {name for problem in problems for name in problem.columns}  # of all, whatever a share of them has
 
     def share(groups: Sequence[int]) -> list[list[list[float]]]:
         if not groups:
             return []
         own = [problems[group] for group in groups]
-        prompts, columns = repeat_columns(own, size)
-        found = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), columns)
+        prompts, values = repeat_columns(own, size, columns)
+        found = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), values)
         rows = np.stack([found.total, *(found.by_function[name] for name in names)])
         return np.moveaxis(rows.reshape(len(rows), len(own), size), 1, 0).tolist()
 
@@ -95,9 +96,12 @@ def score_completions(
     return Scores(total, ~np.isnan(total), dict(zip(names, each, strict=True)))
 
 
-def repeat_columns(problems: Sequence[Problem], size: int) -> tuple[list[str], dict[str, list[Any]]]:
-    """Prompts and columns, each repeated for the `size` completions of its problem; a missing column is None."""
-    names = sorted(set().union(*(problem.columns for problem in problems)))
+def repeat_columns(
+    problems: Sequence[Problem], size: int, among: Collection[str] = ()
+) -> tuple[list[str], dict[str, list[Any]]]:
+    """Prompts and columns (theirs, and `among`), each repeated for the `size` completions of its problem; a missing
+    column is None."""
+    names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
     return [problem.text for problem in problems for _ in range(size)], columns
 

@@ -210,9 +210,6 @@ class _Run:
         """What a program returned, where it belongs on the mesh: the next program meets what it was compiled for."""
         return place_slots(tree, self.sampler.mesh)
 
-    def _fetch(self, tree: Any) -> Any:
-        return fetch(tree, self.sampler.mesh)
-
     def _waiting(self) -> bool:
         """Whether any completion has not been started."""
         return bool((self.next_sample < self.size).any())
@@ -231,14 +228,14 @@ class _Run:
     def _harvest(self) -> None:
         """Takes what is done out of its rows."""
         rows, out = self.rows, self.out
-        live, ended, ages, steps = self._fetch((rows.live, rows.ended, rows.age, rows.steps))
+        live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
         self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
         self.steps = int(steps)
         done = (self.row_sample >= 0) & ~live
         self.ages = np.where(live, ages, 0)
         if not done.any():
             return
-        tokens, logprobs = self._fetch((rows.tokens, rows.logprobs))
+        tokens, logprobs = fetch((rows.tokens, rows.logprobs), self.sampler.mesh)
         for slot, row in np.argwhere(done):
             place, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
             out.tokens[place][:length] = tokens[slot, row, :length]
