@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
-    "types errors console",
+    "types errors console untrusted",
     "config tokenizer user_code speed processes",
     "config_file rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
     "checkpoints doctor sampling/logits rl/packing",

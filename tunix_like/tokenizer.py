@@ -22,6 +22,7 @@ import jinja2.sandbox
 import tokenizers
 
 from tunix_like.errors import UserError
+from tunix_like.untrusted import parts, refer
 
 if TYPE_CHECKING:
     from tunix_like.types import Message
@@ -61,12 +62,15 @@ class Tokenizer:
         self._bos_token, self._eos_token, self._pad_token = bos_token, eos_token, pad_token
         self._chat_template = chat_template
         self._template_variables = dict(template_variables or {})
+        self._letters: tokenizers.Tokenizer | None = None  # made when first needed: a copy takes a second
         self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
         self._eos_id = eos_id
         self._eos_ids = tuple(int(i) for i in eos_ids) if eos_ids is not None else () if eos_id is None else (eos_id,)
         pad_id = self._id("pad_token", pad_token)
         self._pad_id = next((i for i in (pad_id, eos_id, *self._eos_ids) if i is not None), 0)
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        added = backend.get_added_tokens_decoder().values()
+        self._control = tuple(token.content for token in added if token.special and token.content)
 
     def _id(self, name: str, token: str | None) -> int | None:
         if token is None:
@@ -236,18 +240,42 @@ class Tokenizer:
 
         A list of messages is always rendered; a string is wrapped as a user message and rendered when
         `apply_chat_template`, else encoded as it is. Rendered text brings its own special tokens, so none are added.
+        Control tokens that a message spells, or a column that a prompt template inserted, stay the text they are; in a
+        string that is the whole prompt they are what they say.
 
         Raises:
           UserError: see `render`.
         """
         if isinstance(prompt, str) and not apply_chat_template:
-            ids = self.encode(prompt)
+            text, ids = self._encode_guarded(refer(prompt, self._control, everything=False), add_special_tokens=True)
             # The text itself may open with the token that the tokenizer adds.
             doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
-            return prompt, ids[1:] if doubled else ids
+            return text, ids[1:] if doubled else ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = self.render(messages)
-        return text, self.encode(text, add_special_tokens=False)
+        guarded = [
+            {**turn, "content": refer(turn["content"], self._control, everything=True)}
+            if isinstance(turn["content"], str)
+            else turn
+            for turn in _plain(messages)
+        ]
+        return self._encode_guarded(self.render(guarded), add_special_tokens=False)
+
+    def _encode_guarded(self, text: str, add_special_tokens: bool) -> tuple[str, list[int]]:
+        """Text and ids; a control token that stands in it by reference is encoded by its characters. Where there is
+        one, tokens end at both sides of it."""
+        pieces = parts(text, self._control)
+        if not any(literal for _, literal in pieces):
+            return text, self.encode(text, add_special_tokens)
+        ids = self.encode("") if add_special_tokens else []
+        for piece, literal in pieces:
+            ids += self._by_letters(piece) if literal else self.encode(piece, add_special_tokens=False)
+        return "".join(piece for piece, _ in pieces), ids
+
+    def _by_letters(self, text: str) -> list[int]:
+        if self._letters is None:
+            self._letters = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            self._letters.encode_special_tokens = True
+        return self._letters.encode(text, add_special_tokens=False).ids
 
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
+from tunix_like.untrusted import fill
 
 if TYPE_CHECKING:
     from tunix_like.config import DataConfig
@@ -169,7 +170,7 @@ class PromptFormat:
     def _fill(self, row: Record) -> str:
         assert self.template is not None
         try:
-            return self.template.format_map(row)
+            return fill(self.template, row)
         except Exception as error:  # a format spec or an attribute that this value does not have
             raise UserError(
                 f"data.prompt_template {self.template!r} failed: {type(error).__name__}: {error}"
