@@ -1,0 +1,151 @@
+"""One call of one reward function: what it is given, what it may return, and what becomes of a call that fails.
+
+It runs functions in this process, without a deadline (`pool.py` has workers and deadlines). It does NOT know where
+functions come from, or how several are added up.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from tunix_like.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LARGEST = 1e15
+"""Rewards beyond this are refused: sums and squares of them lose every digit in float32."""
+
+LONGEST_REASON = 20_000
+"""Characters of what is told about a failure: a message may hold megabytes."""
+
+_OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")}
+
+
+class Failure(NamedTuple):
+    """Why a function gave no reward for a completion."""
+
+    kind: Literal["timeout", "error"]
+    reason: str
+
+
+class Marks(NamedTuple):
+    """What one function made of n completions: [n] rewards, NaN where there is none, and the failures among these by
+    index; the others were None or NaN."""
+
+    rewards: NDArray[np.float64]
+    failures: dict[int, Failure]
+
+
+def arguments_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> list[str]:
+    """Those of the columns (`prompts` and `completions` among them) that the function accepts by keyword.
+
+    Raises:
+      UserError: it needs another one.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [p.name for p in needed if p.name not in columns or p.kind is p.POSITIONAL_ONLY]
+    if missing:
+        raise UserError(
+            f"Reward function '{name}' needs an argument '{missing[0]}', which is no column of the rows; there are: "
+            f"{', '.join(sorted(columns))}. Its form is f(prompts, completions, **columns)."
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(columns)
+    return [p.name for p in parameters if p.name in columns]
+
+
+def call(
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int
+) -> NDArray[np.float64]:
+    """Calls a function once for `count` completions, with its own copy of each list; returns [count] rewards, NaN for
+    None.
+
+    Raises:
+      UserError: it returned a wrong number of values, or something other than a finite number, None or NaN, or a number
+        beyond 1e15 in size.
+      Exception: whatever it raises.
+    """
+    values = function(**{key: list(column) for key, column in arguments.items()})
+    if hasattr(values, "tolist"):  # numpy and jax arrays
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise UserError(f"Reward function '{name}' must return one number per completion; it returned {_show(values)}.")
+    if len(values) != count:
+        raise UserError(f"Reward function '{name}' returned {len(values)} values for {count} completions.")
+    return np.array([_number(name, i, value) for i, value in enumerate(values)], np.float64)
+
+
+def _number(name: str, index: int, value: Any) -> float:
+    number = value.item() if getattr(value, "ndim", None) == 0 else value  # scalars of numpy and jax
+    if number is None:
+        return math.nan
+    problem, reward = None, math.inf
+    try:
+        reward = float(number)
+    except OverflowError:
+        pass
+    except (TypeError, ValueError):
+        problem = "is not a number"
+    if isinstance(number, str | bytes):  # float() reads them
+        problem = "is not a number"
+    elif problem is None and abs(reward) > LARGEST:  # infinities too; false for NaN
+        problem = f"is not within +-{LARGEST:.0e}"
+    if problem is not None:
+        raise UserError(f"Reward function '{name}': value {index}, {_show(value)}, {problem}.")
+    return reward
+
+
+def call_in_process(
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
+) -> Marks:
+    """The marks of `count` completions. The function is called once with all of them; if that fails, with each group,
+    and of a group that fails with each completion, so that those alone stay unscored for which it fails."""
+    marks = Marks(np.full(count, np.nan), {})
+
+    def attempt(rows: range) -> None:
+        try:
+            marks.rewards[rows.start : rows.stop] = call(name, function, slices(arguments, rows), len(rows))
+        except (Exception, SystemExit) as error:  # Ctrl-C is the user's
+            if len(rows) == 1:
+                marks.failures[rows.start] = Failure("error", explain(name, error))
+                return
+            finer = group_size if len(rows) > group_size else 1
+            for start in range(rows.start, rows.stop, finer):
+                attempt(range(start, min(start + finer, rows.stop)))
+
+    if count:
+        attempt(range(count))
+    return marks
+
+
+def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:
+    """The given completions' part of every column."""
+    return {key: column[rows.start : rows.stop] for key, column in arguments.items()}
+
+
+def explain(name: str, error: BaseException) -> str:
+    """What went wrong in a call of the function `name`, with the function's own part of the traceback."""
+    if isinstance(error, UserError):
+        return str(error)[:LONGEST_REASON]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+        trace = trace.tb_next
+    what = "".join(traceback.format_exception_only(error)).strip()
+    text = f"Reward function '{name}' raised {what}"
+    if trace is not None:
+        text = f"{text[: LONGEST_REASON // 2]}\n{''.join(traceback.format_exception(error.with_traceback(trace)))}"
+    return text[:LONGEST_REASON].strip()
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
