@@ -115,7 +115,8 @@ class Evaluator:
           rollouts, step: the folder for completions that cannot be scored, and the step they are of.
 
         Raises:
-          UserError: nothing could be scored at step 0 (later the metrics are NaN, and the run goes on).
+          UserError: at step 0 a reward function failed for the whole first batch, or nothing could be scored; later the
+            metrics are NaN, and the run goes on.
         """
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
@@ -132,6 +133,8 @@ class Evaluator:
             flat = completion_texts(out, self.tokenizer)
             with saved_on_failure(rollouts, step, part, flat):
                 scores = score_completions(self.rewards, part, flat, config.samples)
+                if step == 0 and not parts and (scores.timeouts | scores.errors).all():
+                    raise UserError(f"evaluation: {nothing_scored(scores)}")
             self.first_failure(scores, rollouts)
             texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
             parts.append((out, scores))

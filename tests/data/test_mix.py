@@ -234,8 +234,13 @@ def test_what_by_source_hands_on(monkeypatch):
     np.testing.assert_array_equal(scores.total, [20, np.nan, 20, 10])
     assert calls == [(["a", "c"], {"prompts": ["p0", "p2"], "x": [0, 2]}), (["p1", "p3"], ["?", "d"], [1, 3])]
     monkeypatch.setitem(REWARDS, "two", lambda completions: [1.0])
-    with pytest.raises(UserError, match="'two' returned 1 values for 2 completions"):
-        score_completions(functions, problem, ["a", "?", "c", "d"], 1)
+    scores = score_completions(functions, problem[:2], ["a", "?", "c", "d"], 2)
+    assert "'two' returned 1 values for 2 completions" in scores.first_failure
+    assert scores.errors.tolist() == [True, True, False, False]
+    monkeypatch.setitem(REWARDS, "two", lambda completions: [1.0 if text == "a" else "x" for text in completions])
+    scores = score_completions(functions, problem, ["a", "?", "c", "d"], 1)
+    assert scores.errors.tolist() == [False, False, True, False] and scores.total[[0, 3]].tolist() == [1, 10]
+    assert "'two': value 0, 'x', is not a number" in scores.first_failure
 
 
 TEXT = {"name": "reverse_text"}

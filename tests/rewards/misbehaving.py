@@ -21,7 +21,7 @@ def _hang():
 
 
 def _spin():
-    9 ** 9**9  # in C, without a look at signals or other threads
+    9**9**9  # in C, without a look at signals or other threads
 
 
 def _child():
@@ -48,9 +48,9 @@ def _flood():
 
 def _grow():
     held = bytearray()
-    while True:
-        held += bytes(10_000_000)
-        time.sleep(0.01)
+    while len(held) < 500_000_000:
+        held += b"x" * 50_000_000
+    time.sleep(1000)
 
 
 def _close():

@@ -26,15 +26,15 @@ TIMEOUT = 0.6
 def workers():
     """Two workers for every function of `misbehaving`, as a rule alive from one test to the next."""
     names = ("deed", "too_few", "no_list", "printing", "compares", "light", "nested")
-    functions = pooled(
-        {name: getattr(misbehaving, name) for name in names}, workers=2, timeout_seconds=TIMEOUT, memory_gb=0.3
-    )
+    functions = pooled({name: getattr(misbehaving, name) for name in names}, workers=2, timeout_seconds=TIMEOUT)
     yield functions
     close_pools(functions.values())
 
 
 def run(function, completions, group_size=4, **columns):
-    return score([("mine", function, 1.0)], [f"p{i}" for i in range(len(completions))], completions, columns, group_size)
+    return score(
+        [("mine", function, 1.0)], [f"p{i}" for i in range(len(completions))], completions, columns, group_size
+    )
 
 
 def pids(functions):
@@ -69,7 +69,6 @@ FAILS = {
     "os._exit": ("error", "its worker ended with status 3"),
     "kill": ("error", "its worker was killed by signal 9"),
     "crash": ("error", "Fatal Python error: Segmentation fault"),
-    "grow": ("error", "held more than rewards.memory_gb=0.3 GB"),
     "close": ("error", "its worker"),
     "text": ("error", "'1', is not a number"),
     "infinite": ("error", "inf, is not within"),
@@ -99,9 +98,11 @@ def test_none_is_no_failure(workers, what):
 
 
 def test_wrong_shapes(workers):
+    """Whose the values are is not known, so the group is unscored."""
     got = run(workers["too_few"], ["a", "few", "b", "c"], group_size=2)
-    np.testing.assert_array_equal(got.total, [1, np.nan, 1, 1])
-    assert "'mine' returned 0 values for 1 completions" in got.first_failure
+    np.testing.assert_array_equal(got.total, [np.nan, np.nan, 1, 1])
+    assert got.errors.tolist() == [True, True, False, False]
+    assert "'mine' returned 1 values for 2 completions" in got.first_failure
     got = run(workers["no_list"], ["a", "b"], group_size=2)
     assert got.errors.all() and "must return one number per completion; it returned 1.0" in got.first_failure
 
@@ -162,10 +163,14 @@ def test_workers_start_when_needed_and_leave_nothing_behind(tmp_path, monkeypatc
     close_pools(functions.values())
 
 
-def test_a_leaking_worker_is_replaced():
-    functions = pooled([misbehaving.leaking], workers=1, timeout_seconds=10, memory_gb=0.15)
+def test_memory_has_a_limit():
+    """A worker that leaks is replaced between calls, one that grows in a call is stopped in it."""
+    functions = pooled([misbehaving.leaking, misbehaving.deed], workers=1, timeout_seconds=20, memory_gb=0.15)
     got = run(functions["leaking"], list("abcdefghi"), group_size=1)
+    grown = run(functions["deed"], ["a", "grow"], group_size=2)
     close_pools(functions.values())
+    assert grown.errors.tolist() == [False, True] and grown.total[0] == 1
+    assert "its worker held more than rewards.memory_gb=0.15 GB and was stopped" in grown.first_failure
     assert got.scored.all() and 3 <= len(set(got.total)) <= 5, "one worker holds four or fewer of 30 MB each"
 
 

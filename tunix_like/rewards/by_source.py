@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tunix_like.errors import UserError
 from tunix_like.rewards.calls import arguments_of, call
 from tunix_like.rewards.registry import resolve
 
@@ -18,7 +19,8 @@ def by_source(
     called once, with its own rows.
 
     Raises:
-      UserError: a function returned what is no reward, named.
+      UserError: a function returned what is no reward, named; called with single completions, this is told of the
+        right one.
       Exception: whatever a function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}
@@ -27,6 +29,8 @@ def by_source(
         own, function = [i for i, each in enumerate(source_reward) if each == name], resolve(name)
         arguments = {key: [given[key][i] for i in own] for key in arguments_of(name, function, given)}
         found = call(name, function, arguments, len(own))
-        for i, value in zip(own, found.tolist(), strict=True):
+        if found.failures:
+            raise UserError(next(iter(found.failures.values())).reason)
+        for i, value in zip(own, found.rewards.tolist(), strict=True):
             out[i] = value
     return out

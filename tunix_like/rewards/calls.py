@@ -29,6 +29,10 @@ LONGEST_REASON = 20_000
 _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")}
 
 
+class WrongCount(UserError):
+    """A function returned something else than one value per completion, so that none belongs to any of them."""
+
+
 class Failure(NamedTuple):
     """Why a function gave no reward for a completion."""
 
@@ -63,60 +67,65 @@ def arguments_of(name: str, function: Callable[..., Any], columns: Collection[st
     return [p.name for p in parameters if p.name in columns]
 
 
-def call(
-    name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int
-) -> NDArray[np.float64]:
-    """Calls a function once for `count` completions, with its own copy of each list; returns [count] rewards, NaN for
-    None.
+def call(name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int) -> Marks:
+    """Calls a function once for `count` completions, with its own copy of each list. A value that is no finite number,
+    None or NaN, or beyond 1e15 in size, is a failure for its completion.
 
     Raises:
-      UserError: it returned a wrong number of values, or something other than a finite number, None or NaN, or a number
-        beyond 1e15 in size.
+      WrongCount: it returned a wrong number of values, or no list.
       Exception: whatever it raises.
     """
     values = function(**{key: list(column) for key, column in arguments.items()})
     if hasattr(values, "tolist"):  # numpy and jax arrays
         values = values.tolist()
     if not isinstance(values, list | tuple):
-        raise UserError(f"Reward function '{name}' must return one number per completion; it returned {_show(values)}.")
+        raise WrongCount(
+            f"Reward function '{name}' must return one number per completion; it returned {_show(values)}."
+        )
     if len(values) != count:
-        raise UserError(f"Reward function '{name}' returned {len(values)} values for {count} completions.")
-    return np.array([_number(name, i, value) for i, value in enumerate(values)], np.float64)
+        raise WrongCount(f"Reward function '{name}' returned {len(values)} values for {count} completions.")
+    marks = Marks(np.full(count, np.nan), {})
+    for i, value in enumerate(values):
+        reward, problem = _number(value)
+        marks.rewards[i] = reward
+        if problem is not None:
+            reason = f"Reward function '{name}': value {i}, {_show(value)}, {problem}."
+            marks.failures[i] = Failure("error", reason)
+    return marks
 
 
-def _number(name: str, index: int, value: Any) -> float:
+def _number(value: Any) -> tuple[float, str | None]:
+    """The reward, NaN where there is none, and what is wrong with the value."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # scalars of numpy and jax
     if number is None:
-        return math.nan
-    problem, reward = None, math.inf
+        return math.nan, None
+    if isinstance(number, str | bytes):  # float() reads them
+        return math.nan, "is not a number"
     try:
         reward = float(number)
     except OverflowError:
-        pass
+        reward = math.inf
     except (TypeError, ValueError):
-        problem = "is not a number"
-    if isinstance(number, str | bytes):  # float() reads them
-        problem = "is not a number"
-    elif problem is None and abs(reward) > LARGEST:  # infinities too; false for NaN
-        problem = f"is not within +-{LARGEST:.0e}"
-    if problem is not None:
-        raise UserError(f"Reward function '{name}': value {index}, {_show(value)}, {problem}.")
-    return reward
+        return math.nan, "is not a number"
+    if abs(reward) > LARGEST:  # infinities too; false for NaN
+        return math.nan, f"is not within +-{LARGEST:.0e}"
+    return reward, None
 
 
 def call_in_process(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
 ) -> Marks:
     """The marks of `count` completions. The function is called once with all of them; if that fails, with each group,
-    and of a group that fails with each completion, so that those alone stay unscored for which it fails."""
+    and of a group that fails with each completion, so that those alone stay unscored for which it fails. A group for
+    which it returns a wrong number of values stays unscored whole."""
     marks = Marks(np.full(count, np.nan), {})
 
     def attempt(rows: range) -> None:
         try:
-            marks.rewards[rows.start : rows.stop] = call(name, function, slices(arguments, rows), len(rows))
+            put(marks, rows, call(name, function, slices(arguments, rows), len(rows)))
         except (Exception, SystemExit) as error:  # Ctrl-C is the user's
-            if len(rows) == 1:
-                marks.failures[rows.start] = Failure("error", explain(name, error))
+            if len(rows) == 1 or (len(rows) <= group_size and isinstance(error, WrongCount)):
+                marks.failures.update(dict.fromkeys(rows, Failure("error", explain(name, error))))
                 return
             finer = group_size if len(rows) > group_size else 1
             for start in range(rows.start, rows.stop, finer):
@@ -125,6 +134,12 @@ def call_in_process(
     if count:
         attempt(range(count))
     return marks
+
+
+def put(marks: Marks, rows: range, found: Marks) -> None:
+    """Enters what was found for these completions."""
+    marks.rewards[rows.start : rows.stop] = found.rewards
+    marks.failures.update({rows[i]: failure for i, failure in found.failures.items()})
 
 
 def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:
@@ -136,8 +151,10 @@ def explain(name: str, error: BaseException) -> str:
     """What went wrong in a call of the function `name`, with the function's own part of the traceback."""
     if isinstance(error, UserError):
         return str(error)[:LONGEST_REASON]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+    for _ in range(max((i + 1 for i, f in enumerate(frames) if f.f_code.co_filename in _OWN_FILES), default=0)):
+        assert trace is not None
         trace = trace.tb_next
     what = "".join(traceback.format_exception_only(error)).strip()
     text = f"Reward function '{name}' raised {what}"

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import Failure, Marks, arguments_of, slices
+from tunix_like.rewards.calls import Failure, Marks, arguments_of, put, slices
 from tunix_like.rewards.process import WorkerProcess
 
 START_SECONDS = 120
@@ -233,9 +233,10 @@ class _Batch:
         elif answer is not None:
             slot.call = None
             if "error" in answer:
-                self._failed(call, "error", answer["error"], now)
+                self._failed(call, "error", answer["error"], now, answer["of_all"])
             else:
-                self.marks.rewards[call.rows.start : call.rows.stop] = answer["rewards"]
+                failures = {i: Failure(kind, reason) for i, kind, reason in answer["failures"]}
+                put(self.marks, call.rows, Marks(np.array(answer["rewards"]), failures))
             if size > pool.memory_bytes:
                 self._replace(slot)
         elif not alive:
@@ -260,11 +261,13 @@ class _Batch:
         slot.worker, slot.call = None, None
         return how
 
-    def _failed(self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float) -> None:
-        """Notes it for a single completion; of several, each is tried by itself, after all groups."""
+    def _failed(
+        self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
+    ) -> None:
+        """Notes it, if it is that of a single completion or of all; else each is tried by itself, after all groups."""
         self.wasted += now - call.given
-        if len(call.rows) == 1:
-            self.marks.failures[call.rows.start] = Failure(kind, reason)
+        if of_all or len(call.rows) == 1:
+            self.marks.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))
         else:
             self.queue.extend(_Call(range(i, i + 1)) for i in call.rows)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunix_like.rewards.calls import call, explain
+from tunix_like.rewards.calls import WrongCount, call, explain
 from tunix_like.user_code import load_function
 
 HEADER = struct.Struct("!Q")
@@ -44,7 +44,9 @@ def message(content: bytes) -> bytes:
 def serve(number: int, places: list[str], parent: int) -> None:
     """Loads the functions at `places`, says so, and answers requests until the other side is gone.
 
-    A request is a pickled `(place, name, arguments, count)`, an answer JSON: `{"rewards": [...]}` or `{"error": text}`.
+    A request is a pickled `(place, name, arguments, count)`, an answer JSON:
+    `{"rewards": [...], "failures": [[index, kind, reason], ...]}` or `{"error": text, "of_all": whether it is no single
+    completion's fault}`.
 
     Args:
       number: file descriptor of the socket.
@@ -91,10 +93,12 @@ def _answer(functions: Mapping[str, Callable[..., Any] | str], request: bytes) -
         place, name, arguments, count = pickle.loads(request)
         function = functions[place]
         if isinstance(function, str):
-            return {"error": f"Reward function '{name}' could not be loaded in a worker. {function}"}
-        return {"rewards": call(name, function, arguments, count).tolist()}
+            return {"error": f"Reward function '{name}' could not be loaded in a worker. {function}", "of_all": True}
+        marks = call(name, function, arguments, count)
+        failures = [[i, *failure] for i, failure in marks.failures.items()]
+        return {"rewards": marks.rewards.tolist(), "failures": failures}
     except BaseException as error:  # sys.exit and KeyboardInterrupt too
-        return {"error": explain(name, error)}
+        return {"error": explain(name, error), "of_all": isinstance(error, WrongCount)}
 
 
 def _read(channel: socket.socket, length: int) -> bytes | None:
