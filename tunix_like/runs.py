@@ -196,22 +196,20 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
     check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
     check_rewards(source, functions)
-    return _in_workers(config.rewards, source, functions)
+    return _in_workers(config.rewards, functions)
 
 
-def _in_workers(config: RewardsConfig, source: DataSource, functions: list[WeightedReward]) -> list[WeightedReward]:
+def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
     """Of functions that may hang or crash (math-verify and what users write), or of all if a number of workers is set,
     those that run in workers."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:
         return functions
 
-    def risky(name: str) -> bool:
-        if name == "by_source":
-            return any(risky(part.reward) for part in source.parts.values())
-        return ":" in name or name == "gsm8k"
-
-    chosen = {name: each for name, each, _ in functions if config.workers is not None or risky(name)}
+    risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "by_source")}
+    chosen = {name: each for name, each, _ in functions if config.workers is not None or name in risky}
+    if not chosen:
+        return functions
     apart = pooled(chosen, workers=workers, timeout_seconds=config.timeout_seconds, memory_gb=config.memory_gb)
     return [(name, apart.get(name, function), weight) for name, function, weight in functions]
 

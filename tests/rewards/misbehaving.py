@@ -123,3 +123,15 @@ def light(completions):
 def nested(completions, extra):
     """What arrives of a column that holds more than text."""
     return [float(sum(each["numbers"])) for each in extra]
+
+
+def parity(completions, hang):
+    """1 for an odd length, else 0; hangs at the completion that the column `hang` names."""
+    for text, named in zip(completions, hang, strict=True):
+        if text == named:
+            _hang()
+    return [float(len(text) % 2) for text in completions]
+
+
+def raises(completions):
+    raise ZeroDivisionError("no verifier")

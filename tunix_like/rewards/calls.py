@@ -122,14 +122,16 @@ def call_in_process(
 
     def attempt(rows: range) -> None:
         try:
-            put(marks, rows, call(name, function, slices(arguments, rows), len(rows)))
+            found = call(name, function, slices(arguments, rows), len(rows))
         except (Exception, SystemExit) as error:  # Ctrl-C is the user's
-            if len(rows) == 1 or (len(rows) <= group_size and isinstance(error, WrongCount)):
-                marks.failures.update(dict.fromkeys(rows, Failure("error", explain(name, error))))
-                return
-            finer = group_size if len(rows) > group_size else 1
-            for start in range(rows.start, rows.stop, finer):
-                attempt(range(start, min(start + finer, rows.stop)))
+            reason, of_all = explain(name, error), isinstance(error, WrongCount) and len(rows) <= group_size
+        else:
+            return put(marks, rows, found)
+        if of_all or len(rows) == 1:
+            return marks.failures.update(dict.fromkeys(rows, Failure("error", reason)))
+        finer = group_size if len(rows) > group_size else 1
+        for start in range(rows.start, rows.stop, finer):
+            attempt(range(start, min(start + finer, rows.stop)))
 
     if count:
         attempt(range(count))
