@@ -50,6 +50,7 @@ from tunix_like.optimizer import build_schedule
 from tunix_like.processes import by_first
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
+from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rl.collection import EXTRA_BATCHES
 from tunix_like.rl.estimators import find_estimator
 from tunix_like.rl.learner import Learner
@@ -494,12 +495,18 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
         ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
-        ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
+        ("rewards", ", ".join(map(_describe_reward, parts.rewards))),
         ("model", f"{describe_model(parts.model)}, {kind}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),
     ]
+
+
+def _describe_reward(reward: WeightedReward) -> str:
+    name, function, weight = reward
+    place = f" (in {function.pool.workers} workers)" if isinstance(function, PooledFunction) else ""
+    return f"{weight:g} x {name}{place}"
 
 
 def describe_model(model: Decoder) -> str:

@@ -129,7 +129,7 @@ def test_which_functions_run_in_workers(tmp_path, monkeypatch):
         ("mine.py:f", 0.5),
     ]
     pool = found[1][1].pool
-    assert (pool.timeout_seconds, pool.memory_bytes) == (7, 2e9) and 1 <= len(pool._slots) <= 4
+    assert (pool.timeout_seconds, pool.memory_bytes) == (7, 2e9) and 1 <= pool.workers <= 4
     assert pools(chosen(workers=0)) == [False, False]
     every = chosen(workers=3)
-    assert pools(every) == [True, True] and len(every[0][1].pool._slots) == 3 and every[0][1].pool is every[1][1].pool
+    assert pools(every) == [True, True] and every[0][1].pool.workers == 3 and every[0][1].pool is every[1][1].pool

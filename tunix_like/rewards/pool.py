@@ -132,7 +132,8 @@ class Pool:
     """Workers that share the calls of a batch. It is used by one thread at a time."""
 
     def __init__(self, places: Sequence[str], workers: int, timeout_seconds: float, memory_gb: float):
-        self.places, self.timeout_seconds, self.memory_bytes = list(places), timeout_seconds, int(memory_gb * 1e9)
+        self.places, self.workers = list(places), workers
+        self.timeout_seconds, self.memory_bytes = timeout_seconds, int(memory_gb * 1e9)
         self._slots = [_Slot() for _ in range(workers)]
         self._start_seconds = 0.0  # the longest start so far
         # at the end of the interpreter too, should nobody call `close`
@@ -179,7 +180,7 @@ class _Batch:
 
     def _patience(self) -> float:
         pool = self.pool
-        return PATIENCE * len(pool._slots) * (pool.timeout_seconds + pool._start_seconds)
+        return PATIENCE * pool.workers * (pool.timeout_seconds + pool._start_seconds)
 
     def _give_up(self) -> None:
         reason = (
