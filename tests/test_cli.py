@@ -402,6 +402,7 @@ LONG = (
     "algorithm.advantage_estimator=grpo",
     "algorithm.beta=0.05",
     "rewards.functions=[{name: reward.py:reward}]",
+    "rewards.workers=0",
     "eval.samples=1",
     "eval.k=[1]",
     "training.max_steps=20",

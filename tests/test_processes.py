@@ -34,6 +34,7 @@ RUN = [
     "data.batch_size=4", "data.train_size=30", "data.eval_size=4", "eval.batch_size=4", "eval.samples=2",
     "algorithm.num_generations=4", "sft.max_steps=0", "training.max_steps=6", "training.checkpoint_every_n_steps=2",
     "training.log_rollouts_every_n_steps=1", "rewards.functions=[{name: reward.py:graded}]",
+    "rewards.workers=0",
 ]  # fmt: skip
 
 REWARD = """

@@ -252,6 +252,15 @@ class RewardsConfig(_Checked):
         doc="list of {name, weight}; a name is maze, gsm8k, exact_match or FILE.py:function; unset: the data source's"
     )
     success_threshold: float = key(1.0, doc="a completion succeeds (pass@k) when its total reward reaches this")
+    workers: int | None = key(
+        doc="processes that run reward functions; 0: none, they run in the run's own; unset: up to 4 for gsm8k and "
+        "functions of files and modules, none for the others",
+        at_least=0,
+    )
+    timeout_seconds: float = key(
+        30.0, doc="workers: limit of one call of a function, which scores one group of completions", above=0
+    )
+    memory_gb: float = key(4.0, doc="workers: one that holds more than so many GB of memory is replaced", above=0)
 
 
 @dataclasses.dataclass(frozen=True)

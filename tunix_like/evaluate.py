@@ -6,6 +6,7 @@ It knows how to sample and score; it does not know what training is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,13 @@ from jaxtyping import Bool, Int
 from tunix_like.config import EvalConfig
 from tunix_like.data.stream import render
 from tunix_like.errors import UserError
+from tunix_like.rewards import Scores
 from tunix_like.rl.rollouts import (
+    FirstFailure,
     WeightedReward,
     completion_texts,
     groups_by_source,
+    nothing_scored,
     saved_on_failure,
     score_completions,
     succeeds,
@@ -82,9 +86,10 @@ class Evaluator:
     """Everything an evaluation needs but the weights; call it with them.
 
     A completion succeeds when its total reward reaches `success_threshold`. Completions that could not be scored are
-    left out of their problem's count (and reported as `eval/unscored_frac`); a problem with fewer than k scored ones is
-    left out of pass@k. With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The same `key`
-    draws the same random numbers at every call.
+    left out of their problem's count (and reported as `eval/unscored_frac`; those for which a reward function was late
+    or failed as `eval/timeout_frac` and `eval/error_frac` too); a problem with fewer than k scored ones is left out of
+    pass@k. With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The same `key` draws the same
+    random numbers at every call.
     """
 
     sampler: Sampler
@@ -94,6 +99,7 @@ class Evaluator:
     config: EvalConfig
     success_threshold: float
     key: jax.Array
+    first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
 
     def __call__(
         self,
@@ -109,12 +115,13 @@ class Evaluator:
           rollouts, step: the folder for completions that cannot be scored, and the step they are of.
 
         Raises:
-          UserError: a reward function failed, or nothing could be scored.
+          UserError: at step 0 a reward function failed for the whole first batch, or nothing could be scored; later the
+            metrics are NaN, and the run goes on.
         """
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
-        parts: list[tuple[Completions, np.ndarray]] = []
+        parts: list[tuple[Completions, Scores]] = []
         texts: list[list[str]] = []
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
@@ -126,18 +133,23 @@ class Evaluator:
             flat = completion_texts(out, self.tokenizer)
             with saved_on_failure(rollouts, step, part, flat):
                 scores = score_completions(self.rewards, part, flat, config.samples)
+                if step == 0 and not parts and (scores.timeouts | scores.errors).all():
+                    raise UserError(f"evaluation: {nothing_scored(scores)}")
+            self.first_failure(scores, rollouts)
             texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
-            parts.append((out, scores.total.reshape(len(part), config.samples)))
+            parts.append((out, scores))
             on_progress(len(part))
-        total = np.concatenate([rewards for _, rewards in parts])
+        found = functools.reduce(Scores.join, [each for _, each in parts])
+        if step == 0 and not found.scored.any():
+            raise UserError(f"evaluation: {nothing_scored(found)}")
         lengths = np.concatenate([out.lengths for out, _ in parts])
         finished = np.concatenate([out.finished for out, _ in parts])
         sources = groups_by_source(problems)
-        return _summary(total, lengths, finished, texts, config, self.success_threshold, sources)
+        return _summary(found, lengths, finished, texts, config, self.success_threshold, sources)
 
 
 def _summary(
-    total: np.ndarray,
+    scores: Scores,
     lengths: Int[np.ndarray, "N n"],
     finished: Bool[np.ndarray, "N n"],
     texts: list[list[str]],
@@ -145,9 +157,8 @@ def _summary(
     success_threshold: float,
     sources: Mapping[str, Bool[np.ndarray, "N"]],
 ) -> Evaluation:
+    total: np.ndarray = scores.total.reshape(lengths.shape)
     known = ~np.isnan(total)
-    if not known.any():
-        raise UserError("evaluation: no completion could be scored; check rewards.functions.")
     scored = known.sum(axis=1)
     successes = (known & succeeds(np.nan_to_num(total, nan=-np.inf), success_threshold)).sum(axis=1)
 
@@ -159,10 +170,12 @@ def _summary(
     everything = np.ones(len(scored), bool)
     metrics = {f"eval/pass@{k}": mean_pass(k, everything) for k in ks_of(config)}
     metrics |= {
-        "eval/rewards/mean": float(total[known].mean()),
+        "eval/rewards/mean": float(total[known].mean()) if known.any() else float("nan"),
         "eval/mean_length": float(lengths.mean()),
         "eval/clipped_ratio": 1.0 - float(finished.mean()),
         "eval/unscored_frac": 1.0 - float(known.mean()),
+        "eval/timeout_frac": float(scores.timeouts.mean()),
+        "eval/error_frac": float(scores.errors.mean()),
     }
     metrics |= {f"eval/pass@{k}/{label}": mean_pass(k, own) for label, own in sources.items() for k in ks_of(config)}
     return Evaluation(metrics, successes, scored, texts, total.tolist())

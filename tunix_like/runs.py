@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import AlgorithmConfig, Config, EvalConfig, LoraConfig, ModelConfig
+from tunix_like.config import AlgorithmConfig, Config, EvalConfig, LoraConfig, ModelConfig, RewardsConfig
 from tunix_like.config_file import as_dict, differences, load, save
 from tunix_like.data import (
     DataSource,
@@ -47,8 +48,9 @@ from tunix_like.models.lora import (
 from tunix_like.models.sharding import build_mesh, check_batch, check_model, place_params
 from tunix_like.optimizer import build_schedule
 from tunix_like.processes import by_first
-from tunix_like.rewards import check_arguments
+from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
+from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rl.collection import EXTRA_BATCHES
 from tunix_like.rl.estimators import find_estimator
 from tunix_like.rl.learner import Learner
@@ -71,9 +73,15 @@ CHANGEABLE = (
     "training.profile_steps",
     "training.train_micro_batch_size",
     "rollout.max_concurrent_rows",
+    "rewards.workers",
+    "rewards.timeout_seconds",
+    "rewards.memory_gb",
     "eval.",
 )
 """Keys (or their beginnings) that a run may be resumed with other values of."""
+
+MOST_WORKERS = 4
+"""Processes for rewards when `rewards.workers` is unset."""
 
 
 class Parts(NamedTuple):
@@ -184,11 +192,27 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """The functions of `rewards`, which must find what they ask for in the source's rows."""
+    """The functions of `rewards`, which must find what they ask for in the source's rows; those that are to run in
+    workers do (`rewards.workers`)."""
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
     check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
     check_rewards(source, functions)
-    return functions
+    return _in_workers(config.rewards, functions)
+
+
+def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
+    """Of functions that may hang or crash (math-verify and what users write), or of all if a number of workers is set,
+    those that run in workers."""
+    workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
+    if not workers:
+        return functions
+
+    risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "by_source")}
+    chosen = {name: each for name, each, _ in functions if config.workers is not None or name in risky}
+    if not chosen:
+        return functions
+    apart = pooled(chosen, workers=workers, timeout_seconds=config.timeout_seconds, memory_gb=config.memory_gb)
+    return [(name, apart.get(name, function), weight) for name, function, weight in functions]
 
 
 def assemble(config: Config, *, abstract: bool = False) -> Parts:
@@ -478,12 +502,18 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
         ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
-        ("rewards", ", ".join(f"{weight:g} x {name}" for name, _, weight in parts.rewards)),
+        ("rewards", ", ".join(map(_describe_reward, parts.rewards))),
         ("model", f"{describe_model(parts.model)}, {kind}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),
     ]
+
+
+def _describe_reward(reward: WeightedReward) -> str:
+    name, function, weight = reward
+    place = f" (in {function.pool.workers} workers)" if isinstance(function, PooledFunction) else ""
+    return f"{weight:g} x {name}{place}"
 
 
 def describe_model(model: Decoder) -> str:

@@ -69,5 +69,6 @@ Parameters of the estimator's own are keyword-only and are read from the config'
 RewardFunction = Callable[..., Sequence[float | None]]
 """`f(prompts, completions, **columns) -> one number (or None: could not be scored) per completion`.
 
-It is called once per rollout batch with every completion; each column arrives as a list as long as `completions`.
+It is called once with every completion of a rollout batch or, in a worker, once for each group; when it fails, again
+with fewer of them. Each column arrives as a list as long as `completions`.
 """

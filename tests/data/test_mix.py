@@ -26,7 +26,8 @@ from tunix_like.data.mix import Interleaved, Repeated, epoch_counts
 from tunix_like.data.stream import prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.metrics import rows as metric_rows
-from tunix_like.rewards import REWARDS
+from tunix_like.rewards import REWARDS, close_pools
+from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rl.rollouts import score_completions
 from tunix_like.types import Problem
 
@@ -177,6 +178,7 @@ def test_rewards_by_source(folder, caplog):
     config = Config(data=DataConfig(name="mix", sources=[words, asked]))
     functions = runs.reward_functions(config, data)
     assert [(name, weight) for name, _, weight in functions] == [("by_source", 1.0)]
+    assert isinstance(functions[0][1], PooledFunction), "math-verify is asked in a worker"
     problems = [Problem(i, row["prompt"], [1], {k: v for k, v in row.items() if k != "prompt"})
                 for i, row in enumerate(data.train)]  # fmt: skip
     texts = []
@@ -186,6 +188,7 @@ def test_rewards_by_source(folder, caplog):
     scores = score_completions(functions, problems, texts, 3)
     expected = [[1, 0, 0] if row["data_source"] == "gsm8k" else [0, 1, 0] for row in data.train]
     assert scores.total.reshape(-1, 3).tolist() == expected and scores.scored.all()
+    close_pools([functions[0][1]])
 
     named = Config(data=config.data, rewards=RewardsConfig(functions=[{"name": "exact_match"}]))
     scores = score_completions(runs.reward_functions(named, data), problems, texts, 3)
@@ -234,8 +237,13 @@ def test_what_by_source_hands_on(monkeypatch):
     np.testing.assert_array_equal(scores.total, [20, np.nan, 20, 10])
     assert calls == [(["a", "c"], {"prompts": ["p0", "p2"], "x": [0, 2]}), (["p1", "p3"], ["?", "d"], [1, 3])]
     monkeypatch.setitem(REWARDS, "two", lambda completions: [1.0])
-    with pytest.raises(UserError, match="'two' returned 1 values for 2 completions"):
-        score_completions(functions, problem, ["a", "?", "c", "d"], 1)
+    scores = score_completions(functions, problem[:2], ["a", "?", "c", "d"], 2)
+    assert "'two' returned 1 values for 2 completions" in scores.first_failure
+    assert scores.errors.tolist() == [True, True, False, False]
+    monkeypatch.setitem(REWARDS, "two", lambda completions: [1.0 if text == "a" else "x" for text in completions])
+    scores = score_completions(functions, problem, ["a", "?", "c", "d"], 1)
+    assert scores.errors.tolist() == [False, False, True, False] and scores.total[[0, 3]].tolist() == [1, 10]
+    assert "'two': value 0, 'x', is not a number" in scores.first_failure
 
 
 TEXT = {"name": "reverse_text"}

@@ -1,13 +1,14 @@
-"""Grading numbers: a table of how models write answers, and what each is worth."""
+"""Grading numbers: a table of how models write answers, and what each is worth, here and in a worker."""
 
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from tunix_like.errors import UserError
-from tunix_like.rewards import REWARDS
-from tunix_like.rewards.math import final_answer, grade
+from tunix_like.rewards import REWARDS, close_pools, pooled, score
+from tunix_like.rewards.math import final_answer, grade, gsm8k
 
 RIGHT = [
     # separators, signs, currency, units
@@ -26,6 +27,13 @@ RIGHT = [
     ("5", "#### = 5"),
     ("5", "#### 5<|im_end|>"),
     ("5", "#### 5 (five) apples"),
+    ("1234567", "#### 1{,}234{,}567"),
+    ("1234567", "\\boxed{1,234,567}"),
+    ("1000000", "\\boxed{10^6}"),
+    ("72", "#### 72 clips"),
+    ("72", "\\boxed{72\\text{ km}}"),
+    ("72", "\\boxed{72\\,\\text{km/h}}"),
+    ("2.5", "#### €2.50"),
     ("-7", "#### \u22127"),
     ("-7", "#### - 7"),
     ("0.5", "#### .5"),
@@ -36,7 +44,12 @@ RIGHT = [
     ("50%", "#### 0.5"),
     ("50", "\\boxed{50\\%}"),
     ("50", "#### 50 percent"),
+    ("12.5", "#### 12.5%"),
+    ("0.125", "\\boxed{12.5\\%}"),
     ("3/4", "#### 0.75"),
+    ("3/4", "\\boxed{\\tfrac{6}{8}}"),
+    ("1/3", "\\boxed{\\frac13}"),
+    ("-1/2", "\\boxed{-\\frac{1}{2}}"),
     ("0.75", "#### 3/4"),
     ("1.5", "#### 1 1/2 cups"),
     ("2", "#### 6/3"),
@@ -55,6 +68,8 @@ RIGHT = [
     ("5", "\\boxed{4} <answer>5</answer>"),
     ("5", "\\boxed{5} and then \\boxed{6"),  # the last is cut off
     ("5", "#### 5\n####\n"),  # the last is empty
+    ("5", "Step 1: \\boxed{2}. Step 2: \\boxed{3}. In all \\boxed{5}"),
+    ("5", "junk " * 2000 + "#### 5"),  # ten thousand characters of thought
     # what only a parser settles
     ("1/2", "\\boxed{\\frac{1}{2}}"),
     ("0.75", "\\boxed{\\dfrac{3}{4}}"),
@@ -82,6 +97,16 @@ WRONG = [
     ("5", "\\boxed{5"),
     ("5", "<answer>5"),
     ("5", "</answer>5<answer>"),
+    ("5", "The total is therefore five."),
+    ("5", "junk \\boxed " * 1000),
+    ("5", "\\frac{" * 2000),
+    ("5", "\x00\ufffd\u202e" * 3000),
+    ("5", "\\boxed{\x00}"),
+    ("72", "#### 72 clips in April and 36 in May"),
+    ("72", "#### 7.2"),
+    ("1000", "#### 1,00"),
+    ("50", "#### 500%"),
+    ("1/3", "\\boxed{\\frac{3}{1}}"),
     ("5", "\\boxed{((((}"),
     ("5", "\\boxed{\\frac{5}{}}"),
     ("1000", "#### 1.000"),
@@ -107,11 +132,42 @@ def test_wrong_and_quickly(gold, completion):
     assert time.perf_counter() - start < 5
 
 
-def test_the_parser_runs_out_of_time_as_unscored(monkeypatch):
-    monkeypatch.setattr("tunix_like.rewards.math.SECONDS", 1)
+BOMBS = [
+    "9^{9^9}",
+    "((10!)!)!",
+    "2^{2^{2^{2^{2^{2}}}}}",
+    "\\sum_{n=1}^{10^{10}} \\frac{1}{n^n}",
+    "\\frac{1}{" * 18 + "2" + "}" * 18,
+    "\\frac{1}{1+" * 14 + "1" + "}" * 14,
+    "\\begin{pmatrix}" + "x&y&z\\\\" * 20 + "\\end{pmatrix}^{-1}",
+    "(a+b+c+d+e+f)^{40}",
+]
+"""Answers short enough to be read, and without end, or nearly, for who computes them."""
+
+
+def test_what_blows_up_a_simplifier_is_wrong_or_unscored_in_bounded_time():
+    """In workers, as a run asks by default: two steps of at most `SECONDS` each, so that none is a timeout of the pool;
+    and the right answers beside them are right."""
+    functions = pooled([gsm8k], workers=2, timeout_seconds=20)
+    completions = [text for bomb in BOMBS for text in (f"\\boxed{{{bomb}}}", "#### 3/4")]
+    gold = ["0.75"] * len(completions)
     start = time.perf_counter()
-    assert grade("\\boxed{9^{9^9}}", "5") is None
-    assert time.perf_counter() - start < 5
+    scores = score([("gsm8k", functions["gsm8k"], 1.0)], gold, completions, {"gold": gold}, 2)
+    assert time.perf_counter() - start < 60
+    close_pools(functions.values())
+    assert scores.total[1::2].tolist() == [1.0] * len(BOMBS)
+    bombs = scores.total[::2]
+    assert ((bombs == 0) | np.isnan(bombs)).all() and np.isnan(bombs[:3]).all()
+    assert scores.first_failure is None
+
+
+def test_the_corpus_in_a_worker():
+    """Word for word what it is worth in this process."""
+    functions = pooled([gsm8k], workers=1)
+    gold, completions = zip(*RIGHT, *WRONG, strict=True)
+    scores = score([("gsm8k", functions["gsm8k"], 1.0)], gold, completions, {"gold": gold}, 8)
+    close_pools(functions.values())
+    assert scores.total.tolist() == [1.0] * len(RIGHT) + [0.0] * len(WRONG)
 
 
 def test_outside_the_main_thread_only_plain_comparisons_are_settled():

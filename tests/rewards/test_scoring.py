@@ -1,4 +1,4 @@
-"""Scoring a batch: sums by hand, what counts as unscored, and errors that name the function; the registry of names."""
+"""Scoring a batch: sums by hand, what is unscored, and failures that name the function; the registry of names."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +10,9 @@ from tunix_like.rewards import REWARDS, register_reward_fn, resolve, score, verl
 THREE = ["a", "bb", "ccc"]
 
 
-def run(*functions, columns=None):
-    return score([(f"f{i}", f, weight) for i, (f, weight) in enumerate(functions)], ["p"] * 3, THREE, columns or {})
+def run(*functions, columns=None, group_size=3):
+    named = [(f"f{i}", f, weight) for i, (f, weight) in enumerate(functions)]
+    return score(named, ["p"] * 3, THREE, columns or {}, group_size)
 
 
 def constant(values):
@@ -51,34 +52,71 @@ def test_accepted_values(values):
 
 
 @pytest.mark.parametrize(
-    "values, message",
+    "values, failing, message",
     [
-        ([1, 2], "'f0' returned 2 values for 3 completions"),
-        (None, "'f0' must return one number per completion; it returned None"),
-        (1.0, "'f0' must return one number per completion"),
-        ("101", "'f0' must return one number per completion"),
-        ({0: 1}, "'f0' must return one number per completion"),
-        ([1, "1", "x"], r"'f0': value 1, '1', is not a number. Completion 1 is 'bb'"),
-        ([1, 1, [1]], r"'f0': value 2, \[1\], is not a number"),
-        (np.ones((3, 1)), r"value 0, \[1.0\], is not a number"),
-        ([0, 1 + 1j, 0], "value 1, .* is not a number"),
-        ([0, float("inf"), 0], r"value 1, inf, is not within \+-1e\+15"),
-        ([0, 0, -1.1e15], "value 2, .* is not within"),
-        ([0, 10**400, 0], "value 1, .* is not within"),
+        ([1, 2], [0, 1, 2], "'f0' returned 2 values for 3 completions"),
+        (None, [0, 1, 2], "'f0' must return one number per completion; it returned None"),
+        (1.0, [0, 1, 2], "'f0' must return one number per completion"),
+        ("101", [0, 1, 2], "'f0' must return one number per completion"),
+        ({0: 1}, [0, 1, 2], "'f0' must return one number per completion"),
+        ([1, "1", "x"], [1, 2], "'f0': value 1, '1', is not a number"),
+        ([1, 1, [1]], [2], "'f0': value 2, [1], is not a number"),
+        (np.ones((3, 1)), [0, 1, 2], "value 0, [1.0], is not a number"),
+        ([0, 1 + 1j, 0], [1], "value 1, (1+1j), is not a number"),
+        ([0, float("inf"), 0], [1], "value 1, inf, is not within +-1e+15"),
+        ([0, 0, -1.1e15], [2], "value 2, -1100000000000000.0, is not within"),
+        ([0, 10**400, 0], [1], "value 1, 1000"),
     ],
 )
-def test_bad_values(values, message):
-    with pytest.raises(UserError, match=message):
-        run((constant(values), 1.0))
+def test_bad_values(values, failing, message):
+    got = run((constant(values), 1.0))
+    assert np.flatnonzero(got.errors).tolist() == failing == np.flatnonzero(~got.scored).tolist()
+    assert not got.timeouts.any() and message in got.first_failure
+    assert f"Prompt: 'p'\nCompletion: {THREE[failing[0]]!r}" in got.first_failure
 
 
-def test_an_exception_is_named_and_kept():
+def test_a_function_that_raises_is_asked_again_with_fewer():
+    """All, then whole groups, then single completions: only that one is unscored for which it raises."""
+    calls = []
+
     def broken(completions, **_):
-        raise KeyError("gold")
+        calls.append(completions)
+        if "dddd" in completions:
+            raise KeyError("gold")
+        return [len(text) for text in completions]
 
-    with pytest.raises(UserError, match="'f1' raised KeyError: 'gold'") as caught:
-        run((constant([1, 1, 1]), 1.0), (broken, 1.0))
-    assert isinstance(caught.value.__cause__, KeyError)
+    completions = ["a", "bb", "ccc", "dddd"]
+    got = score([("broken", broken, 2.0), ("one", constant([1] * 4), 1.0)], ["p"] * 4, completions, {}, 2)
+    np.testing.assert_array_equal(got.total, [3, 5, 7, np.nan])
+    assert got.errors.tolist() == [False, False, False, True] and got.by_function["one"].tolist() == [1] * 4
+    assert calls == [completions, completions[:2], completions[2:], ["ccc"], ["dddd"]]
+    assert got.first_failure.startswith("Reward function 'broken' raised KeyError: 'gold'\nTraceback")
+    assert "in broken" in got.first_failure and "calls.py" not in got.first_failure
+    assert got.first_failure.endswith("Completion: 'dddd'")
+
+
+@pytest.mark.parametrize("error", [SystemExit("leaving"), RecursionError(), UserError("the row is bad")])
+def test_in_this_process_too_nothing_gets_out(error):
+    def broken(completions, **_):
+        raise error
+
+    got = run((broken, 1.0))
+    assert got.errors.all() and str(error) in got.first_failure
+
+
+def test_ctrl_c_gets_out():
+    def broken(completions, **_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run((broken, 1.0))
+
+
+def test_a_message_without_end_is_cut():
+    def broken(completions, **_):
+        raise ValueError("x" * 10_000_000)
+
+    assert len(run((broken, 1.0)).first_failure) < 30_000
 
 
 def test_functions_get_the_columns_they_name():
@@ -183,5 +221,5 @@ def test_verl_compatible():
     assert run((verl_compatible(keyword), 1.0), columns=truths).total.tolist() == [1, 0, 1]
     assert run((verl_compatible(everything), 1.0), columns={"gold": [1, 2, 3]}).total.tolist() == [1, 1, 1]
     assert run((verl_compatible(positional), 1.0), columns={"answer": [1, 1, 1]}).total.tolist() == [2, 3, 4]
-    with pytest.raises(UserError, match="positional .*'ground_truth'.*the rows have: x"):
-        run((verl_compatible(positional), 1.0), columns={"x": [1, 2, 3]})
+    got = run((verl_compatible(positional), 1.0), columns={"x": [1, 2, 3]})
+    assert got.errors.all() and "'answer'; the rows have: x" in got.first_failure

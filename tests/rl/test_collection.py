@@ -16,6 +16,7 @@ from tunix_like.data import reverse_text
 from tunix_like.data.stream import Prompt
 from tunix_like.rl.collection import Collector, shape_rewards
 from tunix_like.rl.objective import build_objective, resolve
+from tunix_like.rl.rollouts import FirstFailure
 from tunix_like.sampling.sampler import Completions
 
 SIZE, LIMIT = 4, 6
@@ -110,7 +111,7 @@ def make(kinds, batch_size, algo, rollouts=None, sources=None, functions=None):
     learner = SimpleNamespace(
         algo=algo, params=None, sampler=FakeSampler(), key=jax.random.key(0), tokenizer=reverse_text.tokenizer(),
         rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=LIMIT), success_threshold=1.0,
-        rewards=functions or [("given", given_rewards, 1.0)],
+        rewards=functions or [("given", given_rewards, 1.0)], first_failure=FirstFailure(),
     )  # fmt: skip
     columns = [{"rewards": GROUPS[kind]} for kind in kinds]
     if sources is not None:

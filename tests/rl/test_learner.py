@@ -296,7 +296,7 @@ def raises(prompts, completions, answer):
 
 
 BAD_REWARDS = {
-    "too few": (lambda prompts, completions: [1.0] * 3, "returned 3 values for 16 completions"),
+    "too few": (lambda prompts, completions: [1.0] * 3, "returned 3 values for 4 completions"),
     "raising": (raises, "'raises' raised ZeroDivisionError: oops"),
     "text": (lambda prompts, completions: ["1"] * 16, "'1', is not a number"),
     "infinite": (lambda prompts, completions: [float("inf")] * 16, "inf, is not within"),

@@ -1,16 +1,27 @@
 """What a completion is worth: reward functions, the registry that names them, and the scoring of a batch.
 
-Public names: `REWARDS`, `register_reward_fn`, `resolve`, `verl_compatible`, `Scores`, `score`, `check_arguments`. It
-does NOT know estimators, models or where rows come from.
+Public names: `REWARDS`, `register_reward_fn`, `resolve`, `verl_compatible`, `Scores`, `score`, `check_arguments`,
+`pooled`, `close_pools`. It does NOT know estimators, models or where rows come from.
 """
 
 from __future__ import annotations
 
 from tunix_like.rewards import by_source, math, maze, text
+from tunix_like.rewards.pool import close_pools, pooled
 from tunix_like.rewards.registry import REWARDS, register_reward_fn, resolve, verl_compatible
 from tunix_like.rewards.scoring import Scores, check_arguments, score
 
-__all__ = ["REWARDS", "Scores", "check_arguments", "register_reward_fn", "resolve", "score", "verl_compatible"]
+__all__ = [
+    "REWARDS",
+    "Scores",
+    "check_arguments",
+    "close_pools",
+    "pooled",
+    "register_reward_fn",
+    "resolve",
+    "score",
+    "verl_compatible",
+]
 
 register_reward_fn("maze")(maze.maze)
 register_reward_fn("gsm8k")(math.gsm8k)

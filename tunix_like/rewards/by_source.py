@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tunix_like.errors import UserError
+from tunix_like.rewards.calls import arguments_of, call
 from tunix_like.rewards.registry import resolve
-from tunix_like.rewards.scoring import score
 
 
 def by_source(
@@ -18,13 +19,18 @@ def by_source(
     called once, with its own rows.
 
     Raises:
-      UserError: a function failed or returned what is no reward, named.
+      UserError: a function returned what is no reward, named; called with single completions, this is told of the
+        right one.
+      Exception: whatever a function raises.
     """
+    given = {"prompts": prompts, "completions": completions, **columns}
     out: list[float | None] = [None] * len(completions)
     for name in dict.fromkeys(source_reward):
-        own = [i for i, each in enumerate(source_reward) if each == name]
-        rows = {column: [values[i] for i in own] for column, values in columns.items()}
-        found = score([(name, resolve(name), 1.0)], [prompts[i] for i in own], [completions[i] for i in own], rows)
-        for i, value in zip(own, found.total.tolist(), strict=True):
+        own, function = [i for i, each in enumerate(source_reward) if each == name], resolve(name)
+        arguments = {key: [given[key][i] for i in own] for key in arguments_of(name, function, given)}
+        found = call(name, function, arguments, len(own))
+        if found.failures:
+            raise UserError(next(iter(found.failures.values())).reason)
+        for i, value in zip(own, found.rewards.tolist(), strict=True):
             out[i] = value
     return out

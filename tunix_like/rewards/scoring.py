@@ -1,28 +1,25 @@
 """One rollout batch, several reward functions, one number per completion.
 
-It knows how a reward function is called and what it may return. It does NOT know where functions come from, groups,
-or advantages, and it runs them in this process, without a deadline.
+It knows how the functions are added up and what counts as unscored. It does NOT know where functions come from, or
+advantages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tunix_like.errors import UserError
+from tunix_like.rewards.calls import arguments_of, call_in_process
+from tunix_like.rewards.pool import PooledFunction
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tunix_like.types import RewardFunction
-
-LARGEST = 1e15
-"""Rewards beyond this are refused: sums and squares of them lose every digit in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +28,40 @@ class Scores:
 
     Attributes:
       total: [n] weighted sum of the functions; NaN where unscored.
-      scored: [n] False where any function gave None or NaN.
-      by_function: [n] of each function, unweighted, by its name; NaN where that function gave None or NaN.
+      by_function: [n] of each function, unweighted, by its name; NaN where that function gave None or NaN, or failed.
+      timeouts: [n] where a function did not return in time.
+      errors: [n] where a function raised, returned what is no reward, or brought its worker down.
+      first_failure: why, and the whole prompt and completion, of the first of these; None where there is none.
     """
 
     total: NDArray[np.float64]
-    scored: NDArray[np.bool_]
     by_function: dict[str, NDArray[np.float64]]
+    timeouts: NDArray[np.bool_]
+    errors: NDArray[np.bool_]
+    first_failure: str | None
+
+    @property
+    def scored(self) -> NDArray[np.bool_]:
+        """[n] False where any function gave None or NaN, or failed."""
+        return ~np.isnan(self.total)
+
+    def pick(self, rows: NDArray[np.int_]) -> Scores:
+        """The given completions, in the given order."""
+        by_function = {name: values[rows] for name, values in self.by_function.items()}
+        return Scores(self.total[rows], by_function, self.timeouts[rows], self.errors[rows], self.first_failure)
+
+    def join(self, other: Scores) -> Scores:
+        """These and then the others, of the same functions."""
+        by_function = {
+            name: np.concatenate([values, other.by_function[name]]) for name, values in self.by_function.items()
+        }
+        return Scores(
+            np.concatenate([self.total, other.total]),
+            by_function,
+            np.concatenate([self.timeouts, other.timeouts]),
+            np.concatenate([self.errors, other.errors]),
+            self.first_failure or other.first_failure,
+        )
 
 
 def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], columns: Collection[str]) -> None:
@@ -51,7 +75,7 @@ def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], colu
             f"A data column must not be called '{taken[0]}': reward functions get the batch under that name."
         )
     for name, function, _ in functions:
-        _arguments(name, function, dict.fromkeys(["prompts", "completions", *columns]))
+        arguments_of(name, function, ["prompts", "completions", *columns])
 
 
 def score(
@@ -59,86 +83,37 @@ def score(
     prompts: Sequence[str],
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
+    group_size: int = 1,
 ) -> Scores:
-    """Calls each function once with the whole batch and adds the results up.
+    """Asks each function for every completion and adds the results up. A function that fails for a completion leaves it
+    unscored: it is called again with fewer of them, down to one, to find out for which it does.
 
     Args:
-      functions: (name, function, weight) of each.
+      functions: (name, function, weight) of each; one of `pooled` runs in its workers, the others here.
       prompts: [n] rendered prompts, one per completion.
-      completions: [n] texts.
+      completions: [n] texts; `group_size` neighbours are of one prompt.
       columns: further columns of the rows, each [n]; a function gets those that it has a parameter for, or all of
         them when it takes `**kwargs`.
 
     Raises:
-      UserError: naming the function (and the first completion at fault): it raised (kept as `__cause__`), needs a
-        column that is not there, returned a wrong number of values, or something other than a finite number, None or
-        NaN, or a number beyond 1e15 in size.
+      UserError: a function needs a column that is not there, or workers are to be sent one that cannot be pickled.
     """
     check_arguments(functions, columns)
-    total = np.zeros(len(completions))
-    by_function = {}
+    given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
+    total, by_function = np.zeros(count), {}
+    timeouts, errors = np.zeros(count, bool), np.zeros(count, bool)
+    first: str | None = None
     for name, function, weight in functions:
-        given = {"prompts": list(prompts), "completions": list(completions), **{k: list(v) for k, v in columns.items()}}
-        arguments = _arguments(name, function, given)
-        try:
-            values = function(**arguments)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"Reward function '{name}' raised {type(error).__name__}: {error}. Return None for a completion that "
-                "cannot be scored."
-            ) from error
-        by_function[name] = _checked(name, values, completions)
-        total += weight * by_function[name]
-    return Scores(total, ~np.isnan(total), by_function)
-
-
-def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the batch's lists that the function accepts, by keyword."""
-    parameters = inspect.signature(function).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = [p.name for p in needed if p.name not in given or p.kind is p.POSITIONAL_ONLY]
-    if missing:
-        raise UserError(
-            f"Reward function '{name}' needs an argument '{missing[0]}', which is no column of the rows; there are: "
-            f"{', '.join(sorted(given))}. Its form is f(prompts, completions, **columns)."
-        )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(given)
-    return {p.name: given[p.name] for p in parameters if p.name in given}
-
-
-def _checked(name: str, values: Any, completions: Sequence[str]) -> NDArray[np.float64]:
-    """The values of one function as float64, NaN for unscored."""
-    if hasattr(values, "tolist"):  # numpy and jax arrays
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
-        raise UserError(f"Reward function '{name}' must return one number per completion; it returned {_show(values)}.")
-    if len(values) != len(completions):
-        raise UserError(f"Reward function '{name}' returned {len(values)} values for {len(completions)} completions.")
-    rewards = np.empty(len(values))
-    for i, value in enumerate(values):
-        number = value.item() if getattr(value, "ndim", None) == 0 else value  # scalars of numpy and jax
-        problem = None
-        try:
-            rewards[i] = math.nan if number is None else float(number)
-        except OverflowError:
-            rewards[i] = math.inf
-        except (TypeError, ValueError):
-            problem = "is not a number"
-        if isinstance(number, str | bytes):  # float() reads them
-            problem = "is not a number"
-        elif problem is None and abs(rewards[i]) > LARGEST:  # infinities too; false for NaN
-            problem = f"is not within +-{LARGEST:.0e}"
-        if problem is not None:
-            raise UserError(
-                f"Reward function '{name}': value {i}, {_show(value)}, {problem}. "
-                f"Completion {i} is {_show(completions[i])}."
-            )
-    return rewards
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+        arguments = {key: given[key] for key in arguments_of(name, function, given)}
+        if isinstance(function, PooledFunction):
+            marks = function.marks(name, arguments, count, group_size)
+        else:
+            marks = call_in_process(name, function, arguments, count, group_size)
+        by_function[name] = marks.rewards
+        total += weight * marks.rewards
+        for i, failure in marks.failures.items():
+            (timeouts if failure.kind == "timeout" else errors)[i] = True
+        if first is None and marks.failures:
+            i = min(marks.failures)
+            first = f"{marks.failures[i].reason}\nPrompt: {prompts[i]!r}\nCompletion: {completions[i]!r}"
+    return Scores(total, by_function, timeouts, errors, first)

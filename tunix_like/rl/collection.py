@@ -25,6 +25,7 @@ from tunix_like.rl.rollouts import (
     completion_texts,
     join_rollouts,
     mixed_groups,
+    nothing_scored,
     pick_groups,
     rollout_metrics,
     saved_on_failure,
@@ -81,8 +82,8 @@ class Collector:
         """The groups of a step, or None when the data is used up; `lap` is told when a part of the work is done.
 
         Raises:
-          UserError: a reward function failed, or gave what the estimator does not take; the completions are in
-            `rollouts/` by then. Or the data does not make one batch.
+          UserError: the reward functions failed for every completion of the first batch, or gave what the estimator
+            does not take; the completions are in `rollouts/` by then. Or the data does not make one batch.
         """
         algo = self.learner.algo
         metrics: dict[str, float] = {}
@@ -166,7 +167,8 @@ class Collector:
             sampled = Rollout(problems, texts, completions, scores)
             rewards = self._rewards(sampled)
             if problems[0].number == 0 and not scores.scored.any():
-                raise UserError("no completion could be scored: every reward is None or NaN. Check rewards.functions.")
+                raise UserError(nothing_scored(scores))
+        learner.first_failure(scores, self.rollouts)
         lap("reward")
         return sampled, rewards
 

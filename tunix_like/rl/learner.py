@@ -27,10 +27,11 @@ from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import join_params, save_adapter_config, split_params, without_adapters
 from tunix_like.models.sharding import check_divides, fetch, place_params
 from tunix_like.processes import by_first, is_first
+from tunix_like.rewards import close_pools
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
-from tunix_like.rl.rollouts import WeightedReward
+from tunix_like.rl.rollouts import FirstFailure, WeightedReward
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import RewardFunction
@@ -53,7 +54,8 @@ class Learner:
       tokenizer: ours, or a transformers fast tokenizer.
       reward_fns: one function or several (a mapping gives them names),
         `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
-        is the reward. None or NaN means "could not be scored".
+        is the reward. None or NaN means "could not be scored", and so does a function that fails. They run in this
+        process; those of `tunix_like.rewards.pooled` in others, with a deadline.
       algo_config: the learner's config class (its defaults when left out).
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
       ref_model: reference of the KL when `beta > 0`. Left out it is the model as it starts: a copy of its weights; of
@@ -99,6 +101,7 @@ class Learner:
         self.metric_fns = tuple(metric_fns)
         self._on_row = on_row
         self.rewards = _weighted(reward_fns, reward_weights)
+        self.first_failure = FirstFailure()
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout_config)
         if self.rollout_config.temperature == 0:
@@ -184,7 +187,8 @@ class Learner:
           there, and a second call resumes.
 
         Raises:
-          UserError: bad data, or a reward function that failed (its completions are in `rollouts/` by then).
+          UserError: bad data, or reward functions that failed for every completion of the first step (these are in
+            `rollouts/` by then).
         """
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
         self._take_weights()
@@ -211,6 +215,7 @@ class Learner:
             phase.profile.close()
             if checkpoints is not None:
                 checkpoints.close()
+            close_pools(function for _, function, _ in self.rewards)
             nnx.update(self.model, self.params)
         if not last and folder is not None:  # the run was finished before
             last = by_first(lambda: [row for row in rows(folder) if phase.step_key in row][-1])
@@ -225,7 +230,10 @@ class Learner:
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluation:
         """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""
-        return self.evaluator(eval_ds)(self.params)
+        try:
+            return self.evaluator(eval_ds)(self.params)
+        finally:
+            close_pools(function for _, function, _ in self.rewards)
 
     def evaluator(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluator:
         limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
@@ -237,6 +245,7 @@ class Learner:
             self.eval_config,
             self.success_threshold,
             jax.random.fold_in(self.key, EVAL_KEY),
+            self.first_failure,
         )
 
 

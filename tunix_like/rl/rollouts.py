@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from tunix_like.sampling.sampler import Completions, length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch, Problem, RewardFunction
 
+logger = logging.getLogger("tunix_like")
+
 WeightedReward = tuple[str, RewardFunction, float]
 
 
@@ -37,14 +40,7 @@ class Rollout(NamedTuple):
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
     """The groups of both, those of `first` first."""
-    scores = Scores(
-        np.concatenate([first.scores.total, second.scores.total]),
-        np.concatenate([first.scores.scored, second.scores.scored]),
-        {
-            name: np.concatenate([values, second.scores.by_function[name]])
-            for name, values in first.scores.by_function.items()
-        },
-    )
+    scores = first.scores.join(second.scores)
     completions = Completions(*map(np.concatenate, zip(first.completions, second.completions, strict=True)))
     return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores)
 
@@ -53,11 +49,7 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
     """The given groups of a rollout, in the given order."""
     size = rollout.completions.lengths.shape[1]
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
-    scores = Scores(
-        rollout.scores.total[rows],
-        rollout.scores.scored[rows],
-        {name: values[rows] for name, values in rollout.scores.by_function.items()},
-    )
+    scores = rollout.scores.pick(rows)
     completions = Completions(*(values[groups] for values in rollout.completions))
     return Rollout([rollout.problems[g] for g in groups], [rollout.texts[r] for r in rows], completions, scores)
 
@@ -76,24 +68,25 @@ def score_completions(
     are several processes, each scores all completions of its share of the problems.
 
     Raises:
-      UserError: a reward function failed or returned something that is no reward, named.
+      UserError: a reward function needs a column that is not there, or workers cannot be sent one.
     """
     names = [name for name, _, _ in functions]
     columns = {name for problem in problems for name in problem.columns}  # of all, whatever a share of them has
 
-    def share(groups: Sequence[int]) -> list[list[list[float]]]:
+    def share(groups: Sequence[int]) -> list[tuple[list[list[float]], str | None]]:
         if not groups:
             return []
         own = [problems[group] for group in groups]
         prompts, values = repeat_columns(own, size, columns)
-        found = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), values)
-        rows = np.stack([found.total, *(found.by_function[name] for name in names)])
-        return np.moveaxis(rows.reshape(len(rows), len(own), size), 1, 0).tolist()
+        found = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), values, size)
+        rows = np.stack([found.total, found.timeouts, found.errors, *(found.by_function[name] for name in names)])
+        parts = np.moveaxis(rows.reshape(len(rows), len(own), size), 1, 0).tolist()
+        return [(part, None if i else found.first_failure) for i, part in enumerate(parts)]
 
-    total, *each = np.moveaxis(np.array(spread(range(len(problems)), share), np.float64), 1, 0).reshape(
-        len(names) + 1, -1
-    )
-    return Scores(total, ~np.isnan(total), dict(zip(names, each, strict=True)))
+    parts, failures = zip(*spread(range(len(problems)), share), strict=True)
+    total, timeouts, errors, *each = np.moveaxis(np.array(parts, np.float64), 1, 0).reshape(len(names) + 3, -1)
+    first = next(filter(None, failures), None)
+    return Scores(total, dict(zip(names, each, strict=True)), timeouts > 0, errors > 0, first)
 
 
 def repeat_columns(
@@ -141,6 +134,8 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
         "rewards/max": float(seen.max()) if seen.size else float("nan"),
         "pass@1": _mean(succeeds(seen, threshold)),
         "reward/unscored_frac": 1.0 - float(scored.mean()),
+        "reward/timeout_frac": float(scores.timeouts.mean()),
+        "reward/error_frac": float(scores.errors.mean()),
         "groups/mixed_frac": float(mixed_groups(total, scored).mean()),
         "completions/mean_length": float(completions.lengths.mean()),
         "completions/max_length": float(completions.lengths.max()),
@@ -213,6 +208,39 @@ def saved_on_failure(
             raise
         file = write_rollouts(folder, step, problems, texts, {})
         raise UserError(f"{error} The completions are in {file}.") from error
+
+
+class FirstFailure:
+    """Shows the first completion of a run for which a reward function failed, whole, and no other."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, scores: Scores, folder: Path | None) -> None:
+        """Warns of the first failure of these scores, and writes it to `folder/reward_failure.txt` (None: nowhere)."""
+        if scores.first_failure is None or self._shown:
+            return
+        self._shown = True
+        place = ""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "reward_failure.txt").write_text(scores.first_failure + "\n", encoding="utf-8")
+            place = f" It is also in {folder / 'reward_failure.txt'}."
+        logger.warning(
+            "%d of %d completions are unscored because a reward function failed; further ones are counted in the "
+            "metrics (timeout_frac, error_frac), and this is the first.%s\n%s",
+            int((scores.timeouts | scores.errors).sum()),
+            len(scores.total),
+            place,
+            scores.first_failure,
+        )
+
+
+def nothing_scored(scores: Scores) -> str:
+    """Why no completion at all has a reward, for an error message."""
+    if scores.first_failure is None:
+        return "no completion could be scored: every reward is None or NaN. Check rewards.functions."
+    return f"no completion could be scored; check rewards.functions. The first of them: {scores.first_failure}\n"
 
 
 def cut_rollouts(folder: Path, last: int) -> None:

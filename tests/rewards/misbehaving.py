@@ -1,0 +1,137 @@
+"""Reward functions that do what a reward function should not, when they meet the completion that says so; every other
+completion is worth its length. `test_pool.py` runs them in workers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+LOCK = threading.Lock()
+LEAKED = []
+
+
+def _hang():
+    time.sleep(1000)
+
+
+def _spin():
+    9**9**9  # in C, without a look at signals or other threads
+
+
+def _child():
+    """Hangs, and so does a program that it started."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    pathlib.Path("child").write_text(str(child.pid))
+    time.sleep(1000)
+
+
+def _fork():
+    """The child would go on in the worker's place."""
+    if os.fork() == 0:
+        return 77.0
+    time.sleep(0.1)
+    return 1.0
+
+
+def _flood():
+    for _ in range(3000):
+        print("x" * 1000)
+        print("y" * 10, file=sys.stderr)
+    return 4.0
+
+
+def _grow():
+    held = bytearray()
+    while len(held) < 500_000_000:
+        held += b"x" * 50_000_000
+    time.sleep(1000)
+
+
+def _close():
+    os.closerange(3, 1000)
+
+
+DEEDS = {
+    "hang": _hang,
+    "spin": _spin,
+    "child": _child,
+    "raise": lambda: {}["no such key"],
+    "exit": lambda: sys.exit("leaving"),
+    "os._exit": lambda: os._exit(3),
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda: ctypes.string_at(0),
+    "recursion": lambda: _recursion(),
+    "grow": _grow,
+    "close": _close,
+    "lock": LOCK.acquire,
+    "deadlock": lambda: LOCK.acquire() and LOCK.acquire(),
+    "text": lambda: "1",
+    "infinite": lambda: float("inf"),
+    "none": lambda: None,
+    "nan": lambda: float("nan"),
+    "fork": _fork,
+    "flood": _flood,
+}
+
+
+def _recursion():
+    return [_recursion()]
+
+
+def deed(prompts, completions, **_):
+    """The length of each completion, or what the deed of that name returns, if it does."""
+    return [DEEDS[text]() if text in DEEDS else len(text) for text in completions]
+
+
+def too_few(completions):
+    return [1.0] * (len(completions) - ("few" in completions))
+
+
+def no_list(completions):
+    return 1.0
+
+
+def printing(completions):
+    print("one line of mine")
+    return [float(len(text)) for text in completions]
+
+
+def leaking(completions):
+    """Keeps 30 MB a call, and says which process it was in."""
+    LEAKED.append(bytearray(os.urandom(1)) * 30_000_000)
+    return [float(os.getpid())] * len(completions)
+
+
+def compares(completions):
+    """How many of the completions it is given are no longer than each."""
+    return [float(sum(len(other) <= len(text) for other in completions)) for text in completions]
+
+
+def light(completions):
+    """1 if the worker has imported nothing heavy, and holds no standard input to wait for."""
+    heavy = {"jax", "flax", "torch", "transformers"} & set(sys.modules)
+    return [float(not heavy and sys.stdin.read() == "" and os.environ["JAX_PLATFORMS"] == "cpu")] * len(completions)
+
+
+def nested(completions, extra):
+    """What arrives of a column that holds more than text."""
+    return [float(sum(each["numbers"])) for each in extra]
+
+
+def parity(completions, hang):
+    """1 for an odd length, else 0; hangs at the completion that the column `hang` names."""
+    for text, named in zip(completions, hang, strict=True):
+        if text == named:
+            _hang()
+    return [float(len(text) % 2) for text in completions]
+
+
+def raises(completions):
+    raise ZeroDivisionError("no verifier")

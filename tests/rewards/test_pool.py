@@ -1,0 +1,242 @@
+"""Reward functions in real workers: whatever one does, the others' completions are scored, in bounded time, and nothing
+is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.process import ROOT
+from tests.rewards import misbehaving
+from tunix_like.errors import UserError
+from tunix_like.rewards import close_pools, pooled, resolve, score, verl_compatible
+from tunix_like.rewards import pool as pool_module
+
+TIMEOUT = 0.6
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Two workers for every function of `misbehaving`, as a rule alive from one test to the next."""
+    names = ("deed", "too_few", "no_list", "printing", "compares", "light", "nested")
+    functions = pooled({name: getattr(misbehaving, name) for name in names}, workers=2, timeout_seconds=TIMEOUT)
+    yield functions
+    close_pools(functions.values())
+
+
+def run(function, completions, group_size=4, **columns):
+    return score(
+        [("mine", function, 1.0)], [f"p{i}" for i in range(len(completions))], completions, columns, group_size
+    )
+
+
+def pids(functions):
+    slots = next(iter(functions.values())).pool._slots
+    return [slot.worker._process.pid for slot in slots if slot.worker is not None]
+
+
+def running(pid):
+    """Whether a process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+GOOD = ["a", "bb", "ccc", "dddd", "e", "ff", "ggg"]
+FAILS = {
+    "hang": ("timeout", "did not return within rewards.timeout_seconds=0.6 s"),
+    "spin": ("timeout", "did not return within"),
+    "deadlock": ("timeout", "did not return within"),
+    "raise": ("error", "raised KeyError: 'no such key'\nTraceback"),
+    "exit": ("error", "raised SystemExit: leaving"),
+    "interrupt": ("error", "raised KeyboardInterrupt"),
+    "recursion": ("error", "raised RecursionError"),
+    "os._exit": ("error", "its worker ended with status 3"),
+    "kill": ("error", "its worker was killed by signal 9"),
+    "crash": ("error", "Fatal Python error: Segmentation fault"),
+    "close": ("error", "its worker"),
+    "text": ("error", "'1', is not a number"),
+    "infinite": ("error", "inf, is not within"),
+}
+
+
+@pytest.mark.parametrize("what", FAILS)
+def test_only_the_completion_at_fault_is_unscored(workers, what):
+    """Groups of four, in the second of which one fails: the seven others have their rewards."""
+    kind, reason = FAILS[what]
+    completions = [*GOOD[:5], what, *GOOD[5:]]
+    began = time.monotonic()
+    got = run(workers["deed"], completions)
+    assert time.monotonic() - began < 30
+    expected = [float("nan") if text == what else len(text) for text in completions]
+    np.testing.assert_array_equal(got.total, expected)
+    np.testing.assert_array_equal(got.timeouts, [kind == "timeout" and text == what for text in completions])
+    np.testing.assert_array_equal(got.errors, [kind == "error" and text == what for text in completions])
+    assert reason in got.first_failure and f"Prompt: 'p5'\nCompletion: {what!r}" in got.first_failure
+
+
+@pytest.mark.parametrize("what", ["none", "nan"])
+def test_none_is_no_failure(workers, what):
+    got = run(workers["deed"], ["a", what, "bb"], group_size=3)
+    np.testing.assert_array_equal(got.total, [1, np.nan, 2])
+    assert not got.timeouts.any() and not got.errors.any() and got.first_failure is None
+
+
+def test_wrong_shapes(workers):
+    """Whose the values are is not known, so the group is unscored."""
+    got = run(workers["too_few"], ["a", "few", "b", "c"], group_size=2)
+    np.testing.assert_array_equal(got.total, [np.nan, np.nan, 1, 1])
+    assert got.errors.tolist() == [True, True, False, False]
+    assert "'mine' returned 1 values for 2 completions" in got.first_failure
+    got = run(workers["no_list"], ["a", "b"], group_size=2)
+    assert got.errors.all() and "must return one number per completion; it returned 1.0" in got.first_failure
+
+
+def test_a_forked_child_does_not_answer(workers):
+    assert run(workers["deed"], ["fork", "a", "bb", "fork"], group_size=1).total.tolist() == [1, 1, 2, 1]
+
+
+def test_a_lock_that_is_never_released(workers):
+    """Whoever asks for it next in the same worker waits in vain, and the one after that has another worker."""
+    got = run(workers["deed"], ["a", "lock", "bb", "lock", "lock", "ccc"], group_size=1)
+    assert got.total[[0, 2, 5]].tolist() == [1, 2, 3] and not got.errors.any()
+    assert set(got.total[[1, 3, 4]][~np.isnan(got.total[[1, 3, 4]])]) == {1.0}
+
+
+def test_what_is_printed_is_passed_on_up_to_a_limit(workers, capfd):
+    assert run(workers["printing"], ["a", "bb"], group_size=2).total.tolist() == [1, 2]
+    assert run(workers["deed"], ["flood", "a"], group_size=2).total.tolist() == [4, 1]
+    shown = capfd.readouterr()
+    assert shown.out == "" and "] one line of mine\n" in shown.err and "] xxx" in shown.err
+    assert len(shown.err) < 300_000 and "(it prints more, which is not shown)" in shown.err
+
+
+def test_groups_stay_whole(workers):
+    completions = ["a", "bb", "cc", "d", "ee", "fff"]
+    assert run(workers["compares"], completions, group_size=3).total.tolist() == [1, 3, 3, 1, 2, 3]
+    assert workers["compares"](prompts=["p"] * 2, completions=["a", "bb"]) == [1, 2]
+
+
+def test_columns_of_any_kind(workers):
+    extra = [{"numbers": np.arange(n)} for n in range(4)]
+    assert run(workers["nested"], list("abcd"), extra=extra, unread=[print] * 4).total.tolist() == [0, 0, 1, 3]
+    with pytest.raises(UserError, match="'mine': a column .completions, extra. cannot be sent.*set rewards.workers=0"):
+        run(workers["nested"], list("ab"), extra=[{"numbers": lambda: 0}] * 2)
+    assert run(workers["nested"], list("abcd"), extra=extra).total.tolist() == [0, 0, 1, 3]
+
+
+def test_a_worker_is_a_fresh_and_light_process(workers):
+    assert run(workers["light"], ["a"], group_size=1).total.tolist() == [1]
+
+
+def test_workers_start_when_needed_and_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    functions = pooled([misbehaving.deed], workers=2, timeout_seconds=TIMEOUT)
+    assert pids(functions) == []
+    run(functions["deed"], ["a", "bb"], group_size=2)
+    assert len(pids(functions)) == 1, "one group, one worker"
+    assert run(functions["deed"], ["a", "child"], group_size=1).timeouts.tolist() == [False, True]
+    assert not running(int((tmp_path / "child").read_text())), "what a function started goes with its worker"
+    before = pids(functions)
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: not running(before[0]))
+    assert run(functions["deed"], ["a", "bb"], group_size=1).total.tolist() == [1, 2], "replaced without a failure"
+    left = pids(functions)
+    close_pools(functions.values())
+    assert left and not any(map(running, left)) and pids(functions) == []
+    assert run(functions["deed"], ["a"], group_size=1).total.tolist() == [1], "and they start again"
+    close_pools(functions.values())
+
+
+def test_memory_has_a_limit():
+    """A worker that leaks is replaced between calls, one that grows in a call is stopped in it."""
+    functions = pooled([misbehaving.leaking, misbehaving.deed], workers=1, timeout_seconds=20, memory_gb=0.15)
+    got = run(functions["leaking"], list("abcdefghi"), group_size=1)
+    grown = run(functions["deed"], ["a", "grow"], group_size=2)
+    close_pools(functions.values())
+    assert grown.errors.tolist() == [False, True] and grown.total[0] == 1
+    assert "its worker held more than rewards.memory_gb=0.15 GB and was stopped" in grown.first_failure
+    assert got.scored.all() and 3 <= len(set(got.total)) <= 5, "one worker holds four or fewer of 30 MB each"
+
+
+def test_bounded_time_when_every_call_hangs(monkeypatch):
+    """100 completions of 0.2 s each in one worker would take 20 s and, with a start for each, over a minute."""
+    monkeypatch.setattr(pool_module, "PATIENCE", 2)
+    functions = pooled([misbehaving.deed], workers=1, timeout_seconds=0.2)
+    began = time.monotonic()
+    got = run(functions["deed"], ["a", *["hang"] * 100], group_size=1)
+    assert time.monotonic() - began < 15
+    close_pools(functions.values())
+    np.testing.assert_array_equal(got.timeouts, [False] + [True] * 100)
+    assert got.total[0] == 1
+
+
+SCRIPT = """
+import os, sys, threading, time
+from tunix_like.rewards import pooled, score
+from tests.rewards import misbehaving
+
+functions = pooled([misbehaving.deed], workers=2, timeout_seconds=1000)
+deed = functions["deed"]
+score([("deed", deed, 1.0)], ["p"] * 2, ["a", "b"], {}, 1)
+print(*[slot.worker._process.pid for slot in deed.pool._slots], flush=True)
+what = sys.argv[1]
+if what == "killed":
+    score([("deed", deed, 1.0)], ["p"] * 2, ["spin", "b"], {}, 1)
+elif what == "raises":
+    raise RuntimeError("the run fails")
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "ends", "raises"])
+def test_no_orphans(how):
+    """One worker is idle and one in the midst of C code when the run is killed; both end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    found = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(found) == 2
+    if how == "killed":
+        time.sleep(0.3)
+        assert all(map(running, found))
+        process.kill()
+    process.wait(30)
+    process.stdout.close()
+    assert until(lambda: not any(map(running, found)))
+
+
+def test_what_cannot_run_in_a_worker(tmp_path, monkeypatch):
+    for function in (lambda completions: [], verl_compatible(misbehaving.deed), str.upper):
+        with pytest.raises(UserError, match="cannot run in a worker.*Move it to the top level of a file"):
+            pooled({"mine": function}, workers=1)
+    with pytest.raises(UserError, match="the same __name__"):
+        pooled([misbehaving.deed, misbehaving.deed], workers=1)
+    (tmp_path / "mine.py").write_text("score = lambda completions: [2.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    functions = pooled({"mine.py:score": resolve("mine.py:score")}, workers=1)  # by its file, a lambda too
+    monkeypatch.chdir("/")
+    assert run(functions["mine.py:score"], ["a"], group_size=1).total.tolist() == [2]
+    (tmp_path / "mine.py").write_text("1 / 0\n")
+    close_pools(functions.values())
+    got = run(functions["mine.py:score"], ["a"], group_size=1)
+    close_pools(functions.values())
+    assert "could not be loaded in a worker. Reward" in got.first_failure and "ZeroDivisionError" in got.first_failure

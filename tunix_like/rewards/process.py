@@ -1,0 +1,142 @@
+"""A worker as the process that started it sees it: started, sent a request, listened to, killed.
+
+It knows pipes and signals, and reads and writes without ever waiting. It does NOT know what is asked of a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tunix_like.rewards.worker import HEADER, START, message
+
+SHOWN = 65_536
+"""Bytes of what a worker prints that are passed on to stderr; what follows is dropped, as it may be without end."""
+
+_TAIL = 4_000  # bytes of it that are told when a worker dies
+_READ = 1 << 20
+
+
+class WorkerProcess:
+    """One worker.
+
+    Attributes:
+      gone: it has ended, or closed its side.
+    """
+
+    def __init__(self, places: Sequence[str]):
+        self.channel, theirs = socket.socketpair()
+        settings = {"path": sys.path, "socket": theirs.fileno(), "places": list(places), "parent": os.getpid()}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", START, json.dumps(settings)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the run; and all that a function starts is killed with it
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerator is the run's
+            )
+        assert self._process.stdout is not None
+        self.output = self._process.stdout
+        self.channel.setblocking(False)
+        os.set_blocking(self.output.fileno(), False)
+        self.gone = False
+        self._out, self._in, self._printed, self._tail = b"", bytearray(), 0, b""
+
+    @property
+    def alive(self) -> bool:
+        return not self.gone and self._process.poll() is None
+
+    def send(self, content: bytes) -> None:
+        self._out += message(content)
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Asks the selector to wake up when there is something to do for `pump`."""
+        selector.register(self.channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0))
+        if not self.output.closed:
+            selector.register(self.output, selectors.EVENT_READ)
+
+    def pump(self) -> dict[str, Any] | None:
+        """Writes and reads what can be; returns an answer if one is complete."""
+        self._pass_on()
+        try:
+            while self._out:
+                self._out = self._out[self.channel.send(self._out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.gone = True
+        try:
+            while part := self.channel.recv(_READ):
+                self._in += part
+            self.gone = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.gone = True
+        if len(self._in) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self._in)[0]
+        if len(self._in) < end:
+            return None
+        content = bytes(self._in[HEADER.size : end])
+        del self._in[:end]
+        return dict(json.loads(content))
+
+    def _pass_on(self) -> None:
+        """Shows on stderr what was printed."""
+        if self.output.closed:
+            return
+        try:
+            part = os.read(self.output.fileno(), _READ)
+        except BlockingIOError:
+            return
+        if not part:
+            self.output.close()
+            return
+        self._tail = (self._tail + part)[-_TAIL:]
+        if self._printed >= SHOWN:
+            return
+        self._printed += len(part)
+        lines = part[:SHOWN].decode(errors="replace").splitlines()
+        if self._printed >= SHOWN:
+            lines.append("(it prints more, which is not shown)")
+        sys.stderr.write("".join(f"[reward worker {self._process.pid}] {line}\n" for line in lines))
+
+    def memory(self) -> int:
+        """Bytes of physical memory that it holds; 0 where that is not known."""
+        try:
+            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def kill(self) -> str:
+        """Ends it and all that it started; returns how it ended and what it printed last, for a message."""
+        self._pass_on()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.1 if self.gone else 0)
+        ended = self._process.poll()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self.channel.close()
+        self.output.close()
+        self.gone = True
+        how = "closed its side" if ended is None else f"ended with status {ended}"
+        if ended is not None and ended < 0:
+            how = f"was killed by signal {-ended} ({signal.strsignal(-ended)})"
+        said = self._tail.decode(errors="replace").strip()
+        return f"{how}; it printed last:\n{said}" if said else how
