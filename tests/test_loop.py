@@ -13,7 +13,7 @@ import pytest
 from tunix_like import loop
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.errors import UserError
-from tunix_like.loop import EXIT_STOPPED, Stopped, run
+from tunix_like.loop import EXIT_STOPPED, Interrupted, Stopped, run
 from tunix_like.metrics import MetricsLog, rows
 
 
@@ -170,15 +170,17 @@ def test_an_early_end_is_an_end(tmp_path):
     assert go(again, tmp_path) == 3 and again.seen == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_saves_and_stops(tmp_path, number):
-    """The step is finished, its row and its checkpoint are written, the exit status is 75, and the handlers are those
-    of before."""
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGTERM, Stopped), (signal.SIGINT, Interrupted)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_saves_and_stops(tmp_path, number, kind):
+    """The step is finished, its row and its checkpoint are written, and the handlers are those of before. The exit
+    status of SIGTERM is 75; Ctrl-C is a KeyboardInterrupt, which leaves a notebook's process alone."""
     before = signal.getsignal(number)
     phase = Counting(at={3: lambda: os.kill(os.getpid(), number)})
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(kind) as stopped:
         go(phase, tmp_path)
-    assert stopped.value.code == EXIT_STOPPED == 75
+    assert isinstance(stopped.value, KeyboardInterrupt) or stopped.value.code == EXIT_STOPPED == 75
     assert stopped.value.message == "stopped by a signal after step 3, which is saved"
     assert phase.seen == [1, 2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert signal.getsignal(number) is before
@@ -209,7 +211,7 @@ def test_a_signal_between_two_questions_is_not_lost(tmp_path, monkeypatch):
 
     @contextlib.contextmanager
     def answers():
-        asked = iter([False] * 3 + [True] * 100)
+        asked = iter([0] * 3 + [signal.SIGTERM] * 100)
         yield lambda: next(asked)
 
     monkeypatch.setattr(loop, "_stop_signals", answers)
@@ -252,9 +254,9 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(RuntimeError):
         go(Counting(at={4: fail}), tmp_path)
     other = Counting(lr=0.2)
-    with pytest.raises(UserError, match="the checkpoint is of another run: lr .0.1 there, 0.2 now.") as refused:
+    with pytest.raises(UserError, match="is of another run. There and now:\n  lr: 0.1 -> 0.2\nUse") as refused:
         go(other, tmp_path)
     assert str(tmp_path / "checkpoints") in str(refused.value)
     assert other.seen == [] and saved(tmp_path) == [2] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
-    with pytest.raises(UserError, match="new .None there, 7 now."):
+    with pytest.raises(UserError, match="new: .\(absent\). -> 7"):
         go(Counting(new=7), tmp_path)
