@@ -53,15 +53,18 @@ class Checkpoints:
         self._max_to_keep = max_to_keep
         if max_to_keep is not None:
             by_first(lambda: _prepare(self.folder))
+        self._checkpointer = self._new_checkpointer()
+        self._writer: threading.Thread | None = None
+        self._step = -1
+        self._failure: str | None = None
+
+    def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.PyTreeCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), iterator=ocp.JsonCheckpointHandler()
         )
         # Called in the first process when all files are there, before the move that makes them count.
         options = ocp.options.AsyncOptions(post_finalization_callback=self._write_checksums)
-        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
-        self._writer: threading.Thread | None = None
-        self._step = -1
-        self._failure: str | None = None
+        return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, step: int, state: Any, iterator: Any = None, meta: Mapping[str, Any] | None = None) -> None:
         """Starts writing a step and returns once `state` may be changed or donated; `wait` for the end.
@@ -87,6 +90,8 @@ class Checkpoints:
         items = {"state": ocp.args.PyTreeSave(state), "meta": ocp.args.JsonSave(json.loads(json.dumps(meta or {})))}
         if iterator is not None:
             items["iterator"] = ocp.args.JsonSave(iterator.get_state())
+        if self._failure is not None:  # one that failed may raise what is left of its error at any later call
+            self._checkpointer = self._new_checkpointer()
         self._step, self._failure = step, None
         try:
             self._checkpointer.save(self.folder / str(step), args=ocp.args.Composite(**items))
@@ -117,7 +122,7 @@ class Checkpoints:
             for path in self.folder.glob(f"{self._step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
         self._failure = (
-            f"{self.folder}: the checkpoint of step {self._step} could not be written ({str(error)[:300]}). Is the "
+            f"{self.folder}: the checkpoint of step {self._step} could not be written ({_short(error)}). Is the "
             "disk full or the folder not writable? The checkpoints before it are kept."
         )
         logger.warning("%s", self._failure)
@@ -236,7 +241,8 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, then ends orbax's threads. What could not be written has been warned of."""
         self._settle()
-        self._checkpointer.close()
+        if self._failure is None:
+            self._checkpointer.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -316,6 +322,12 @@ def _remove(step: Path) -> None:
     with contextlib.suppress(OSError):
         (step / STAMP).unlink()
         shutil.rmtree(step)
+
+
+def _short(error: Exception) -> str:
+    """Tensorstore begins with what it was about, and ends with what was wrong."""
+    text = str(error)
+    return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"
 
 
 def _damage(step: Path) -> str | None:

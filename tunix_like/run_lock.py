@@ -8,6 +8,7 @@ is gone is taken over: at once where the process can be looked up (same host, bo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -107,6 +108,9 @@ def _create(lock: Path) -> bool:
 def _wait_until_gone(lock: Path) -> None:
     """Returns when there is no lock any more: its owner left or was found dead. Raises `UserError` otherwise."""
     owner = _read(lock)
+    if not owner:  # just made, and about to be written
+        time.sleep(0.5)
+        owner = _read(lock)
     said = f"{lock.parent} is in use by process {owner.get('pid')} on {owner.get('host')} ({lock})"
     cure = "Wait for it, stop it, or choose another training.output_dir."
     if _within_reach(owner):
@@ -134,16 +138,15 @@ def _untouched(lock: Path, said: str) -> bool:
 
 
 def _remove(lock: Path, owner: dict[str, Any]) -> None:
-    """Removes the lock of a dead owner, and no other that was made meanwhile by one who found it dead too."""
-    aside = lock.with_name(f"{FILE}.{socket.gethostname()}.{os.getpid()}")
+    """Removes the lock of a dead owner, and none that was made meanwhile by one who found it dead too."""
+    folder = os.open(lock.parent, os.O_RDONLY)
     try:
-        lock.rename(aside)
-    except FileNotFoundError:
-        return
-    if _read(aside) == owner:
-        aside.unlink()
-    else:
-        aside.rename(lock)
+        with contextlib.suppress(OSError):  # a file system without it leaves a gap of microseconds; `_check` sees it
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        if _read(lock) == owner:
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(folder)
 
 
 def _beat(lock: Path, done: threading.Event) -> None:
