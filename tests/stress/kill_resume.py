@@ -95,12 +95,11 @@ def main() -> int:
         each.mkdir(parents=True)
         (each / "reward.py").write_text(REWARD)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "xla"))
-    code, _, said = live(whole, None)  # compiles
+    code, first, said = live(whole, None)  # compiles
     assert code == 0, said
     expected = outcome(whole)
     chance, kills = random.Random(arguments.seed), 0
-    first = 10.0
-    print(f"{'kill':>4}  {'after':>7}  {'first step':>10}  newest checkpoint  warnings")
+    print(f"{'kill':>4}  {'after':>7}  {'first step':>10}  newest checkpoint  warnings", flush=True)
     while kills < arguments.kills:
         seconds = chance.uniform(0.3, 2.0) * first
         before = newest(parts / "run")
