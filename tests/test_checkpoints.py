@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +18,9 @@ import numpy as np
 import optax
 import pytest
 
+from tunix_like import checksums
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.errors import UserError
+from tunix_like.errors import NotSaved, UserError
 
 
 def make_state(scale: float = 1.0, dtype=jnp.float32):
@@ -170,16 +174,139 @@ def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
         assert checkpoints.steps() == []
 
 
-def test_a_failed_write_is_said(tmp_path, monkeypatch):
-    with Checkpoints(tmp_path, 2) as checkpoints:
+@contextlib.contextmanager
+def full_disk(most=0):
+    """No file can grow beyond `most` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-        def fail():
-            raise OSError("No space left on device")
 
-        monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
-        with pytest.raises(UserError, match="No space left on device.*Is the disk full"):
+@pytest.mark.parametrize("most", [0, 20_000], ids=["at once", "in the background"])
+def test_a_full_disk_loses_the_new_step_alone(tmp_path, caplog, most):
+    state = {"x": jax.random.normal(jax.random.key(0), (200, 200))}
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        with full_disk(most):
+            checkpoints.save(2, state)
+            checkpoints.steps()
+        assert "the checkpoint of step 2 could not be written" in caplog.text and "too large" in caplog.text.lower()
+        assert os.listdir(tmp_path) == ["1"], "the one before is kept, and nothing is left of the other"
+        for _ in range(2):
+            with pytest.raises(NotSaved, match="step 2.*Is the disk full"):
+                checkpoints.wait()
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        assert os.listdir(tmp_path) == ["2"] and checkpoints.newest() == 2
+
+
+def two_steps(folder, keep=2):
+    state = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
+    with Checkpoints(folder, keep) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, numbers(), {"n": step})
+    return state
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [flip, lambda file: os.truncate(file, 1), os.unlink], ids=["flip", "cut", "lose"])
+def test_damage_of_any_file_is_noticed(tmp_path, caplog, harm):
+    """The step before is used, and the warning names the file; a reader changes nothing. What orbax alone writes at the
+    top of a step may change without harm, but then the step must read as it was."""
+    state = two_steps(tmp_path / "sound")
+    files = sorted(path.relative_to(tmp_path / "sound") for path in (tmp_path / "sound" / "2").rglob("*"))
+    files = [path for path in files if (tmp_path / "sound" / path).is_file()]
+    assert len(files) > 12 and any("ocdbt.process_0/d" in str(file) for file in files)
+    for number, file in enumerate(files):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "sound", folder)
+        harm(folder / file)
+        before = sorted(folder.rglob("*"))
+        caplog.clear()
+        with Checkpoints(folder) as checkpoints:
+            found = checkpoints.newest()
+            whole = 2 in checkpoints.steps()
+            if found == 2:
+                assert file.parent.name == "2", file
+                restored, meta = checkpoints.restore(2, abstract(state), numbers())
+                assert_same(restored, state)
+                assert meta == {"n": 2}
+            elif whole:
+                assert "/2: this checkpoint is damaged" in caplog.text, file
+                assert file.name in caplog.text or file.name == "checksums.json", "which may have a wrong name in it"
+                with pytest.raises(UserError, match=r"/2: this checkpoint is damaged.*there are: \[1\]"):
+                    checkpoints.check(2)
+                checkpoints.check(1)
+        assert found == 1 or file.parent.name == "2"
+        assert sorted(folder.rglob("*")) == before
+
+
+def test_a_writer_sets_a_damaged_step_aside(tmp_path, caplog):
+    state = two_steps(tmp_path)
+    for name in ("2.damaged", "2.damaged-2"):
+        flip(next((tmp_path / "2" / "state" / "d").iterdir()))
+        with Checkpoints(tmp_path, 2) as checkpoints:
+            assert checkpoints.newest() == 1
+            assert f"it is now {name}" in caplog.text and "step 1 is used instead" in caplog.text
+            checkpoints.save(2, state)
             checkpoints.wait()
-        monkeypatch.undo()
+            assert checkpoints.newest() == 2
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "2.damaged", "2.damaged-2"]
+
+
+def test_damaged_steps_do_not_count_as_kept(tmp_path):
+    state = two_steps(tmp_path)
+    flip(next((tmp_path / "2" / "state" / "d").iterdir()))
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.newest()
+        checkpoints.save(3, state)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged", "3"]
+
+
+def test_when_all_are_damaged_nothing_is_begun_or_moved(tmp_path):
+    two_steps(tmp_path)
+    for step in "12":
+        flip(next((tmp_path / step / "state" / "d").iterdir()))
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        for _ in range(2):
+            with pytest.raises(UserError, match="every checkpoint is damaged.*1: state.*to start over"):
+                checkpoints.newest()
+
+
+def test_a_step_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
+    two_steps(tmp_path)
+    (tmp_path / "2" / "checksums.json").unlink()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.newest() == 2
+    assert "/2 has no checksums" in caplog.text
+
+
+def test_a_step_has_its_number_only_with_its_checksums(tmp_path, monkeypatch):
+    seen, write = [], checksums.write
+    monkeypatch.setattr(checksums, "write", lambda folder: (seen.append({*os.listdir(tmp_path)}), write(folder)))
+    two_steps(tmp_path)
+    assert seen == [{"1.orbax-checkpoint-tmp"}, {"1", "2.orbax-checkpoint-tmp"}]
+    assert set(os.listdir(tmp_path)) == {"1", "2"}
+
+
+def test_an_interrupted_removal_leaves_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+    two_steps(tmp_path, keep=1)
+    monkeypatch.undo()
+    assert (tmp_path / "1" / "state").is_dir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [2]
+    Checkpoints(tmp_path, 1).close()
+    assert os.listdir(tmp_path) == ["2"]
 
 
 def test_a_killed_writer_leaves_no_half_step_and_blocks_nothing(tmp_path):

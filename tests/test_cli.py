@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import yaml
 from safetensors.numpy import load_file
 
 import tunix_like
-from tunix_like import cli
+from tunix_like import cli, run_lock
 from tunix_like.config_file import load
 from tunix_like.metrics import rows as metric_rows
 from tunix_like.runs import check_config, run_folder
@@ -300,11 +301,37 @@ def run_main(capsys, *argv):
 def test_another_config_is_refused(home, first, monkeypatch, capsys):
     monkeypatch.chdir(home)
     before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
-    code, _, error = run_main(capsys, "train", YAML, *SMALL, "algorithm.num_generations=8", "optimizer.b2=0.9")
+    changes = "algorithm.num_generations=8", "optimizer.b2=0.9", "training.max_steps=9"
+    code, _, error = run_main(capsys, "train", YAML, *SMALL, *changes)
     assert code == 2 and error.startswith(f"error: {RUN} holds a run with another config")
     assert "algorithm.num_generations: 4 -> 8" in error and "optimizer.b2: 0.99 -> 0.9" in error
-    assert "training.output_dir=" in error
+    fixed, free = error.split("These differ too, and may:")
+    assert "training.output_dir=" in fixed and "max_steps" not in fixed
+    assert free.strip() in ("training.max_steps: 3 -> 9", "training.max_steps: 5 -> 9")
     assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
+
+
+def test_a_run_that_is_under_way_is_left_alone(home, first, monkeypatch, capsys):
+    """Also where the other command has another config, which must not be written; to look is allowed."""
+    monkeypatch.chdir(home)
+    (home / RUN / "run.lock").write_text(json.dumps(run_lock._me()))
+    before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
+    try:
+        code, _, error = run_main(capsys, "train", YAML, *SMALL, "training.max_steps=9")
+        assert code == 2 and error.startswith(f"error: {home / RUN} is in use by process {os.getpid()} on ")
+        assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
+        assert run_main(capsys, "export", RUN, str(home / "looked at"))[0] == 0
+    finally:
+        (home / RUN / "run.lock").unlink()
+
+
+def test_a_damaged_checkpoint_is_not_exported_unsaid(home, first, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(home / RUN, "run")
+    next(Path("run/checkpoints/3/state/d").iterdir()).write_bytes(b"0")
+    for what, words in (("run/checkpoints/3", "this checkpoint is damaged: state/d/"), ("run", "every checkpoint is")):
+        code, _, error = run_main(capsys, "export", what, "out")
+        assert code == 2 and words in error and not Path("out").exists()
 
 
 @pytest.mark.parametrize(
@@ -382,11 +409,22 @@ def test_sft_alone(home, first):
     assert losses[0] == losses[1], "the same steps as the first phase of a whole run"
 
 
-# A reward that stops the world: at its call number STOP_AT it says so and waits until it is killed or told to go on.
+# A reward that stops the world: at its call number STOP_AT it says so and waits until it is killed or told to go on. It
+# also kills the process when a checkpoint is half written (arrays, but no checksums), or no file can grow any more.
 REWARD = """
-import os, pathlib, time
+import os, pathlib, resource, signal, time
+
+from tunix_like import checksums
 
 calls = 0
+write = checksums.write
+
+def killed(folder):
+    if folder.name.startswith(os.environ.get("KILL_WRITING", "none")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(folder)
+
+checksums.write = killed
 
 def reward(prompts, completions, answer):
     global calls
@@ -395,6 +433,8 @@ def reward(prompts, completions, answer):
         pathlib.Path("reached").touch()
         while not pathlib.Path("go").exists():
             time.sleep(0.01)
+    if calls == int(os.environ.get("FULL_AT", -1)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     return [0.5 * (len(c) % 2) + 0.25 * (c[:1] == a[:1]) for c, a in zip(completions, answer)]
 """
 LONG = (
@@ -425,22 +465,19 @@ def unkilled(tmp_path_factory):
     return exported(folder), metric_rows(folder / "run")
 
 
-def stopped_in_step_12(folder, number):
-    """Starts the run, sends it the signal in the middle of step 12, and returns its exit status and words."""
-    (folder / "reward.py").write_text(REWARD)
+def stopped_at_call(call, folder, number, **environment):
+    """Starts the run, sends it the signal when its reward is called that often, and returns its exit status and
+    words."""
+    for name in ("reached", "go"):
+        (folder / name).unlink(missing_ok=True)
     with subprocess.Popen(
-        [SCRIPT, "train", YAML, *LONG], cwd=folder, env=os.environ | {"STOP_AT": "12"}, text=True,
+        [SCRIPT, "train", YAML, *LONG], cwd=folder, env=os.environ | environment | {"STOP_AT": str(call)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         for _ in range(3000):
             if (folder / "reached").exists() or process.poll() is not None:
                 break
             time.sleep(0.1)
-        if number == signal.SIGKILL:  # the checkpoint of step 10 is written in the background
-            for _ in range(600):
-                if (folder / "run" / "checkpoints" / "10" / "_CHECKPOINT_METADATA").exists():
-                    break
-                time.sleep(0.1)
         process.send_signal(number)
         time.sleep(0.1)
         (folder / "go").touch()
@@ -452,20 +489,66 @@ def without_times(rows):
     return [{k: v for k, v in row.items() if "time" not in k and "perf" not in k} for row in rows]
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(name, tmp_path, unkilled):
-    """Killed after a checkpoint, or told to stop: started again, weights and metrics are bitwise those of one go."""
-    code, said = stopped_in_step_12(tmp_path, signal.Signals[name])
-    steps = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit())
-    if name == "SIGKILL":
-        assert code == -signal.SIGKILL and steps[-1] == 10, said
-    else:
-        assert code == 75 and steps[-1] == 12, said
-    again = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout
-    began = int(re.search(r"^train +(\d+)/20", again, re.M).group(1))
-    assert began == steps[-1] + 1 and "sft 4/4" not in again
+def assert_like(folder, unkilled):
     weights, rows = unkilled
-    found = exported(tmp_path)
+    found = exported(folder)
     assert found.keys() == weights.keys() and all(np.array_equal(found[key], weights[key]) for key in weights)
-    assert without_times(metric_rows(tmp_path / "run")) == without_times(rows)
+    assert without_times(metric_rows(folder / "run")) == without_times(rows)
     assert rows[-1]["train/kl"] > 0 and {row.get("step") for row in rows} >= set(range(21))
+
+
+def steps_of(folder):
+    return sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def first_step(said):
+    return int(re.search(r"^train +([1-9]\d*)/20", said, re.M).group(1))
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, unkilled):
+    """Killed in a step, killed while a checkpoint has its arrays and not yet its checksums, killed in a step again, and
+    the checkpoint of before damaged: what it comes to is bitwise that of one go. Its lock holds nobody up."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    code, said = stopped_at_call(4, tmp_path, signal.SIGKILL)
+    assert code == -signal.SIGKILL and steps_of(tmp_path) == [], said
+    assert (tmp_path / "run" / "run.lock").exists()
+
+    said = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=-signal.SIGKILL, KILL_WRITING="10.").stdout
+    assert first_step(said) == 1 and "sft 4/4" not in said and steps_of(tmp_path) == [5]
+    assert list((tmp_path / "run" / "checkpoints").glob("10.*")), "it was about to get its number"
+
+    code, said = stopped_at_call(12, tmp_path, signal.SIGKILL)  # step 17, as it begins with 6
+    assert code == -signal.SIGKILL and first_step(said) == 6 and steps_of(tmp_path) in ([5, 10], [10, 15]), said
+    newest = tmp_path / "run" / "checkpoints" / str(steps_of(tmp_path)[-1])
+    with next((newest / "state" / "d").iterdir()).open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 4]))
+
+    said = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path)
+    assert first_step(said.stdout) == int(newest.name) - 4
+    assert f"checkpoints/{newest.name}: this checkpoint is damaged: state/d/" in said.stderr
+    assert f"step {int(newest.name) - 5} is used instead" in said.stderr
+    assert (tmp_path / "run" / "checkpoints" / f"{newest.name}.damaged").is_dir()
+    assert_like(tmp_path, unkilled)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, unkilled):
+    (tmp_path / "reward.py").write_text(REWARD)
+    code, said = stopped_at_call(12, tmp_path, signal.SIGTERM)
+    assert code == 75 and steps_of(tmp_path)[-1] == 12 and not (tmp_path / "run" / "run.lock").exists(), said
+    assert first_step(call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout) == 13
+    assert_like(tmp_path, unkilled)
+
+
+def test_a_full_disk_ends_in_a_status_of_its_own(tmp_path, unkilled):
+    """From step 17 on nothing can be written: the run is trained to its end, says what is missing, and the same command
+    makes up for it."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    said = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=74, FULL_AT="17")
+    assert "train 20/20" in said.stdout and "the checkpoint of step 20 could not be written" in said.stderr
+    assert "metrics.jsonl: its last 4 rows could not be written" in said.stderr and "Traceback" not in said.stderr
+    assert said.stderr.count("completions of step") == 1
+    assert steps_of(tmp_path) == [10, 15]
+    assert first_step(call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout) == 16
+    assert_like(tmp_path, unkilled)

@@ -13,9 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
-    "types errors console untrusted",
+    "types errors console checksums untrusted",
     "config tokenizer user_code speed processes",
-    "config_file rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
+    "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
     "checkpoints doctor sampling/logits rl/packing",
     "memory",
     "sizes",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
+import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +15,8 @@ import pytest
 
 from tunix_like import loop
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.errors import UserError
-from tunix_like.loop import EXIT_STOPPED, Stopped, run
+from tunix_like.errors import NotSaved, UserError
+from tunix_like.loop import EXIT_STOPPED, Interrupted, Stopped, run
 from tunix_like.metrics import MetricsLog, rows
 
 
@@ -170,15 +173,17 @@ def test_an_early_end_is_an_end(tmp_path):
     assert go(again, tmp_path) == 3 and again.seen == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_saves_and_stops(tmp_path, number):
-    """The step is finished, its row and its checkpoint are written, the exit status is 75, and the handlers are those
-    of before."""
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGTERM, Stopped), (signal.SIGINT, Interrupted)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_saves_and_stops(tmp_path, number, kind):
+    """The step is finished, its row and its checkpoint are written, and the handlers are those of before. The exit
+    status of SIGTERM is 75; Ctrl-C is a KeyboardInterrupt, which leaves a notebook's process alone."""
     before = signal.getsignal(number)
     phase = Counting(at={3: lambda: os.kill(os.getpid(), number)})
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(kind) as stopped:
         go(phase, tmp_path)
-    assert stopped.value.code == EXIT_STOPPED == 75
+    assert isinstance(stopped.value, KeyboardInterrupt) or stopped.value.code == EXIT_STOPPED == 75
     assert stopped.value.message == "stopped by a signal after step 3, which is saved"
     assert phase.seen == [1, 2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert signal.getsignal(number) is before
@@ -209,7 +214,7 @@ def test_a_signal_between_two_questions_is_not_lost(tmp_path, monkeypatch):
 
     @contextlib.contextmanager
     def answers():
-        asked = iter([False] * 3 + [True] * 100)
+        asked = iter([0] * 3 + [signal.SIGTERM] * 100)
         yield lambda: next(asked)
 
     monkeypatch.setattr(loop, "_stop_signals", answers)
@@ -247,14 +252,90 @@ def test_a_second_signal_acts_at_once(tmp_path):
     assert heard == ["first", "now", "second"]
 
 
+def plain(phase, folder, every=1):
+    """As `go`, with checkpoints that do not look at the rows on disk."""
+    with Checkpoints(folder / "checkpoints", 10) as checkpoints:
+        log, on_row = MetricsLog(folder), lambda row: None
+        return run(phase, checkpoints=checkpoints, log=log, checkpoint_every=every, on_row=on_row)
+
+
+@pytest.fixture
+def disk():
+    """`full()`: no file can grow any more; `free()`: all can again."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    set_to = lambda soft: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))  # noqa: E731
+    yield types.SimpleNamespace(full=lambda: set_to(0), free=lambda: set_to(before[0]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_run_outlives_a_full_disk(tmp_path, caplog, disk):
+    """Steps 2 and 3 are not saved, which is said; their rows are kept until there is room."""
+
+    def full():
+        while 1 not in saved(tmp_path):  # it is written in the background
+            time.sleep(0.01)
+        disk.full()
+
+    phase = Counting(at={2: full, 4: disk.free})
+    assert plain(phase, tmp_path) == 5 and phase.seen == [1, 2, 3, 4, 5]
+    assert saved(tmp_path) == [1, 4, 5] and sums(tmp_path) == ALL
+    for step, lost in enumerate([False, True, True, False, False], 1):
+        assert (f"the checkpoint of step {step} could not be written" in caplog.text) == lost
+    assert caplog.text.count("rows are kept until it can") == 1 and "with the 2 rows that were kept" in caplog.text
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_last_checkpoint_that_is_not_written_is_an_error(tmp_path, caplog, disk, stop):
+    """Also after a signal: whoever reads 75 as "saved" must not get it. The same run goes on from what there is."""
+
+    def at_3():
+        while 2 not in saved(tmp_path):
+            time.sleep(0.01)
+        disk.full()
+        if stop:
+            term()
+
+    phase = Counting(4 if stop else 3, at={3: at_3})
+    with pytest.raises(NotSaved, match="step 3") as refused:
+        plain(phase, tmp_path)
+    disk.free()
+    assert refused.value.status == 74 and phase.seen == [1, 2, 3] and "last 1 rows could not be written" in caplog.text
+    assert saved(tmp_path) == [1, 2]
+    again = Counting()
+    assert plain(again, tmp_path) == 5 and again.loaded == 2 and sums(tmp_path) == ALL
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, caplog):
+    with pytest.raises(RuntimeError):
+        go(Counting(at={5: fail}), tmp_path)
+    (file,) = (tmp_path / "checkpoints" / "4" / "state" / "d").iterdir()
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 128]))
+    again = Counting()
+    assert go(again, tmp_path) == 5 and (again.loaded, again.seen) == (2, [3, 4, 5])
+    assert "4: this checkpoint is damaged" in caplog.text and "step 2 is used instead" in caplog.text
+    assert saved(tmp_path) == [2, 4, 5] and (tmp_path / "checkpoints" / "4.damaged").is_dir()
+    assert sums(tmp_path) == ALL and float(again.sum) == 15
+
+
+def test_nothing_is_saved_where_the_run_is_another_processs(tmp_path):
+    def refuse():
+        raise UserError("no longer this process's run")
+
+    with Checkpoints(tmp_path / "checkpoints", 10) as checkpoints, pytest.raises(UserError, match="no longer"):
+        kinds = {"checkpoint_every": 2, "on_row": lambda row: None, "before_save": refuse}
+        run(Counting(), checkpoints=checkpoints, log=MetricsLog(tmp_path), **kinds)
+    assert saved(tmp_path) == []
+
+
 def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     """What differs is named with both values, no step is done and nothing is lost, rows beyond it included."""
     with pytest.raises(RuntimeError):
         go(Counting(at={4: fail}), tmp_path)
     other = Counting(lr=0.2)
-    with pytest.raises(UserError, match="the checkpoint is of another run: lr .0.1 there, 0.2 now.") as refused:
+    with pytest.raises(UserError, match="is of another run. There and now:\n  lr: 0.1 -> 0.2\nUse") as refused:
         go(other, tmp_path)
     assert str(tmp_path / "checkpoints") in str(refused.value)
     assert other.seen == [] and saved(tmp_path) == [2] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
-    with pytest.raises(UserError, match="new .None there, 7 now."):
+    with pytest.raises(UserError, match=r"new: .\(absent\). -> 7"):
         go(Counting(new=7), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +73,28 @@ def test_a_kill_while_cutting_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *_: None)  # the move never happens
     log.cut("step", 1)
     assert rows(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_rows_that_cannot_be_written_are_kept_until_they_can(tmp_path, caplog):
+    """And a row is written as a whole or not at all: what a full disk took of it is cut off again."""
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # 12 are there, and the next row is longer than the rest
+    try:
+        log.write({"step": 2})
+        log.write({"step": 3})
+        assert rows(tmp_path) == [{"step": 1}] and (tmp_path / "metrics.jsonl").stat().st_size == 12
+        log.close()
+        assert "its last 2 rows could not be written" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.write({"step": 4})
+    assert rows(tmp_path) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert caplog.text.count("rows are kept until it can") == 1 and "with the 2 rows that were kept" in caplog.text
+    caplog.clear()
+    log.close()
+    assert not caplog.text
 
 
 def test_a_bad_line_in_the_middle_is_named(tmp_path):

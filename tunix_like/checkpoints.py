@@ -10,20 +10,26 @@ import contextlib
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
 
-from tunix_like.errors import UserError
-from tunix_like.processes import by_first
+from tunix_like import checksums
+from tunix_like.errors import NotSaved, UserError
+from tunix_like.processes import any_of, by_first, is_first
+
+logger = logging.getLogger("tunix_like")
+
+STAMP = "_CHECKPOINT_METADATA"
+"""Orbax's own description of a step: its handlers and times."""
 
 
 def _not_chatter(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+    return "orbax" not in record.pathname
 
 
 # Orbax warns about its own defaults through absl. What a user can act on arrives as an exception.
@@ -33,6 +39,9 @@ logging.getLogger("absl").addFilter(_not_chatter)
 class Checkpoints:
     """The checkpoints of one run.
 
+    A step is written under another name, its SHA-256 checksums last, and gets its number in one move: what has a number
+    was written to its end.
+
     Args:
       folder: where the numbered steps live. A writer makes it.
       max_to_keep: how many of the newest steps to keep. None opens for reading only: nothing is made or removed, so
@@ -41,23 +50,27 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, max_to_keep: int | None = None) -> None:
         self.folder = Path(folder).absolute()
-        self._writes = max_to_keep is not None
-        if self._writes:
-            by_first(lambda: _remove_remains(self.folder))
-        options = ocp.CheckpointManagerOptions(
-            read_only=not self._writes,
-            preservation_policy=checkpoint_managers.LatestN(max_to_keep),
-            save_root_metadata=False,
+        self._max_to_keep = max_to_keep
+        if max_to_keep is not None:
+            by_first(lambda: _prepare(self.folder))
+        self._checkpointer = self._new_checkpointer()
+        self._writer: threading.Thread | None = None
+        self._step = -1
+        self._failure: str | None = None
+
+    def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
+        handler = ocp.CompositeCheckpointHandler(
+            state=ocp.PyTreeCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), iterator=ocp.JsonCheckpointHandler()
         )
-        handlers = {
-            "state": ocp.PyTreeCheckpointHandler(),
-            "meta": ocp.JsonCheckpointHandler(),
-            "iterator": ocp.JsonCheckpointHandler(),
-        }
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        # Called in the first process when all files are there, before the move that makes them count.
+        options = ocp.options.AsyncOptions(post_finalization_callback=self._write_checksums)
+        return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, step: int, state: Any, iterator: Any = None, meta: Mapping[str, Any] | None = None) -> None:
         """Starts writing a step and returns once `state` may be changed or donated; `wait` for the end.
+
+        Where it cannot be written (a full disk), a warning says so, what there is of it is removed, and the steps
+        before it are kept.
 
         Args:
           step: its number, above every number saved so far.
@@ -68,22 +81,60 @@ class Checkpoints:
         Raises:
           ValueError: `step` is not above the latest, or the folder was opened for reading.
           TypeError: `meta` holds what JSON cannot.
-          UserError: this write, or the one before, failed (a full disk, no permission).
         """
-        if not self._writes:
+        if self._max_to_keep is None:
             raise ValueError(f"{self.folder} was opened for reading; give max_to_keep to write")
         latest = self.latest_step()
-        if latest is not None and step <= latest:  # orbax would return False and write nothing
+        if latest is not None and step <= latest:
             raise ValueError(f"step {step} is not above the latest checkpoint, {latest}, in {self.folder}")
         items = {"state": ocp.args.PyTreeSave(state), "meta": ocp.args.JsonSave(json.loads(json.dumps(meta or {})))}
         if iterator is not None:
             items["iterator"] = ocp.args.JsonSave(iterator.get_state())
-        with self._writing(OSError):
-            self._manager.save(step, args=ocp.args.Composite(**items))
+        if self._failure is not None:  # one that failed may raise what is left of its error at any later call
+            self._checkpointer = self._new_checkpointer()
+        self._step, self._failure = step, None
+        try:
+            self._checkpointer.save(self.folder / str(step), args=ocp.args.Composite(**items))
+        except OSError as error:
+            self._give_up(error)
+            return
+        self._writer = threading.Thread(target=self._finish, name=f"checkpoint {step}")
+        self._writer.start()
+
+    def _finish(self) -> None:
+        """In the background: waits until the step is there, then removes those that are too many."""
+        try:
+            self._checkpointer.wait_until_finished()
+        except Exception as error:  # orbax and tensorstore raise many kinds
+            self._give_up(error)
+        else:
+            if is_first():
+                assert self._max_to_keep is not None
+                for step in _whole_steps(self.folder)[: -self._max_to_keep]:
+                    _remove(self.folder / str(step))
+
+    def _write_checksums(self) -> None:
+        (written,) = self.folder.glob(f"{self._step}.orbax-checkpoint-tmp*")
+        checksums.write(written)
+
+    def _give_up(self, error: Exception) -> None:
+        if is_first():
+            for path in self.folder.glob(f"{self._step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
+        self._failure = (
+            f"{self.folder}: the checkpoint of step {self._step} could not be written ({_short(error)}). Is the "
+            "disk full or the folder not writable? The checkpoints before it are kept."
+        )
+        logger.warning("%s", self._failure)
+
+    def _settle(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
 
     def steps(self) -> list[int]:
         """The numbers of all whole steps, ascending; a save under way is waited for."""
-        self.wait()
+        self._settle()
         return list(by_first(lambda: _whole_steps(self.folder)))  # another process may see them a moment later
 
     def latest_step(self) -> int | None:
@@ -125,33 +176,79 @@ class Checkpoints:
             iterator.set_state(restored["iterator"])
         return restored["state"], restored["meta"]
 
+    def newest(self) -> int | None:
+        """The newest step whose files are as they were written; None where there is no step.
+
+        A damaged one is warned of, and a writer sets it aside: it is renamed `<step>.damaged`, so that this step can be
+        saved again.
+
+        Raises:
+          UserError: there are steps, and all are damaged.
+        """
+        self._settle()
+        found = by_first(self._find_undamaged)
+        return None if found is None else int(found)
+
+    def _find_undamaged(self) -> int | None:
+        damaged: dict[Path, str] = {}
+        for step in reversed(_whole_steps(self.folder)):
+            path = self.folder / str(step)
+            damage = _damage(path)
+            if damage is None:
+                for other, what in damaged.items():
+                    logger.warning("%s", self._set_aside(other, what) + f"; step {step} is used instead")
+                return step
+            if not _is_whole(path):  # removed meanwhile by the run that writes here
+                return self._find_undamaged()
+            damaged[path] = damage
+        if damaged:
+            raise UserError(
+                f"{self.folder}: every checkpoint is damaged ("
+                + "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
+                + "). Put back a copy of one, or remove this folder to start over."
+            )
+        return None
+
+    def _set_aside(self, step: Path, damage: str) -> str:
+        said = f"{step}: this checkpoint is damaged: {damage}"
+        if self._max_to_keep is None:
+            return said
+        place = step.with_name(f"{step.name}.damaged")
+        count = 1
+        while place.exists():
+            count += 1
+            place = step.with_name(f"{step.name}.damaged-{count}")
+        step.rename(place)
+        return f"{said}; it is now {place.name}, remove it when you have no use for it"
+
+    def check(self, step: int) -> None:
+        """Compares a step with its checksums. Raises `UserError`, naming the file, where it is damaged or absent."""
+        self._require(step)
+        damage = by_first(lambda: _damage(self.folder / str(step)))
+        if damage is not None:
+            others = [other for other in self.steps() if other != step]
+            raise UserError(
+                f"{self.folder}/{step}: this checkpoint is damaged: {damage}. Put back a copy of it, or take another "
+                f"step; there are: {others or 'none'}."
+            )
+
     def wait(self) -> None:
-        """Returns once the save under way is whole on disk. Raises `UserError` if it failed."""
-        with self._writing(Exception):
-            self._manager.wait_until_finished()
+        """Returns once the save under way is whole on disk. Raises `NotSaved` where it could not be written."""
+        self._settle()
+        if any_of(self._failure is not None):
+            raise NotSaved(self._failure or f"{self.folder}: another process could not write step {self._step}.")
 
     def close(self) -> None:
-        """Waits, then ends orbax's threads."""
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
+        """Waits, then ends orbax's threads. What could not be written has been warned of."""
+        self._settle()
+        if self._failure is None:
+            self._checkpointer.close()
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @contextlib.contextmanager
-    def _writing(self, failure: type[Exception]) -> Iterator[None]:
-        try:
-            yield
-        except failure as error:
-            raise UserError(
-                f"{self.folder}: writing a checkpoint failed ({error}). Is the disk full or the folder not writable? "
-                "Earlier checkpoints are whole: start the run again once there is room."
-            ) from error
 
     def _require(self, step: int) -> None:
         steps = self.steps()
@@ -161,7 +258,7 @@ class Checkpoints:
     def _read(self, step: int, **items: Any) -> Any:
         self._require(step)
         with self._reading(step):
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            return self._checkpointer.restore(self.folder / str(step), args=ocp.args.Composite(**items))
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
@@ -176,7 +273,7 @@ class Checkpoints:
     def _check_same(self, step: int, target: Any) -> None:
         self._require(step)
         with self._reading(step):
-            stored = _described(self._manager.item_metadata(step)["state"].tree)
+            stored = _described(self._checkpointer.metadata(self.folder / str(step)).item_metadata["state"].tree)
         asked = _described(target)
         if isinstance(target, Mapping):
             stored = {path: what for path, what in stored.items() if path.split("/")[0] in map(str, target)}
@@ -217,11 +314,37 @@ def _whole_steps(folder: Path) -> list[int]:
 
 
 def _is_whole(step: Path) -> bool:
-    return (step / "_CHECKPOINT_METADATA").is_file() and (step / "state" / "_METADATA").is_file()
+    return (step / STAMP).is_file() and (step / "state" / "_METADATA").is_file()
 
 
-def _remove_remains(folder: Path) -> None:
-    """Removes what a killed writer left: temporary folders, and numbered ones that are not whole."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if ".orbax-checkpoint-tmp" in path.name or (path.name.isdigit() and not _is_whole(path)):
-            shutil.rmtree(path)
+def _remove(step: Path) -> None:
+    """Whatever interrupts it, what is left is not taken for a whole step."""
+    with contextlib.suppress(OSError):
+        (step / STAMP).unlink()
+        shutil.rmtree(step)
+
+
+def _short(error: Exception) -> str:
+    """Tensorstore begins with what it was about, and ends with what was wrong."""
+    text = str(error)
+    return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"
+
+
+def _damage(step: Path) -> str | None:
+    try:
+        json.loads((step / STAMP).read_bytes())  # without a checksum: orbax writes the time of its move into it
+    except (OSError, ValueError):
+        return f"{STAMP} cannot be read"
+    return checksums.damage(step)
+
+
+def _prepare(folder: Path) -> None:
+    """Makes the folder, and removes what a killed writer left there: temporary folders, and numbered ones that are not
+    whole."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if ".orbax-checkpoint-tmp" in path.name or (path.name.isdigit() and not _is_whole(path)):
+                shutil.rmtree(path)
+    except OSError as error:
+        raise UserError(f"{folder}: checkpoints cannot be written there ({error}).") from error

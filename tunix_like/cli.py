@@ -1,8 +1,8 @@
 """The command line: load the config, build the parts, hand them to the learner its `advantage_estimator` names.
 
 Exit status: 0 done, 1 `doctor` found something broken, 2 bad input (one line says what), 70 in a run of several
-processes after an error of this one or the loss of another, 75 stopped by a signal after saving. This module knows no
-algorithm.
+processes after an error of this one or the loss of another, 74 the last checkpoint could not be written, 75 stopped by
+a signal after saving. This module knows no algorithm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix_like import console
 from tunix_like.config_file import load
-from tunix_like.errors import UserError
+from tunix_like.errors import NotSaved, UserError
 
 if TYPE_CHECKING:
     from tunix_like.rl.learner import Learner
@@ -44,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if joined:
             from tunix_like import processes
 
-            processes.leave_refused(2)
-        return 2
-    except SystemExit as stop:
+            processes.leave_refused(error.status)
+        return error.status
+    except (SystemExit, KeyboardInterrupt) as stop:
         if message := getattr(stop, "message", ""):
             print(f"{message}; the same command resumes", file=sys.stderr)
+            return 75
         raise
     except Exception as error:
         if joined:
@@ -188,7 +189,7 @@ def _setup_jax() -> None:
 def _train(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     _setup_jax()
-    from tunix_like import runs
+    from tunix_like import run_lock, runs
 
     parts = runs.assemble(config, abstract=arguments.dry_run)
     folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
@@ -196,14 +197,18 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         print("dry run: everything above was checked, the model by its description alone; nothing was trained.")
         return
-    runs.claim(folder, parts)
-    if parts.config.sft.max_steps:
-        _fine_tune(parts, folder)
-    learner = _learner(parts, folder)
-    data = parts.config.data
-    learner.train(parts.source.train, parts.source.eval, batch_size=data.batch_size, shuffle=data.shuffle)
-    _closing_table(folder, parts)
+    with run_lock.owned(folder):
+        runs.claim(folder, parts)
+        unsaved = _fine_tune(parts, folder) if parts.config.sft.max_steps else None
+        learner, data = _learner(parts, folder), parts.config.data
+        try:
+            learner.train(parts.source.train, parts.source.eval, batch_size=data.batch_size, shuffle=data.shuffle)
+        except NotSaved as error:
+            unsaved = error
+        _closing_table(folder, parts)
     _picture(parts, learner)
+    if unsaved is not None:
+        raise unsaved
 
 
 def _learner(parts: Parts, folder: Path) -> Learner:
@@ -225,8 +230,9 @@ def _learner(parts: Parts, folder: Path) -> Learner:
     )
 
 
-def _fine_tune(parts: Parts, folder: Path) -> None:
-    """Supervised fine-tuning into the run's folder, on the run's model, in place."""
+def _fine_tune(parts: Parts, folder: Path) -> NotSaved | None:
+    """Supervised fine-tuning into the run's folder, on the run's model, in place. Returns what kept its last checkpoint
+    from being written, which is no reason to stop."""
     from tunix_like.sft import SFTTrainer
 
     config = parts.config
@@ -254,7 +260,11 @@ def _fine_tune(parts: Parts, folder: Path) -> None:
             if step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
                 console.say(console.step_line("sft", step, total, row))
 
-        trainer.train(parts.source.train, shuffle=config.data.shuffle, on_row=on_row)
+        try:
+            trainer.train(parts.source.train, shuffle=config.data.shuffle, on_row=on_row)
+        except NotSaved as error:
+            return error
+    return None
 
 
 def _sft(arguments: argparse.Namespace) -> None:
@@ -262,13 +272,16 @@ def _sft(arguments: argparse.Namespace) -> None:
     if not config.sft.max_steps:
         raise UserError("sft.max_steps: 0 trains nothing; set it, e.g. sft.max_steps=300.")
     _setup_jax()
-    from tunix_like import runs
+    from tunix_like import run_lock, runs
 
     parts = runs.assemble(config)
     folder = runs.run_folder(config, arguments.config, "sft")
     _announce(parts, folder)
-    runs.claim(folder, parts)
-    _fine_tune(parts, folder)
+    with run_lock.owned(folder):
+        runs.claim(folder, parts)
+        unsaved = _fine_tune(parts, folder)
+    if unsaved is not None:
+        raise unsaved
     console.say(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")
 
 

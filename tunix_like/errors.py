@@ -8,7 +8,15 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """Bad input. The message names the key, file, row or function and says what to do; the CLI prints it without a
-    traceback and exits with status 2."""
+    traceback and exits with `status`."""
+
+    status = 2
+
+
+class NotSaved(UserError):
+    """The newest checkpoint could not be written; those before it are whole."""
+
+    status = 74  # EX_IOERR of sysexits.h
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

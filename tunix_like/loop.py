@@ -7,6 +7,7 @@ It knows when things happen and what must be on disk before what; it does not kn
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import signal
 import threading
@@ -18,9 +19,10 @@ import jax
 import numpy as np
 
 from tunix_like.checkpoints import Checkpoints
+from tunix_like.config_file import differences
 from tunix_like.errors import UserError
 from tunix_like.metrics import MetricsLog
-from tunix_like.processes import any_of
+from tunix_like.processes import gather
 
 logger = logging.getLogger("tunix_like")
 
@@ -29,11 +31,23 @@ EXIT_STOPPED = 75
 
 
 class Stopped(SystemExit):
-    """Raised after a signal, once the checkpoint is written (if the run has a folder); the same command resumes it."""
+    """Raised after SIGTERM, once the checkpoint is written (if the run has a folder); the same command resumes it."""
 
     def __init__(self, step: int, saved: bool) -> None:
         super().__init__(EXIT_STOPPED)
-        self.message = f"stopped by a signal after step {step}, " + ("which is saved" if saved else "nothing is saved")
+        self.message = _stopped_after(step, saved)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Raised in the same way after SIGINT (Ctrl-C), which must not end the process of a notebook."""
+
+    def __init__(self, step: int, saved: bool) -> None:
+        self.message = _stopped_after(step, saved)
+        super().__init__(self.message)
+
+
+def _stopped_after(step: int, saved: bool) -> str:
+    return f"stopped by a signal after step {step}, " + ("which is saved" if saved else "nothing is saved")
 
 
 @runtime_checkable
@@ -77,21 +91,42 @@ def run(
     log: MetricsLog,
     checkpoint_every: int,
     on_row: Callable[[dict[str, Any]], None],
+    before_save: Callable[[], None] = lambda: None,
 ) -> int:
     """Runs a phase to its end, from its newest checkpoint if there is one. Returns the number of the last step.
 
-    A row of metrics is on disk before the checkpoint of its step; on resume, rows beyond the checkpoint are cut.
+    A row of metrics is on disk before the checkpoint of its step; on resume, rows beyond the checkpoint are cut. A
+    checkpoint that cannot be written is warned of, and the next one is tried when its time comes.
+
+    Args:
+      before_save: called before each checkpoint; raises where none may be written.
 
     Raises:
-      UserError: the checkpoint belongs to another run.
-      Stopped: a signal asked for the end; the state is saved.
+      UserError: the checkpoint belongs to another run, or every one is damaged.
+      NotSaved: all steps are done, or a signal asked for the end, and the last checkpoint could not be written.
+      Stopped, Interrupted: SIGTERM or SIGINT asked for the end; the state is saved.
     """
+    with contextlib.closing(log):
+        done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save)
+        if checkpoints is not None:
+            checkpoints.wait()
+    return done
+
+
+def _run(
+    phase: Phase,
+    checkpoints: Checkpoints | None,
+    log: MetricsLog,
+    checkpoint_every: int,
+    on_row: Callable[[dict[str, Any]], None],
+    before_save: Callable[[], None],
+) -> int:
     done, over = resume(phase, checkpoints, log)
     if over or _complete(phase, done):
         return done
     if done == 0 and (start := phase.evaluate(0, last=False)):
         _write(log, on_row, {phase.step_key: 0} | start)
-    with _stop_signals() as stop_asked:
+    with _stop_signals() as asked:
         while not _complete(phase, done):
             began = time.perf_counter()
             metrics = phase.advance(done + 1)
@@ -104,19 +139,21 @@ def run(
             _write(log, on_row, row)
             over = phase.finished(row)
             last = over or _complete(phase, done)
-            stop = any_of(stop_asked())  # asked once: what stops the run also saves it
+            stop = max(gather(asked()))  # asked once: what stops the run also saves it
             skipped = metrics.get("update/skipped", 0) > 0  # what made it so can then be looked at again
             if checkpoints is not None and (last or stop or skipped or done % checkpoint_every == 0):
+                before_save()
                 save(phase, checkpoints, done, over)
             if last:
                 return done
             if stop:
                 if checkpoints is not None:
                     checkpoints.wait()
-                raise Stopped(done, checkpoints is not None)
+                raise (Interrupted if stop == signal.SIGINT else Stopped)(done, checkpoints is not None)
     if final := phase.evaluate(done, last=True):  # the data was used up: only now is the last step known
         _write(log, on_row, {phase.step_key: done} | final)
     if checkpoints is not None and done and checkpoints.latest_step() != done:
+        before_save()
         save(phase, checkpoints, done, False)
     return done
 
@@ -126,20 +163,14 @@ def _complete(phase: Phase, done: int) -> bool:
 
 
 def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tuple[int, bool]:
-    """Loads the newest checkpoint into the phase; returns its step (0: none) and whether the phase ended early
-    there."""
-    step = checkpoints.latest_step() if checkpoints is not None else None
+    """Loads the newest undamaged checkpoint into the phase; returns its step (0: none) and whether the phase ended
+    early there."""
+    step = checkpoints.newest() if checkpoints is not None else None
     if checkpoints is None or step is None:
         log.cut(phase.step_key, -1)
         return 0, False
     meta = checkpoints.meta(step)
-    changed = [key for key, value in phase.identity.items() if meta["identity"].get(key) != value]
-    if changed:
-        raise UserError(
-            f"{checkpoints.folder}: the checkpoint is of another run: {', '.join(changed)} "
-            f"({meta['identity'].get(changed[0])!r} there, {phase.identity[changed[0]]!r} now). "
-            "Use another output_dir, or the settings it was made with."
-        )
+    _check_same_run(checkpoints, meta["identity"], phase.identity)
     log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
     if meta["total"] != phase.total and not _complete(phase, step):
         message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"
@@ -147,6 +178,16 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), phase.state())
     phase.load_state(checkpoints.restore(step, abstract, phase.iterator)[0], step)
     return step, bool(meta["over"])
+
+
+def _check_same_run(checkpoints: Checkpoints, there: Any, here: dict[str, Any]) -> None:
+    changed = differences(there, json.loads(json.dumps(here)))
+    if changed:
+        raise UserError(
+            f"{checkpoints.folder}: the checkpoint is of another run. There and now:\n  "
+            + "\n  ".join(changed)
+            + "\nUse another output_dir, or the settings it was made with. Steps, evaluation and intervals may change."
+        )
 
 
 def save(phase: Phase, checkpoints: Checkpoints, step: int, over: bool) -> None:
@@ -162,19 +203,20 @@ def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Turns SIGTERM and SIGINT into a question the loop asks after each step; a second signal acts at once."""
-    asked = threading.Event()
+def _stop_signals() -> Iterator[Callable[[], int]]:
+    """Turns SIGTERM and SIGINT into a question the loop asks after each step (the signal's number, 0: none); a second
+    signal acts at once."""
+    asked: list[int] = [0]
     previous: dict[int, Any] = {}
 
     def ask(number: int, frame: Any) -> None:
-        asked.set()
+        asked.append(number)
         signal.signal(number, previous[number])
 
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield asked.is_set
+        yield lambda: asked[-1]
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -5,7 +5,9 @@ Knows the file and how a killed process leaves it. Does NOT know what the number
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -16,14 +18,20 @@ import numpy as np
 
 from tunix_like.errors import UserError
 
+logger = logging.getLogger("tunix_like")
+
 FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows to `metrics.jsonl` in `folder`; with folder None it writes nothing."""
+    """Appends rows to `metrics.jsonl` in `folder`; with folder None it writes nothing.
+
+    Rows that cannot be written (a full disk) are warned of once, kept, and written with the next one that can.
+    """
 
     def __init__(self, folder: str | Path | None) -> None:
         self._path = None if folder is None else Path(folder) / FILE
+        self._unwritten: list[str] = []
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -35,10 +43,23 @@ class MetricsLog:
         Raises:
           TypeError: a value is neither a number, text, None, nor a list or dict of them.
         """
-        if self._path is not None:
-            line = json.dumps(_plain(row), allow_nan=False)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        if self._path is None:
+            return
+        self._unwritten.append(json.dumps(_plain(row), allow_nan=False) + "\n")
+        try:
+            _append(self._path, "".join(self._unwritten))
+        except OSError as error:
+            if len(self._unwritten) == 1:
+                logger.warning("%s cannot be written (%s): rows are kept until it can", self._path, error)
+            return
+        if len(self._unwritten) > 1:
+            logger.warning("%s is written again, with the %d rows that were kept", self._path, len(self._unwritten) - 1)
+        self._unwritten.clear()
+
+    def close(self) -> None:
+        """Says how many rows could not be written until now; they are lost."""
+        if self._unwritten:
+            logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def cut(self, key: str, last: int) -> None:
         """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn.
@@ -54,6 +75,18 @@ class MetricsLog:
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         os.replace(temporary, self._path)
+
+
+def _append(path: Path, text: str) -> None:
+    """All of the text, or none of it where it raises OSError."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:

@@ -58,6 +58,7 @@ from tunix_like.rl.learners import LEARNERS, find_learner
 from tunix_like.rl.losses import loss_parameters
 from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, check_takes_negative, resolve
 from tunix_like.rl.rollouts import WeightedReward
+from tunix_like.run_lock import FILE as LOCK
 from tunix_like.sampling.sampler import make_sampler, slot_shape
 from tunix_like.sizes import foresee
 from tunix_like.speed import check_profile_steps
@@ -289,7 +290,7 @@ def claim(folder: Path, parts: Parts) -> None:
     """Writes what the run is, or checks that the folder already holds this very run.
 
     Raises:
-      UserError: the folder holds another config; the keys that differ are named.
+      UserError: the folder holds another config; the keys that differ are named, and which of them may.
     """
     begun = _newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
@@ -299,13 +300,16 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
     file = folder / "config.yaml"
     if file.exists():
         held = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changed = [line for line in differences(held, as_dict(parts.config)) if not line.startswith(CHANGEABLE)]
-        if changed and begun:  # without one, nothing is lost by starting over
+        changed = differences(held, as_dict(parts.config))
+        fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
+        free = [line for line in changed if line.startswith(CHANGEABLE)]
+        if fixed and begun:  # without one, nothing is lost by starting over
             raise UserError(
-                f"{folder} holds a run with another config:\n  " + "\n  ".join(changed) + "\n"
+                f"{folder} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
                 "Use the same values to resume it, or training.output_dir=<another folder> to start anew."
+                + ("\nThese differ too, and may:\n  " + "\n  ".join(free) if free else "")
             )
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no run; choose another training.output_dir.")
     folder.mkdir(parents=True, exist_ok=True)
     save(parts.config, file)
@@ -338,7 +342,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
       whole: on one device, whatever mesh the config names.
 
     Raises:
-      UserError: it is none of them, or the run has no checkpoint yet.
+      UserError: it is none of them, or the run has no checkpoint yet, or every one (or the one named) is damaged.
     """
     place = Path(path)
     if (place / ADAPTER_CONFIG).is_file() and not (place / "config.json").is_file():
@@ -372,7 +376,11 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
         graphdef, state = nnx.split(model)
         abstract, frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
     with Checkpoints(steps_folder) as checkpoints:
-        step = checkpoints.steps()[-1] if step is None else step
+        if step is None:
+            step = checkpoints.newest()
+            assert step is not None
+        else:
+            checkpoints.check(step)
         params = join_params(checkpoints.restore(step, {"params": abstract})[0]["params"], frozen)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     return Trained(config, graphdef, model_config, params, tokenizer, mesh, f"{steps_folder}/{step}")

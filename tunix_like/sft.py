@@ -42,6 +42,7 @@ from tunix_like.rl.guards import SkipWatch
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.update import jit_update, update_input
+from tunix_like.run_lock import owned
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.sizes import chunk_size
 from tunix_like.tokenizer import Tokenizer
@@ -132,7 +133,17 @@ class SFTTrainer:
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last
-        row of metrics (`sft/...`). Raises UserError for bad data."""
+        row of metrics (`sft/...`). Raises what `Learner.train` raises."""
+        with owned(self.training.output_dir) as check_owner:
+            return self._train(rows, shuffle, on_row, check_owner)
+
+    def _train(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        shuffle: bool,
+        on_row: Callable[[dict[str, Any]], None],
+        check_owner: Callable[[], None],
+    ) -> dict[str, Any]:
         check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
         if "answer" not in rows[0]:
             raise UserError(f"SFT needs an 'answer' column; the rows have {', '.join(map(str, rows[0]))}.")
@@ -162,6 +173,7 @@ class SFTTrainer:
                 log=MetricsLog(folder if is_first() else None),
                 checkpoint_every=every,
                 on_row=keep,
+                before_save=check_owner,
             )
         finally:
             if checkpoints is not None:

@@ -32,6 +32,7 @@ from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import FirstFailure, WeightedReward
+from tunix_like.run_lock import owned
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import RewardFunction
@@ -187,9 +188,18 @@ class Learner:
           there, and a second call resumes.
 
         Raises:
-          UserError: bad data, or reward functions that failed for every completion of the first step (these are in
-            `rollouts/` by then).
+          UserError: bad data; reward functions that failed for every completion of the first step (these are in
+            `rollouts/` by then); another process at work in that folder; every checkpoint damaged, or of a run with
+            other settings.
+          NotSaved: the training is done, and its last checkpoint could not be written.
+          Stopped, Interrupted: SIGTERM or SIGINT (Ctrl-C) asked for the end; the state is saved.
         """
+        with owned(self.training.output_dir) as check_owner:
+            return self._train(train_ds, eval_ds, batch_size, shuffle, check_owner)
+
+    def _train(
+        self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, check_owner: Callable[[], None]
+    ) -> dict[str, Any]:
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
         self._take_weights()
         phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder)
@@ -210,6 +220,7 @@ class Learner:
                 log=MetricsLog(folder if is_first() else None),
                 checkpoint_every=self.training.checkpoint_every_n_steps,
                 on_row=on_row,
+                before_save=check_owner,
             )
         finally:
             phase.profile.close()

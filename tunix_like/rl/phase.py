@@ -55,6 +55,7 @@ class RLPhase:
     ):
         self.learner, self.rollouts = learner, None if folder is None or not is_first() else folder / "rollouts"
         training, rollout = learner.training, learner.rollout_config
+        self._rollouts_lost = False
         self.compilations = Compilations()
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
@@ -89,11 +90,8 @@ class RLPhase:
         self.iterator = self.batches if isinstance(self.batches, Resumable) else None
         self.collector = Collector(learner, self.objective, self.batches, batch_size, self.rollouts)
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
-        self.identity = {"algorithm": dataclasses.asdict(learner.algo), "batch_size": batch_size, "seed": training.seed}
+        self.identity = _identity(learner) | {"batch_size": batch_size, "mini_batch_size": self.mini_batch_size}
         self.identity |= {"rows": len(train_ds)} if sized else {}
-        self.identity["source_estimators"] = learner.source_estimators
-        adapters = learner.model.adapters
-        self.identity |= {"adapters": adapters and str(adapters), "quantized": learner.model.quantized}
         self.opt_state = init_optimizer(optimizer, learner.trained)
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'", training.max_skipped_updates)
         self.gap_watch = GapWatch(training.max_logprob_gap)
@@ -169,7 +167,12 @@ class RLPhase:
         columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
         columns |= {"length": batch.completion_lengths}
         columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
-        write_rollouts(self.rollouts, step, rollout.problems, rollout.texts, columns)
+        try:
+            write_rollouts(self.rollouts, step, rollout.problems, rollout.texts, columns)
+        except OSError as error:
+            if not self._rollouts_lost:
+                logger.warning("%s: the completions of step %d are not written (%s)", self.rollouts, step, error)
+            self._rollouts_lost = True
 
     def _speed(self, batch: GroupBatch, sampled: int, row_steps: int, known: dict[str, float]) -> dict[str, float]:
         """Completion tokens a second, the share of the work that was on live rows, what was compiled, and the share of
@@ -314,6 +317,25 @@ class RLPhase:
             found = function(prompts, rollout.texts, rollout.scores.total, advantages.reshape(-1), **columns)
             out |= {name: float(aggregate(value)) for name, (value, aggregate) in found.items()}
         return out
+
+
+def _identity(learner: Learner) -> dict[str, Any]:
+    """What a run's next step depends on, besides its state, its data and its code."""
+    rollout = dataclasses.asdict(learner.rollout_config)
+    del rollout["max_concurrent_rows"]
+    optimizer = learner.training.actor_optimizer or OptimizerConfig()
+    adapters = learner.model.adapters
+    return {
+        "algorithm": dataclasses.asdict(learner.algo),
+        "rollout": rollout,
+        "optimizer": dataclasses.asdict(optimizer) if isinstance(optimizer, OptimizerConfig) else None,
+        "rewards": {name: weight for name, _, weight in learner.rewards},
+        "success_threshold": learner.success_threshold,
+        "source_estimators": learner.source_estimators,
+        "adapters": adapters and str(adapters),
+        "quantized": learner.model.quantized,
+        "seed": learner.training.seed,
+    }
 
 
 def run_optimizer(

@@ -1,0 +1,53 @@
+"""SHA-256 checksums of a folder's subfolders, kept in the folder: what was written, and whether it is still there."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger("tunix_like")
+
+FILE = "checksums.json"
+
+
+def write(folder: Path) -> None:
+    """Writes `{"sha256": {file: digest}}` of all files in subfolders of `folder` to its `checksums.json`."""
+    files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
+    digests = {path.relative_to(folder).as_posix(): digest for path, digest in _digests(files).items()}
+    (folder / FILE).write_text(json.dumps({"sha256": digests}), encoding="utf-8")
+
+
+def damage(folder: Path) -> str | None:
+    """Which file is not as it was written, or None. A folder without checksums is warned of and taken as it is."""
+    try:
+        text = (folder / FILE).read_bytes()
+    except FileNotFoundError:
+        logger.warning("%s has no checksums (it was written before there were any); it is taken as it is", folder)
+        return None
+    try:
+        expected = {folder / name: digest for name, digest in json.loads(text)["sha256"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{FILE} cannot be read"
+    if missing := [path for path in expected if not path.is_file()]:
+        return f"{missing[0].relative_to(folder)} is missing"
+    try:
+        found = _digests(list(expected))
+    except OSError as error:
+        return str(error)
+    changed = [path for path in expected if found[path] != expected[path]]
+    return f"{changed[0].relative_to(folder)} is not as it was written" if changed else None
+
+
+def _digests(files: list[Path]) -> dict[Path, str]:
+    # Hashing runs without the interpreter's lock, so that it is a thread's for each file.
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(files, pool.map(_digest, files), strict=True))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
