@@ -547,7 +547,8 @@ def test_a_full_disk_ends_in_a_status_of_its_own(tmp_path, unkilled):
     (tmp_path / "reward.py").write_text(REWARD)
     said = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=74, FULL_AT="17")
     assert "train 20/20" in said.stdout and "the checkpoint of step 20 could not be written" in said.stderr
-    assert "metrics.jsonl: its last 4 rows could not be written" in said.stderr and "Traceback" not in said.stderr
+    assert "metrics.jsonl: its last 4 rows could not be written" in said.stderr
+    assert "error: " in said.stderr and "Is the disk full" in said.stderr
     assert said.stderr.count("completions of step") == 1
     assert steps_of(tmp_path) == [10, 15]
     assert first_step(call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout) == 16

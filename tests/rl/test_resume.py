@@ -106,13 +106,13 @@ def test_every_learner_resumes_to_the_bit(name, tmp_path):
 
 
 def test_data_that_worker_processes_load(tmp_path):
-    """A grain `IterDataset` with two workers that prefetch."""
+    """A grain `IterDataset` with a worker that prefetches."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain's workers are started with absl's flags
 
     def data():
         rows = grain.MapDataset.source(ROWS).seed(3).shuffle().repeat().to_iter_dataset()
-        return rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+        return rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
 
     train("rloo", tmp_path / "whole", STEPS, data())
     as_killed_after(2, tmp_path / "whole", tmp_path / "parts")
