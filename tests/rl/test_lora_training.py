@@ -86,12 +86,14 @@ def test_the_gradient_is_the_plain_models(taken_apart):
     assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(expected)), rel=1e-5)
 
 
-def test_nothing_as_large_as_the_base_is_made():
+@pytest.mark.parametrize("quantize", [None, "int8", "nf4"])
+def test_nothing_as_large_as_the_base_is_made(quantize):
     """Adapters alone have moments; and in the traced step no product is of the shape of a frozen matrix, nor is
     anything scattered into one: that would be a gradient of the base."""
-    graphdef, state = nnx.split(adapted())
+    plain = nnx.to_pure_dict(nnx.split(adapted())[1])
+    matrices = {x.shape for x in jax.tree.leaves(split_params(plain)[1]) if x.ndim > 1}
+    graphdef, state = nnx.split(adapted(quantize))
     trained, frozen = split_params(nnx.to_pure_dict(state))
-    matrices = {x.shape for x in jax.tree.leaves(frozen) if x.ndim > 1}
     optimizer = optax.adam(1e-3)
     moments = optimizer.init(trained)
     assert max(x.size for x in jax.tree.leaves((trained, moments))) == 4 * 64
@@ -102,6 +104,8 @@ def test_nothing_as_large_as_the_base_is_made():
         return found & (matrices | {shape[::-1] for shape in matrices})
 
     assert made(trained, moments, frozen) == set()
+    if quantize is not None:
+        return
     everything = join_params(trained, frozen)
     assert made(everything, optimizer.init(everything), {}) == matrices, "as it is with everything trained"
 
