@@ -15,6 +15,7 @@ from flax import nnx
 import tunix_like
 from tunix_like import cli, runs
 from tunix_like.checkpoints import Checkpoints
+from tunix_like.config_file import load
 
 YAML = str(Path(__file__).resolve().parents[1] / "examples" / "debug" / "reverse_text.yaml")
 SMALL = (
@@ -80,3 +81,12 @@ def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained.params)
         with pytest.raises(tunix_like.UserError, match=r"params/embed_tokens/embedding: stored nothing"):
             checkpoints.restore(1, {"params": shapes})
+
+
+def test_targets_are_checked_before_any_weights(monkeypatch):
+    monkeypatch.setattr(runs, "load_model", lambda *args, **kinds: pytest.fail("weights were read"))
+    experts = "num_experts=4 num_experts_per_tok=2 moe_intermediate_size=32 model_type=qwen3_moe"
+    experts += " head_dim=16 norm_topk_prob=true"
+    fields = [f"model.config.{field}" for field in experts.split()]
+    with pytest.raises(tunix_like.UserError, match=r"lora\.targets: up_proj: .* made of experts"):
+        runs.assemble(load(YAML, [*fields, "lora.rank=2", "lora.targets=[up_proj]"]))

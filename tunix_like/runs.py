@@ -35,12 +35,20 @@ from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
 from tunix_like.memory import adapter_count, parameter_count
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import check_fit, load_abstract, load_description, load_model, save_description
+from tunix_like.models.loading import (
+    check_fit,
+    load_abstract,
+    load_config,
+    load_description,
+    load_model,
+    save_description,
+)
 from tunix_like.models.lora import (
     ADAPTER_CONFIG,
     add_lora,
     join_params,
     read_adapter_config,
+    resolve_adapters,
     save_adapter_config,
     split_params,
 )
@@ -237,6 +245,8 @@ def _load_model(
     config: Config, own: Tokenizer | None, abstract: bool, mesh: Mesh | None
 ) -> tuple[Decoder, Tokenizer, str]:
     section, what = config.model, named_model(config.model, own)
+    if config.lora.rank is not None:
+        resolve_adapters(load_config(what), config.lora)  # before any weights are read, which may take minutes
     if abstract:
         model, tokenizer, weights = load_abstract(what, init=section.init, quantize=section.quantize, **_kinds(config))
     else:

@@ -16,7 +16,7 @@ from flax import nnx
 import tunix_like
 from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora, runs
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import MeshConfig, SFTConfig
+from tunix_like.config import MeshConfig, RLTrainingConfig, SFTConfig
 from tunix_like.models.lora import join_params, split_params
 from tunix_like.models.sharding import build_mesh
 from tunix_like.rl.forward import batch_logprobs
@@ -159,6 +159,14 @@ def test_the_reference_is_the_model_as_it_starts():
     assert not any(jax.tree.leaves(same[0])) and all(jax.tree.leaves(same[1])), "adapters are copied, the base is not"
 
 
+def test_the_base_itself_as_reference():
+    """Quantised as it is, and without a copy of it."""
+    base, _ = tunix_like.load_model(HF, init="random", quantize="nf4")
+    learner = learner_of(add_lora(base, LoraConfig(rank=4)), ref_model=base)
+    where = lambda tree: sorted(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree))  # noqa: E731
+    assert where(learner.ref_params) == where(learner.frozen) and learner.ref_graphdef == nnx.split(base)[0]
+
+
 def test_a_run_resumes_to_the_bit(tmp_path):
     """With the checkpoint holding adapters and their moments alone."""
     folder = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 1}
@@ -223,14 +231,19 @@ def test_a_mesh_trains_like_one_device():
     assert shares == whole
 
 
+def sft_of(model, max_steps=20, **training):
+    return SFTTrainer(
+        model=model,
+        tokenizer=TOKENIZER,
+        sft_config=SFTConfig(max_steps=max_steps, batch_size=4, optimizer=OptimizerConfig(learning_rate=0.02)),
+        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
+        training_config=RLTrainingConfig(**training),
+    )
+
+
 def test_supervised_fine_tuning_trains_adapters_alone():
     """In float32, whatever the base is held in."""
-    trainer = SFTTrainer(
-        model=adapted("int8", param_dtype=jnp.bfloat16, dtype=jnp.bfloat16),
-        tokenizer=TOKENIZER,
-        sft_config=SFTConfig(max_steps=20, batch_size=4, optimizer=OptimizerConfig(learning_rate=0.02)),
-        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
-    )
+    trainer = sft_of(adapted("int8", param_dtype=jnp.bfloat16, dtype=jnp.bfloat16))
     frozen, rows = copied(trainer.frozen), []
     assert max(leaf.size for leaf in jax.tree.leaves(trainer.opt_state)) == 4 * 64
     trainer.train(ROWS, on_row=rows.append)
@@ -244,3 +257,10 @@ def test_a_quantised_base_without_adapters_is_refused():
     model, _ = tunix_like.load_model(HF, init="random", quantize="int8")
     with pytest.raises(UserError, match=r"quantised and cannot be trained; add adapters \(lora\.rank, add_lora\)"):
         learner_of(model)
+
+
+@pytest.mark.parametrize("make_trainer", [lambda model: learner_of(model), lambda model: sft_of(model)])
+def test_weights_in_half_precision_are_not_trained(make_trainer):
+    model, _ = tunix_like.load_model(HF, init="random", param_dtype=jnp.bfloat16)
+    with pytest.raises(UserError, match=r"held in bfloat16, .*load_model\(\.\.\., param_dtype=jnp\.float32"):
+        make_trainer(model)

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from tunix_like.config import LORA_TARGETS, LoraConfig
 from tunix_like.errors import UserError
+from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.layers import Linear
@@ -57,7 +58,9 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     Raises:
       UserError: no rank, a target that the model does not have, or a model that has adapters.
     """
-    adapters = _resolved(model, config)
+    if model.adapters is not None:
+        raise UserError("the model has adapters already; merge_lora takes them in first.")
+    adapters = resolve_adapters(model.config, config)
     made = nnx.merge(*nnx.split(model))
     made.adapters = adapters
     for index, linear in enumerate(_adapted(made).values()):
@@ -75,13 +78,15 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     return made
 
 
-def _resolved(model: Decoder, config: LoraConfig) -> Adapters:
+def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
+    """What a config means for a model.
+
+    Raises:
+      UserError: no rank, or a target that the model does not have.
+    """
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
-    if model.adapters is not None:
-        raise UserError("the model has adapters already; merge_lora takes them in first.")
-    experts = model.config.experts is not None
-    known = LORA_TARGETS[:4] if experts else LORA_TARGETS
+    known = LORA_TARGETS if model.experts is None else LORA_TARGETS[:4]
     targets = known if config.targets is None else tuple(name for name in LORA_TARGETS if name in config.targets)
     if beyond := [name for name in targets if name not in known]:
         raise UserError(
@@ -115,14 +120,21 @@ def split_params(params: Params) -> tuple[Params, Params]:
     """What is trained and what is frozen of a parameter tree: the adapters and the rest, or everything and nothing.
 
     Raises:
-      UserError: weights are quantised and there are no adapters to train.
+      UserError: weights are quantised and there are no adapters to train, or what is trained is not float32.
     """
     trained, frozen = _parted(params)
-    if trained:
-        return trained, frozen
-    if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(params)):
+    if not trained:
+        trained, frozen = params, {}
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(trained)}
+    if any(not jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise UserError("the weights are quantised and cannot be trained; add adapters (lora.rank, add_lora).")
-    return params, {}
+    if other := dtypes - {jnp.dtype(jnp.float32)}:
+        raise UserError(
+            f"the weights are held in {min(map(str, other))}, which loses small updates: train in float32 "
+            "(load_model(..., param_dtype=jnp.float32); dtype, of the matrix products, may differ), or adapters beside "
+            "them (add_lora)."
+        )
+    return trained, frozen
 
 
 def _parted(tree: Mapping[Any, Any]) -> tuple[Params, Params]:
