@@ -20,6 +20,7 @@ import numpy as np
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.errors import UserError
 from tunix_like.metrics import MetricsLog
+from tunix_like.models.lora import check_base
 from tunix_like.processes import any_of
 
 logger = logging.getLogger("tunix_like")
@@ -45,7 +46,8 @@ class Phase(Protocol):
       step_key: the metrics' step column (`step`, `sft/step`).
       total: number of steps, or None to go on until `advance` returns None.
       iterator: the data iterator to save with a checkpoint, or None.
-      identity: what must be the same when a checkpoint is taken up again.
+      identity: what must be the same when a checkpoint is taken up again; `base`, of frozen weights, is a
+        `models.lora.fingerprint`.
     """
 
     name: str
@@ -135,11 +137,13 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
         log.cut(phase.step_key, -1)
         return 0, False
     meta = checkpoints.meta(step)
-    changed = [key for key, value in phase.identity.items() if meta["identity"].get(key) != value]
+    check_base(checkpoints.folder, meta["identity"], phase.identity)
+    own = {key: value for key, value in phase.identity.items() if key != "base"}
+    changed = [key for key, value in own.items() if meta["identity"].get(key) != value]
     if changed:
         raise UserError(
             f"{checkpoints.folder}: the checkpoint is of another run: {', '.join(changed)} "
-            f"({meta['identity'].get(changed[0])!r} there, {phase.identity[changed[0]]!r} now). "
+            f"({meta['identity'].get(changed[0])!r} there, {own[changed[0]]!r} now). "
             "Use another output_dir, or the settings it was made with."
         )
     log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone

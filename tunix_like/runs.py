@@ -46,6 +46,8 @@ from tunix_like.models.loading import (
 from tunix_like.models.lora import (
     ADAPTER_CONFIG,
     add_lora,
+    check_base,
+    fingerprint,
     join_params,
     read_adapter_config,
     resolve_adapters,
@@ -352,6 +354,9 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
         abstract, frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
     with Checkpoints(steps_folder) as checkpoints:
         step = checkpoints.steps()[-1] if step is None else step
+        if adapters:
+            base = {"base": fingerprint(model.config, frozen, mesh)}
+            check_base(checkpoints.folder / str(step), checkpoints.meta(step)["identity"], base)
         params = join_params(checkpoints.restore(step, {"params": abstract})[0]["params"], frozen)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     return Trained(config, graphdef, model_config, params, tokenizer, mesh, f"{steps_folder}/{step}")

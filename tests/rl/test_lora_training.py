@@ -17,8 +17,8 @@ import tunix_like
 from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora, runs
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import MeshConfig, RLTrainingConfig, SFTConfig
-from tunix_like.models.lora import join_params, split_params
-from tunix_like.models.sharding import build_mesh
+from tunix_like.models.lora import check_base, fingerprint, join_params, split_params
+from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.rl.forward import batch_logprobs
 from tunix_like.rl.update import update_step
 from tunix_like.sft import SFTTrainer
@@ -182,6 +182,30 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     other = add_lora(make_base(), LoraConfig(rank=4, alpha=9))
     with pytest.raises(UserError, match="another run: adapters"):
         learner_of(other, max_steps=4, **folder).train(ROWS, batch_size=4)
+    other = add_lora(tunix_like.load_model(HF, init="random", seed=1)[0], LoraConfig(rank=4))
+    with pytest.raises(UserError, match="checkpoints: the adapters belong to another base"):
+        learner_of(other, max_steps=4, **folder).train(ROWS, batch_size=4)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"quantize": "nf4"}, {"param_dtype": jnp.bfloat16}])
+def test_a_base_has_one_fingerprint_wherever_it_lies(kinds, tmp_path):
+    """On one device and on a mesh; and another if one bit is another. On another backend that counts only where
+    weights were read."""
+
+    def of(model, mesh=None):
+        params = place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh)
+        return fingerprint(model.config, split_params(params)[1], mesh)
+
+    model = adapted(**kinds)
+    found = of(model)
+    assert found == of(model, build_mesh(MeshConfig(shape=[2, 4]))) and found["read"] is None
+    changed = adapted(**kinds)
+    norm = changed.norm.scale
+    norm.set_value(norm[...].at[3].set(jnp.nextafter(norm[3], norm[3] + 1)))
+    assert of(changed)["all"] != found["all"]
+    check_base(tmp_path, {"base": found}, {"base": found | {"all": ""} | {"backend": "another"}})
+    with pytest.raises(UserError, match="the adapters belong to another base"):
+        check_base(tmp_path, {"base": found}, {"base": found | {"read": "", "backend": "another"}})
 
 
 def write(model, folder):
@@ -204,6 +228,9 @@ def test_a_run_of_python_is_opened_again(tmp_path):
         runs.open_trained(str(run))
     there = runs.open_trained(str(run), [f"model.path={moved}"])
     assert_same(copied(there.params), copied(learner.params))
+    write(tunix_like.load_model(HF, init="random", seed=1)[0], tmp_path / "stranger")
+    with pytest.raises(UserError, match=r"checkpoints.1: the adapters belong to another base: .*model\.path"):
+        runs.open_trained(str(run), [f"model.path={tmp_path / 'stranger'}"])
     write(tunix_like.load_model(HF | {"num_hidden_layers": 2}, init="random")[0], tmp_path / "other")
     with pytest.raises(UserError, match="holds adapters of another model than"):
         runs.open_trained(str(run), [f"model.path={tmp_path / 'other'}"])
@@ -241,9 +268,10 @@ def sft_of(model, max_steps=20, **training):
     )
 
 
-def test_supervised_fine_tuning_trains_adapters_alone():
-    """In float32, whatever the base is held in."""
-    trainer = sft_of(adapted("int8", param_dtype=jnp.bfloat16, dtype=jnp.bfloat16))
+def test_supervised_fine_tuning_trains_adapters_alone(tmp_path):
+    """In float32, whatever the base is held in; and goes on beside that base only."""
+    kinds = {"quantize": "int8", "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
+    trainer = sft_of(adapted(**kinds), output_dir=str(tmp_path))
     frozen, rows = copied(trainer.frozen), []
     assert max(leaf.size for leaf in jax.tree.leaves(trainer.opt_state)) == 4 * 64
     trainer.train(ROWS, on_row=rows.append)
@@ -251,6 +279,9 @@ def test_supervised_fine_tuning_trains_adapters_alone():
     assert_same(copied(trainer.frozen), frozen)
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.trained)} == {np.dtype("float32")}
     assert trainer.frozen["norm"]["scale"].dtype == jnp.bfloat16
+    other = add_lora(tunix_like.load_model(HF, init="random", seed=1, **kinds)[0], LoraConfig(rank=4))
+    with pytest.raises(UserError, match="sft_checkpoints: the adapters belong to another base"):
+        sft_of(other, max_steps=21, output_dir=str(tmp_path)).train(ROWS)
 
 
 def test_a_quantised_base_without_adapters_is_refused():

@@ -6,6 +6,7 @@ others. Here they are added, told apart from what is frozen, merged into it, and
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 from flax import nnx
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from tunix_like.config import LORA_TARGETS, LoraConfig
@@ -24,7 +26,9 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.layers import Linear
+from tunix_like.models.quantization import LEAVES as QUANTIZED
 from tunix_like.models.quantization import dequantize
+from tunix_like.models.sharding import fetch
 from tunix_like.models.weights import Params, write_json
 
 LEAVES = ("lora_a", "lora_b")
@@ -156,6 +160,44 @@ def join_params(trained: Params, frozen: Params) -> Params:
     for name, value in trained.items():
         joined[name] = join_params(value, joined[name]) if name in joined else value
     return joined
+
+
+def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dict[str, str | None]:
+    """What tells the frozen weights beside adapters from others: `all` of them by the sums of their bit patterns, which
+    are the same wherever they lie; the `backend`; and, of a base with a name, those that were `read` and not computed,
+    since what one backend draws or quantises may differ in its last bits on another."""
+    leaves = jax.tree_util.tree_leaves_with_path(frozen)
+    sums = fetch([_bit_sum(leaf) for _, leaf in leaves], mesh)
+    found = {jax.tree_util.keystr(path): int(total) for (path, _), total in zip(leaves, sums, strict=True)}
+    named = (config.source or {}).get("_name_or_path") is not None
+    read = {name: total for name, total in found.items() if not any(leaf in name for leaf in QUANTIZED)}
+    return {"backend": jax.default_backend(), "all": _digest(found), "read": _digest(read) if named else None}
+
+
+@jax.jit
+def _bit_sum(x: jax.Array) -> jax.Array:
+    """Modulo 2 ** 32, so that the order of summation makes no difference."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
+
+
+def _digest(sums: Mapping[str, int]) -> str:
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UserError where two identities (`loop.Phase.identity`) have different fingerprints under `base`. One that
+    was kept without any is let through."""
+    then, here = held.get("base"), now.get("base")
+    if then is None or here is None:
+        return
+    kind = "all" if then["backend"] == here["backend"] else "read"
+    if then[kind] != here[kind]:
+        raise UserError(
+            f"{folder}: the adapters belong to another base: the frozen weights are not those that they were trained "
+            "beside. Name that base (model.path, model.quantize, model.param_dtype; for a random one training.seed), "
+            "or train into another output_dir."
+        )
 
 
 def without_adapters(graphdef: Any) -> Any:

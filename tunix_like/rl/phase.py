@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
 from tunix_like.errors import UserError
+from tunix_like.models.lora import fingerprint
 from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
@@ -94,6 +95,8 @@ class RLPhase:
         self.identity["source_estimators"] = learner.source_estimators
         adapters = learner.model.adapters
         self.identity |= {"adapters": adapters and str(adapters), "quantized": learner.model.quantized}
+        if adapters is not None:
+            self.identity["base"] = fingerprint(learner.model.config, learner.frozen, learner.mesh)
         self.opt_state = init_optimizer(optimizer, learner.trained)
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'", training.max_skipped_updates)
         self.gap_watch = GapWatch(training.max_logprob_gap)
