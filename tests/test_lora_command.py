@@ -16,6 +16,7 @@ import tunix_like
 from tunix_like import cli, runs
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config_file import load
+from tunix_like.trained import open_trained
 
 YAML = str(Path(__file__).resolve().parents[1] / "examples" / "debug" / "reverse_text.yaml")
 SMALL = (
@@ -73,7 +74,7 @@ def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
     before = logits(alone)
     np.testing.assert_allclose(logits(peft.PeftModel.from_pretrained(alone, "adapter")), logits(merged), atol=1e-4)
     assert np.abs(logits(merged) - before).max() > 0.1
-    trained = runs.open_trained("run")
+    trained = open_trained("run")
     np.testing.assert_allclose(trained.model(jnp.asarray(tokens)), logits(merged), atol=1e-4)
     assert trained.params["layers"][0]["mlp"]["up_proj"]["lora_a"].addressable_shards[0].data.shape == (8, 4)
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
-from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora, runs
+from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import MeshConfig, RLTrainingConfig, SFTConfig
 from tunix_like.models.lora import check_base, fingerprint, join_params, split_params
@@ -22,6 +22,7 @@ from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.rl.forward import batch_logprobs
 from tunix_like.rl.update import update_step
 from tunix_like.sft import SFTTrainer
+from tunix_like.trained import open_trained
 
 from .repeated_prompts import (
     EVERYONE,
@@ -220,24 +221,24 @@ def test_a_run_of_python_is_opened_again(tmp_path):
     model = add_lora(tunix_like.load_model(base, quantize="int8")[0], LoraConfig(rank=2))
     learner = learner_of(model, max_steps=1, output_dir=str(run))
     learner.train(ROWS, batch_size=4)
-    found = runs.open_trained(str(run))
+    found = open_trained(str(run))
     assert_same(copied(found.params), copied(learner.params))
     assert found.graphdef == learner.graphdef
     base.rename(moved)
     with pytest.raises(UserError, match=r"run holds adapters alone, and their base cannot be loaded: .* model\.path="):
-        runs.open_trained(str(run))
-    there = runs.open_trained(str(run), [f"model.path={moved}"])
+        open_trained(str(run))
+    there = open_trained(str(run), [f"model.path={moved}"])
     assert_same(copied(there.params), copied(learner.params))
     write(tunix_like.load_model(HF, init="random", seed=1)[0], tmp_path / "stranger")
     with pytest.raises(UserError, match=r"checkpoints.1: the adapters belong to another base: .*model\.path"):
-        runs.open_trained(str(run), [f"model.path={tmp_path / 'stranger'}"])
+        open_trained(str(run), [f"model.path={tmp_path / 'stranger'}"])
     write(tunix_like.load_model(HF | {"num_hidden_layers": 2}, init="random")[0], tmp_path / "other")
     with pytest.raises(UserError, match="holds adapters of another model than"):
-        runs.open_trained(str(run), [f"model.path={tmp_path / 'other'}"])
+        open_trained(str(run), [f"model.path={tmp_path / 'other'}"])
     file = run / "model" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(UserError, match=r"does not say what they are for\. Name the base: model\.path="):
-        runs.open_trained(str(run))
+        open_trained(str(run))
 
 
 def test_a_mesh_trains_like_one_device():
