@@ -25,6 +25,7 @@ ROWS = (
     "evaluate weights_figure",
     "sft rl advantages_table",
     "runs",
+    "trained",
     "programs replay",
     "cli",
     "__main__",

@@ -14,6 +14,8 @@ import pytest
 import tunix_like
 from tunix_like import cli, runs
 from tunix_like.checkpoints import Checkpoints
+from tunix_like.config_file import load
+from tunix_like.trained import open_trained
 
 YAML = str(Path(__file__).resolve().parents[1] / "examples" / "debug" / "reverse_text.yaml")
 SMALL = (
@@ -71,7 +73,7 @@ def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
     before = logits(alone)
     np.testing.assert_allclose(logits(peft.PeftModel.from_pretrained(alone, "adapter")), logits(merged), atol=1e-4)
     assert np.abs(logits(merged) - before).max() > 0.1
-    trained = runs.open_trained("run")
+    trained = open_trained("run")
     np.testing.assert_allclose(trained.model(jnp.asarray(tokens)), logits(merged), atol=1e-4)
     assert trained.params["layers"][0]["mlp"]["up_proj"]["lora_a"].addressable_shards[0].data.shape == (8, 4)
 
@@ -79,3 +81,12 @@ def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained.params)
         with pytest.raises(tunix_like.UserError, match=r"params/embed_tokens/embedding: stored nothing"):
             checkpoints.restore(1, {"params": shapes})
+
+
+def test_targets_are_checked_before_any_weights(monkeypatch):
+    monkeypatch.setattr(runs, "load_model", lambda *args, **kinds: pytest.fail("weights were read"))
+    experts = "num_experts=4 num_experts_per_tok=2 moe_intermediate_size=32 model_type=qwen3_moe"
+    experts += " head_dim=16 norm_topk_prob=true"
+    fields = [f"model.config.{field}" for field in experts.split()]
+    with pytest.raises(tunix_like.UserError, match=r"lora\.targets: up_proj: .* made of experts"):
+        runs.assemble(load(YAML, [*fields, "lora.rank=2", "lora.targets=[up_proj]"]))

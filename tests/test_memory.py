@@ -20,18 +20,29 @@ from tunix_like.config import (
     Config,
     DataConfig,
     LoraConfig,
+    MeshConfig,
     OptimizerConfig,
     RLTrainingConfig,
     RolloutConfig,
 )
 from tunix_like.config_file import load
 from tunix_like.errors import UserError
-from tunix_like.memory import FIRST_CACHE, Work, adapter_count, amount, parameter_count, rollout_phase, update_phases
+from tunix_like.memory import (
+    FIRST_CACHE,
+    Work,
+    adapter_count,
+    amount,
+    parameter_count,
+    rollout_phase,
+    update_phases,
+)
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.layer_kinds import Adapters, Experts
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantization import quantize_base
+from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
+from tunix_like.models.shares import parameter_shapes, share_of
 from tunix_like.optimizer import build_optimizer
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.learners import GRPOConfig
@@ -53,15 +64,6 @@ SMALL = DecoderConfig(
     tie_embeddings=True,
     qk_norm=True,
 )
-BASE = Work(SMALL, prompts=4, group=8, widths=(32, 64), logits_chunk=128)
-
-
-def changed(work: Work = BASE, **changes: Any) -> Work:
-    """`work` with other fields; those of the decoder go there."""
-    numbers = {field.name for field in dataclasses.fields(DecoderConfig)}
-    model = dataclasses.replace(work.model, **{name: value for name, value in changes.items() if name in numbers})
-    rest = {name: value for name, value in changes.items() if name not in numbers}
-    return dataclasses.replace(work, model=model, **rest)
 
 
 @functools.cache
@@ -80,6 +82,18 @@ def abstract(
 
 def abstract_of(work: Work) -> tuple[Any, Any]:
     return abstract(work.model, work.attention, work.adapters, work.quantized)
+
+
+def changed(mesh: Any = None, **changes: Any) -> Work:
+    """`BASE` with other fields, those of the decoder there, and with its share on the mesh."""
+    numbers = {field.name for field in dataclasses.fields(DecoderConfig)}
+    model = dataclasses.replace(BASE.model, **{name: value for name, value in changes.items() if name in numbers})
+    rest = {name: value for name, value in changes.items() if name not in numbers}
+    work = dataclasses.replace(BASE, model=model, parts=prompt_parts(mesh), **rest)
+    return dataclasses.replace(work, share=share_of(abstract_of(work)[1], mesh))
+
+
+BASE = Work(SMALL, share_of(abstract(SMALL)[1], None), prompts=4, group=8, widths=(32, 64), logits_chunk=128)
 
 
 def held_by(program: Any) -> int:
@@ -124,44 +138,46 @@ def compiled_update(work: Work, size: int) -> int:
 
 
 ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)
-LARGE = changed(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
+LARGE = dict(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
 """Little but weights."""
 
 UPDATES = {
-    "two layers, long completions": (changed(num_layers=2, widths=(32, 256)), 2),
-    "long prompts": (changed(widths=(256, 32), num_layers=2), 8),
-    "wide MLP, large chunk": (changed(intermediate_size=512), 16),
-    "large vocabulary, one piece": (changed(vocab_size=8192, logits_chunk=512, tie_embeddings=False), 8),
-    "large vocabulary, pieces": (changed(vocab_size=8192), 8),
-    "recomputed": (changed(num_layers=2, remat=True), 8),
-    "weights, not clipped": (changed(LARGE, clipped=False), 1),
-    "one block": (changed(widths=(32, 256), attention="blocked"), 2),
-    "blocks": (changed(widths=(32, 1024), attention="blocked"), 1),
-    "adapters": (changed(LARGE, adapters=ADAPTERS), 1),
-    "adapters beside nf4": (changed(LARGE, adapters=ADAPTERS, quantized="nf4"), 1),
+    "two layers, long completions": (dict(num_layers=2, widths=(32, 256)), 2),
+    "long prompts": (dict(widths=(256, 32), num_layers=2), 8),
+    "wide MLP, large chunk": (dict(intermediate_size=512), 16),
+    "large vocabulary, one piece": (dict(vocab_size=8192, logits_chunk=512, tie_embeddings=False), 8),
+    "large vocabulary, pieces": (dict(vocab_size=8192), 8),
+    "recomputed": (dict(num_layers=2, remat=True), 8),
+    "weights, not clipped": (dict(LARGE, clipped=False), 1),
+    "one block": (dict(widths=(32, 256), attention="blocked"), 2),
+    "blocks": (dict(widths=(32, 1024), attention="blocked"), 1),
+    "adapters": (dict(LARGE, adapters=ADAPTERS), 1),
+    "adapters beside nf4": (dict(LARGE, adapters=ADAPTERS, quantized="nf4"), 1),
 }
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_holds_what_is_foreseen(name):
-    work, size = UPDATES[name]
+    changes, size = UPDATES[name]
+    work = changed(**changes)
     foreseen = max(phase.bytes for phase in update_phases(work, size))
     assert foreseen == pytest.approx(compiled_update(work, size), rel=0.1)  # twice as good as is promised
 
 
 ROLLOUTS = {
-    "large caches": (changed(widths=(32, 256), num_layers=2), 64, 4),
-    "large vocabulary": (changed(vocab_size=8192), 32, 4),
-    "top-p": (changed(vocab_size=8192, filtered=True), 64, 4),
-    "long prompts": (changed(widths=(512, 16)), 8, 8),
-    "adapters beside int8": (changed(LARGE, adapters=ADAPTERS, quantized="int8"), 4, 4),
+    "large caches": (dict(widths=(32, 256), num_layers=2), 64, 4),
+    "large vocabulary": (dict(vocab_size=8192), 32, 4),
+    "top-p": (dict(vocab_size=8192, filtered=True), 64, 4),
+    "long prompts": (dict(widths=(512, 16)), 8, 8),
+    "adapters beside int8": (dict(LARGE, adapters=ADAPTERS, quantized="int8"), 4, 4),
 }
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_a_rollout_holds_what_is_foreseen(name):
     """The worst of prefill, sampling at full room, and the growth of the cache, each with what else is held then."""
-    work, count, slots = ROLLOUTS[name]
+    changes, count, slots = ROLLOUTS[name]
+    work = changed(**changes)
     (width, steps), (graphdef, params) = work.widths, abstract_of(work)
     prefill = decoding.prefill.lower(graphdef, params, shape(slots, width), shape(slots)).compile()
     run = functools.partial(decoding.prefill, graphdef)
@@ -203,7 +219,7 @@ def test_adapters_and_quantised_weights_are_counted(quantized):
 
 
 def test_an_accelerator_turns_one_matrix_back_at_a_time():
-    work = changed(LARGE, num_layers=4, adapters=ADAPTERS, quantized="nf4")
+    work = changed(**LARGE, num_layers=4, adapters=ADAPTERS, quantized="nf4")
     on = {backend: dataclasses.replace(work, backend=backend) for backend in ("cpu", "gpu")}
     parts = {backend: update_phases(work, 1)[0].parts["cast weights"] for backend, work in on.items()}
     tied = 4 * 256 * 64
@@ -215,12 +231,48 @@ def test_the_first_cache_is_the_samplers():
 
 
 def test_a_reference_and_devices_count():
+    mesh = build_mesh(MeshConfig(shape=[8, 1]))
     alone, beside, split = (
-        update_phases(changed(**changes), 4)[0].parts
-        for changes in ({}, {"reference": True}, {"devices": 2, "parts": 2})
+        update_phases(changed(**changes), 4)[0].parts for changes in ({}, {"reference": True}, {"mesh": mesh})
     )
     assert beside["reference"] == BASE.weights and "reference" not in alone
-    assert split["weights"] * 2 == alone["weights"] and split["chunk"] * 2 == alone["chunk"]
+    assert split["chunk"] * 4 == alone["chunk"], "of four lanes each device that has one"
+
+
+@pytest.mark.parametrize("quantized", [None, "nf4"])
+@pytest.mark.parametrize("shape_of_mesh", [[2, 2, 2], [8, 1, 1], [1, 8, 1]])
+def test_a_device_holds_what_its_arrays_do(shape_of_mesh, quantized):
+    """Of real arrays on the mesh: weights lie whole along `data`, and of each adapter one half along `fsdp`."""
+    adapters = quantized and Adapters(8, 8.0, LORA_TARGETS)
+    model = dataclasses.replace(SMALL, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8)
+    mesh = build_mesh(MeshConfig(shape=shape_of_mesh, axis_names=["data", "fsdp", "tp"]))
+    made = nnx.merge(*abstract(model, "auto", adapters, quantized))
+    made.dtype = jnp.bfloat16
+    work = sizes.update_work(RLTrainingConfig(), made, (4, 8), (8, 8), mesh=mesh)
+    shapes = abstract_of(work)[1]
+    params = place_params(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), mesh)
+    trained, frozen = split_params(params)
+    assert (work.weights, work.trained) == (on_a_device(params), on_a_device(trained))
+    update, step = (phase.parts for phase in update_phases(work, 4))
+    assert update["optimizer"] == step["gradients and new weights"] == 2 * on_a_device(trained)
+    plain = [x for x in jax.tree.leaves(frozen or trained) if x.dtype == jnp.float32]
+    cast = on_a_device([x for x in plain if not quantized or x.ndim == 1 or x.shape[0] == model.vocab_size]) // 2
+    matrices = on_a_device([x for x in jax.tree.leaves(frozen) if x.dtype == jnp.uint8])
+    assert update["cast weights"] == cast + 2 * 4 * 2 * matrices, "two numbers a byte, twice in float32"
+
+
+def test_the_shapes_are_the_models():
+    """With experts in some layers, adapters and quantised projections."""
+    experts = Experts(number=4, per_token=2, intermediate_size=64, normalised=True)
+    mixed = dataclasses.replace(SMALL, num_layers=3, experts=experts, expert_layers=(True, False, True))
+    rest = Adapters(2, 2.0, LORA_TARGETS[:4]), "int8"
+    made, real = parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1]
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), made, real)
+    assert all(jax.tree.leaves(same))
+
+
+def on_a_device(tree: Any) -> int:
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 def test_recomputation_keeps_little_on_an_accelerator():

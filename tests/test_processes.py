@@ -21,7 +21,7 @@ from tunix_like.metrics import rows
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import save_model
-from tunix_like.runs import open_trained
+from tunix_like.trained import open_trained
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUND = 60

@@ -373,10 +373,10 @@ def _complete(
 
 def _eval(arguments: argparse.Namespace) -> None:
     _setup_jax()
-    from tunix_like import runs
+    from tunix_like.trained import evaluator_of, open_trained
 
-    trained = runs.open_trained(arguments.source, arguments.overrides, need_data=True)
-    evaluator = runs.evaluator_of(trained)
+    trained = open_trained(arguments.source, arguments.overrides, need_data=True)
+    evaluator = evaluator_of(trained)
     with console.progress("eval", len(evaluator.problems)) as advance:
         result = evaluator(trained.params, advance)
     rows = [(name.removeprefix("eval/"), _number(name, value)) for name, value in result.metrics.items()]
@@ -386,12 +386,12 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 def _generate(arguments: argparse.Namespace) -> None:
     _setup_jax()
-    from tunix_like import runs
     from tunix_like.models.loading import check_fit
     from tunix_like.sampling.logits import SamplingParams
     from tunix_like.sampling.sampler import make_sampler
+    from tunix_like.trained import open_trained
 
-    trained = runs.open_trained(arguments.source, arguments.overrides)
+    trained = open_trained(arguments.source, arguments.overrides)
     check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)
     data, rollout = trained.config.data, trained.config.rollout
     prompt: Any = arguments.prompt
@@ -405,12 +405,12 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights are copied alone: the host holds what one device may not
-    from tunix_like import runs
     from tunix_like.models.loading import export_model
     from tunix_like.models.lora import save_adapter
+    from tunix_like.trained import open_trained
 
     overrides = [*arguments.overrides, "model.attention=auto"]  # the run's own may need the run's devices
-    trained = runs.open_trained(arguments.source, overrides, whole=True)
+    trained = open_trained(arguments.source, overrides, whole=True)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out)
         console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft and vLLM load them")

@@ -22,6 +22,7 @@ from tunix_like.checkpoints import Checkpoints
 from tunix_like.config_file import differences
 from tunix_like.errors import UserError
 from tunix_like.metrics import MetricsLog
+from tunix_like.models.lora import check_base
 from tunix_like.processes import gather
 
 logger = logging.getLogger("tunix_like")
@@ -59,7 +60,8 @@ class Phase(Protocol):
       step_key: the metrics' step column (`step`, `sft/step`).
       total: number of steps, or None to go on until `advance` returns None.
       iterator: the data iterator to save with a checkpoint, or None.
-      identity: what must be the same when a checkpoint is taken up again.
+      identity: what must be the same when a checkpoint is taken up again; `base`, of frozen weights, is a
+        `models.lora.fingerprint`.
     """
 
     name: str
@@ -170,7 +172,11 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
         log.cut(phase.step_key, -1)
         return 0, False
     meta = checkpoints.meta(step)
-    _check_same_run(checkpoints, meta["identity"], phase.identity)
+    check_base(checkpoints.folder, meta["identity"], phase.identity)
+    own = [
+        {name: value for name, value in each.items() if name != "base"} for each in (meta["identity"], phase.identity)
+    ]
+    _check_same_run(checkpoints, *own)
     log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
     if meta["total"] != phase.total and not _complete(phase, step):
         message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"

@@ -3,14 +3,13 @@
 What is counted is what the programs of `rl/update.py` and `sampling/decoding.py` hold at their worst moment, for rows
 of full length. The constants below were read from the buffers that XLA assigns (`compiled.memory_analysis()` of both
 programs, CPU backend, jax 0.10.2), one dimension varied at a time; `tests/test_memory.py` holds the sums to the same
-source. No weights are needed. This module knows no device, and it chooses nothing (`sizes.py` does).
+source. No weights are needed. This module knows no device's memory, and it chooses nothing (`sizes.py` does).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from tunix_like.models.attention import SCORES
 from tunix_like.models.attention_blocked import BLOCK
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.layer_kinds import Adapters
-from tunix_like.models.quantization import BLOCK as QUANTIZED_BLOCK
+from tunix_like.models.shares import Share
 from tunix_like.rl.packing import choose_layout
 
 FIRST_CACHE = 128
@@ -80,6 +79,7 @@ class Work:
 
     Attributes:
       model: the numbers of the decoder.
+      share: what one device holds of its weights.
       prompts, group: P and G of a rollout batch (1 completion a prompt in supervised fine-tuning).
       widths: of padded prompts and completions, `(S, T)`.
       update_prompts: prompts of one optimizer update; None is all.
@@ -92,10 +92,11 @@ class Work:
       attention: as `Decoder.attention`. The plain way keeps its scores for the backward pass.
       filtered: sampling with top-p or top-k.
       backend: of jax; what `remat` saves depends on it.
-      devices, parts: weights are split over all devices, prompts and lanes into `parts`.
+      parts: into which prompts and lanes are split.
     """
 
     model: DecoderConfig
+    share: Share
     prompts: int
     group: int
     widths: tuple[int, int]
@@ -112,7 +113,6 @@ class Work:
     attention: str = "auto"
     filtered: bool = False
     backend: str = "cpu"
-    devices: int = 1
     parts: int = 1
 
     @property
@@ -122,17 +122,12 @@ class Work:
     @property
     def weights(self) -> int:
         """Bytes of all weights on one device."""
-        size = jnp.dtype(self.param_dtype).itemsize
-        base = parameter_count(self.model) * size
-        if self.quantized is not None:
-            kernels = _kernels(self.model)
-            base += sum(_quantized_bytes(self.quantized, *each) - math.prod(each) * size for each in kernels)
-        return base // self.devices + (0 if self.adapters is None else self.trained)
+        return self.share.weights
 
     @property
     def trained(self) -> int:
         """Bytes of those that are trained."""
-        return self.weights if self.adapters is None else 4 * adapter_count(self.model, self.adapters) // self.devices
+        return self.share.trained
 
     @property
     def size(self) -> int:
@@ -193,13 +188,6 @@ def _kernels(model: DecoderConfig, targets: Sequence[str] = LORA_TARGETS) -> lis
     mlp = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
     layers = (attention if model.has_experts(layer) else attention | mlp for layer in range(model.num_layers))
     return [shape for layer in layers for name, shape in layer.items() if name in targets]
-
-
-def _quantized_bytes(kind: str, inputs: int, outputs: int) -> int:
-    """Of codes and scales (`models/quantization.py`)."""
-    if kind == "int8":
-        return inputs * outputs + 4 * outputs
-    return inputs * outputs // 2 + 4 * (inputs // QUANTIZED_BLOCK) * outputs
 
 
 def _mlp_count(model: DecoderConfig, layer: int) -> int:
@@ -283,19 +271,16 @@ def _key_values(work: Work, width: int) -> int:
 def _cast_weights(work: Work) -> int:
     """Weights in the compute dtype where it is another one; else the transposed embedding as the head."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
-        small = [] if work.quantized is None else _kernels(work.model)
-        return (parameter_count(work.model) - sum(map(math.prod, small))) * work.size // work.devices
-    tied = work.model.vocab_size * work.model.hidden_size * work.size // work.devices
-    return tied if work.model.tie_embeddings else 0
+        return work.share.plain * work.size
+    return work.share.embedding * work.size if work.model.tie_embeddings else 0
 
 
 def _dequantized(work: Work, backward: bool) -> int:
     """Quantised matrices while they are turned back: on the CPU all of them, else the largest, in float32 and cast."""
     if work.quantized is None:
         return 0
-    sizes = [math.prod(each) for each in _kernels(work.model)]
-    copies = DEQUANTIZED_COPIES[backward] * 4 * sum(sizes) if work.backend == "cpu" else (4 + work.size) * max(sizes)
-    return copies // work.devices
+    sizes = work.share.quantized
+    return DEQUANTIZED_COPIES[backward] * 4 * sum(sizes) if work.backend == "cpu" else (4 + work.size) * max(sizes)
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:

@@ -26,8 +26,9 @@ from tunix_like.rl.learner import forward_options
 from tunix_like.rl.objective import build_objective
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.update import gradient, update_input
-from tunix_like.runs import Trained, check_config, open_trained, updates_per_batch
+from tunix_like.runs import check_config, updates_per_batch
 from tunix_like.sizes import chunk_size
+from tunix_like.trained import Trained, open_trained
 
 SHOWN = 10
 """Completions in the table."""

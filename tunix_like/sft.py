@@ -24,7 +24,7 @@ from tunix_like.loop import run
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
-from tunix_like.models.lora import join_params, split_params
+from tunix_like.models.lora import fingerprint, join_params, split_params
 from tunix_like.models.sharding import (
     check_batch,
     check_divides,
@@ -120,6 +120,8 @@ class SFTTrainer:
         self.iterator: Any = None
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
         self.identity |= {"adapters": model.adapters and str(model.adapters), "quantized": model.quantized}
+        if model.adapters is not None:
+            self.identity["base"] = fingerprint(model.config, self.frozen, mesh)
         self._evaluate = evaluate
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
         shardings = shardings_of((self.trained, self.opt_state), mesh)

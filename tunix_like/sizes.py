@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,13 @@ from tunix_like.config import Config, OptimizerConfig, RLTrainingConfig, Rollout
 from tunix_like.errors import UserError
 from tunix_like.memory import Phase, Work, amount, rollout_phase, update_phases
 from tunix_like.models.sharding import prompt_parts
+from tunix_like.models.shares import Share, parameter_shapes, share_of
 from tunix_like.processes import gather
 
 if TYPE_CHECKING:
+    from tunix_like.models.config import DecoderConfig
     from tunix_like.models.decoder import Decoder
+    from tunix_like.models.layer_kinds import Adapters
 
 SHARE = 0.8
 """Of a device's memory that `auto` may fill: predictions are good to a fifth."""
@@ -141,6 +144,7 @@ def _work(
 ) -> Work:
     return Work(
         model.config,
+        _share(model.config, model.param_dtype, model.adapters, model.quantized, mesh),
         prompts,
         group,
         widths,
@@ -150,9 +154,15 @@ def _work(
         quantized=model.quantized,
         attention=model.attention,
         backend=jax.default_backend() if device is None else device.backend,
-        devices=1 if mesh is None else mesh.size,
         parts=prompt_parts(mesh),
     )
+
+
+@functools.lru_cache(64)
+def _share(
+    model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None, mesh: Mesh | None
+) -> Share:
+    return share_of(parameter_shapes(model, param_dtype, adapters, quantized), mesh)
 
 
 @functools.lru_cache(64)

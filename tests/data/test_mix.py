@@ -29,6 +29,7 @@ from tunix_like.metrics import rows as metric_rows
 from tunix_like.rewards import REWARDS, close_pools
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rl.rollouts import score_completions
+from tunix_like.trained import open_trained
 from tunix_like.types import Problem
 
 SMALL = {"name": "maze", "maze_size": 7, "train_size": 30, "eval_size": 6, "label": "small"}
@@ -475,7 +476,7 @@ def test_metrics_of_each_source(home):
 
 def test_a_stopped_run_goes_on_bit_by_bit(home):
     """Two steps and two more are four: weights, rows of metrics, completions, advantages."""
-    whole, halves = (runs.open_trained(str(home / name)).params for name in (RUN, "halves"))
+    whole, halves = (open_trained(str(home / name)).params for name in (RUN, "halves"))
     jax.tree.map(np.testing.assert_array_equal, whole, halves)
     timed = ("time/", "perf/", "step_time")
     kept = [

@@ -294,7 +294,7 @@ def test_what_this_machine_cannot_do(name, said):
 
 def test_the_choice_reaches_the_model():
     """From the config's key to the decoder, made or described; and what cannot run says so before weights are made."""
-    kinds = runs._kinds(Config(model=ModelConfig(attention="blocked")))
+    kinds = runs.kinds_of(Config(model=ModelConfig(attention="blocked")))
     assert load_model(HF, init="random", **kinds)[0].attention == "blocked"
     assert load_model(HF, init="random")[0].attention == "auto"
     with pytest.raises(UserError, match=r"model\.attention: splash needs a TPU"):

@@ -14,14 +14,15 @@ import pytest
 from flax import nnx
 
 import tunix_like
-from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora, runs
+from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import MeshConfig, SFTConfig
-from tunix_like.models.lora import join_params, split_params
-from tunix_like.models.sharding import build_mesh
+from tunix_like.config import MeshConfig, RLTrainingConfig, SFTConfig
+from tunix_like.models.lora import check_base, fingerprint, join_params, split_params
+from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.rl.forward import batch_logprobs
 from tunix_like.rl.update import update_step
 from tunix_like.sft import SFTTrainer
+from tunix_like.trained import open_trained
 
 from .repeated_prompts import (
     EVERYONE,
@@ -86,12 +87,14 @@ def test_the_gradient_is_the_plain_models(taken_apart):
     assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(expected)), rel=1e-5)
 
 
-def test_nothing_as_large_as_the_base_is_made():
+@pytest.mark.parametrize("quantize", [None, "int8", "nf4"])
+def test_nothing_as_large_as_the_base_is_made(quantize):
     """Adapters alone have moments; and in the traced step no product is of the shape of a frozen matrix, nor is
     anything scattered into one: that would be a gradient of the base."""
-    graphdef, state = nnx.split(adapted())
+    plain = nnx.to_pure_dict(nnx.split(adapted())[1])
+    matrices = {x.shape for x in jax.tree.leaves(split_params(plain)[1]) if x.ndim > 1}
+    graphdef, state = nnx.split(adapted(quantize))
     trained, frozen = split_params(nnx.to_pure_dict(state))
-    matrices = {x.shape for x in jax.tree.leaves(frozen) if x.ndim > 1}
     optimizer = optax.adam(1e-3)
     moments = optimizer.init(trained)
     assert max(x.size for x in jax.tree.leaves((trained, moments))) == 4 * 64
@@ -102,6 +105,8 @@ def test_nothing_as_large_as_the_base_is_made():
         return found & (matrices | {shape[::-1] for shape in matrices})
 
     assert made(trained, moments, frozen) == set()
+    if quantize is not None:
+        return
     everything = join_params(trained, frozen)
     assert made(everything, optimizer.init(everything), {}) == matrices, "as it is with everything trained"
 
@@ -155,6 +160,14 @@ def test_the_reference_is_the_model_as_it_starts():
     assert not any(jax.tree.leaves(same[0])) and all(jax.tree.leaves(same[1])), "adapters are copied, the base is not"
 
 
+def test_the_base_itself_as_reference():
+    """Quantised as it is, and without a copy of it."""
+    base, _ = tunix_like.load_model(HF, init="random", quantize="nf4")
+    learner = learner_of(add_lora(base, LoraConfig(rank=4)), ref_model=base)
+    where = lambda tree: sorted(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree))  # noqa: E731
+    assert where(learner.ref_params) == where(learner.frozen) and learner.ref_graphdef == nnx.split(base)[0]
+
+
 def test_a_run_resumes_to_the_bit(tmp_path):
     """With the checkpoint holding adapters and their moments alone."""
     folder = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 1}
@@ -170,6 +183,30 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     other = add_lora(make_base(), LoraConfig(rank=4, alpha=9))
     with pytest.raises(UserError, match="(?s)another run.*  adapters: .*alpha 4.*alpha 9"):
         learner_of(other, max_steps=4, **folder).train(ROWS, batch_size=4)
+    other = add_lora(tunix_like.load_model(HF, init="random", seed=1)[0], LoraConfig(rank=4))
+    with pytest.raises(UserError, match="checkpoints: the adapters belong to another base"):
+        learner_of(other, max_steps=4, **folder).train(ROWS, batch_size=4)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"quantize": "nf4"}, {"param_dtype": jnp.bfloat16}])
+def test_a_base_has_one_fingerprint_wherever_it_lies(kinds, tmp_path):
+    """On one device and on a mesh; and another if one bit is another. On another backend that counts only where
+    weights were read."""
+
+    def of(model, mesh=None):
+        params = place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh)
+        return fingerprint(model.config, split_params(params)[1], mesh)
+
+    model = adapted(**kinds)
+    found = of(model)
+    assert found == of(model, build_mesh(MeshConfig(shape=[2, 4]))) and found["read"] is None
+    changed = adapted(**kinds)
+    norm = changed.norm.scale
+    norm.set_value(norm[...].at[3].set(jnp.nextafter(norm[3], norm[3] + 1)))
+    assert of(changed)["all"] != found["all"]
+    check_base(tmp_path, {"base": found}, {"base": found | {"all": ""} | {"backend": "another"}})
+    with pytest.raises(UserError, match="the adapters belong to another base"):
+        check_base(tmp_path, {"base": found}, {"base": found | {"read": "", "backend": "another"}})
 
 
 def write(model, folder):
@@ -184,21 +221,24 @@ def test_a_run_of_python_is_opened_again(tmp_path):
     model = add_lora(tunix_like.load_model(base, quantize="int8")[0], LoraConfig(rank=2))
     learner = learner_of(model, max_steps=1, output_dir=str(run))
     learner.train(ROWS, batch_size=4)
-    found = runs.open_trained(str(run))
+    found = open_trained(str(run))
     assert_same(copied(found.params), copied(learner.params))
     assert found.graphdef == learner.graphdef
     base.rename(moved)
     with pytest.raises(UserError, match=r"run holds adapters alone, and their base cannot be loaded: .* model\.path="):
-        runs.open_trained(str(run))
-    there = runs.open_trained(str(run), [f"model.path={moved}"])
+        open_trained(str(run))
+    there = open_trained(str(run), [f"model.path={moved}"])
     assert_same(copied(there.params), copied(learner.params))
+    write(tunix_like.load_model(HF, init="random", seed=1)[0], tmp_path / "stranger")
+    with pytest.raises(UserError, match=r"checkpoints.1: the adapters belong to another base: .*model\.path"):
+        open_trained(str(run), [f"model.path={tmp_path / 'stranger'}"])
     write(tunix_like.load_model(HF | {"num_hidden_layers": 2}, init="random")[0], tmp_path / "other")
     with pytest.raises(UserError, match="holds adapters of another model than"):
-        runs.open_trained(str(run), [f"model.path={tmp_path / 'other'}"])
+        open_trained(str(run), [f"model.path={tmp_path / 'other'}"])
     file = run / "model" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(UserError, match=r"does not say what they are for\. Name the base: model\.path="):
-        runs.open_trained(str(run))
+        open_trained(str(run))
 
 
 def test_a_mesh_trains_like_one_device():
@@ -219,14 +259,20 @@ def test_a_mesh_trains_like_one_device():
     assert shares == whole
 
 
-def test_supervised_fine_tuning_trains_adapters_alone():
-    """In float32, whatever the base is held in."""
-    trainer = SFTTrainer(
-        model=adapted("int8", param_dtype=jnp.bfloat16, dtype=jnp.bfloat16),
+def sft_of(model, max_steps=20, **training):
+    return SFTTrainer(
+        model=model,
         tokenizer=TOKENIZER,
-        sft_config=SFTConfig(max_steps=20, batch_size=4, optimizer=OptimizerConfig(learning_rate=0.02)),
+        sft_config=SFTConfig(max_steps=max_steps, batch_size=4, optimizer=OptimizerConfig(learning_rate=0.02)),
         rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
+        training_config=RLTrainingConfig(**training),
     )
+
+
+def test_supervised_fine_tuning_trains_adapters_alone(tmp_path):
+    """In float32, whatever the base is held in; and goes on beside that base only."""
+    kinds = {"quantize": "int8", "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
+    trainer = sft_of(adapted(**kinds), output_dir=str(tmp_path))
     frozen, rows = copied(trainer.frozen), []
     assert max(leaf.size for leaf in jax.tree.leaves(trainer.opt_state)) == 4 * 64
     trainer.train(ROWS, on_row=rows.append)
@@ -234,9 +280,19 @@ def test_supervised_fine_tuning_trains_adapters_alone():
     assert_same(copied(trainer.frozen), frozen)
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.trained)} == {np.dtype("float32")}
     assert trainer.frozen["norm"]["scale"].dtype == jnp.bfloat16
+    other = add_lora(tunix_like.load_model(HF, init="random", seed=1, **kinds)[0], LoraConfig(rank=4))
+    with pytest.raises(UserError, match="sft_checkpoints: the adapters belong to another base"):
+        sft_of(other, max_steps=21, output_dir=str(tmp_path)).train(ROWS)
 
 
 def test_a_quantised_base_without_adapters_is_refused():
     model, _ = tunix_like.load_model(HF, init="random", quantize="int8")
     with pytest.raises(UserError, match=r"quantised and cannot be trained; add adapters \(lora\.rank, add_lora\)"):
         learner_of(model)
+
+
+@pytest.mark.parametrize("make_trainer", [lambda model: learner_of(model), lambda model: sft_of(model)])
+def test_weights_in_half_precision_are_not_trained(make_trainer):
+    model, _ = tunix_like.load_model(HF, init="random", param_dtype=jnp.bfloat16)
+    with pytest.raises(UserError, match=r"held in bfloat16, .*load_model\(\.\.\., param_dtype=jnp\.float32"):
+        make_trainer(model)

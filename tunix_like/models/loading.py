@@ -107,6 +107,16 @@ def load_abstract(
     return nnx.merge(*_abstract(config, kinds, quantize)), tokenizer, found
 
 
+def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig:
+    """The numbers of a model alone: no tokenizer is read, and no weights are read or downloaded.
+
+    Raises:
+      UserError: as `load_model`.
+    """
+    named = path_or_hub_id
+    return DecoderConfig.from_hf(named if isinstance(named, Mapping) else _find(named, with_weights=False))
+
+
 def _described(
     path_or_hub_id: str | Path | Mapping[str, Any], init: str, *, with_weights: bool
 ) -> tuple[Path | None, DecoderConfig, Tokenizer | None]:

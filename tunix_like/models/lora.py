@@ -6,6 +6,7 @@ others. Here they are added, told apart from what is frozen, merged into it, and
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,14 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 from flax import nnx
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from tunix_like.config import LORA_TARGETS, LoraConfig
 from tunix_like.errors import UserError
+from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.layers import Linear
+from tunix_like.models.quantization import LEAVES as QUANTIZED
 from tunix_like.models.quantization import dequantize
+from tunix_like.models.sharding import fetch
 from tunix_like.models.weights import Params, write_json
 
 LEAVES = ("lora_a", "lora_b")
@@ -57,7 +62,9 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     Raises:
       UserError: no rank, a target that the model does not have, or a model that has adapters.
     """
-    adapters = _resolved(model, config)
+    if model.adapters is not None:
+        raise UserError("the model has adapters already; merge_lora takes them in first.")
+    adapters = resolve_adapters(model.config, config)
     made = nnx.merge(*nnx.split(model))
     made.adapters = adapters
     for index, linear in enumerate(_adapted(made).values()):
@@ -75,13 +82,15 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     return made
 
 
-def _resolved(model: Decoder, config: LoraConfig) -> Adapters:
+def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
+    """What a config means for a model.
+
+    Raises:
+      UserError: no rank, or a target that the model does not have.
+    """
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
-    if model.adapters is not None:
-        raise UserError("the model has adapters already; merge_lora takes them in first.")
-    experts = model.config.experts is not None
-    known = LORA_TARGETS[:4] if experts else LORA_TARGETS
+    known = LORA_TARGETS if model.experts is None else LORA_TARGETS[:4]
     targets = known if config.targets is None else tuple(name for name in LORA_TARGETS if name in config.targets)
     if beyond := [name for name in targets if name not in known]:
         raise UserError(
@@ -115,14 +124,21 @@ def split_params(params: Params) -> tuple[Params, Params]:
     """What is trained and what is frozen of a parameter tree: the adapters and the rest, or everything and nothing.
 
     Raises:
-      UserError: weights are quantised and there are no adapters to train.
+      UserError: weights are quantised and there are no adapters to train, or what is trained is not float32.
     """
     trained, frozen = _parted(params)
-    if trained:
-        return trained, frozen
-    if any(not jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(params)):
+    if not trained:
+        trained, frozen = params, {}
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(trained)}
+    if any(not jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise UserError("the weights are quantised and cannot be trained; add adapters (lora.rank, add_lora).")
-    return params, {}
+    if other := dtypes - {jnp.dtype(jnp.float32)}:
+        raise UserError(
+            f"the weights are held in {min(map(str, other))}, which loses small updates: train in float32 "
+            "(load_model(..., param_dtype=jnp.float32); dtype, of the matrix products, may differ), or adapters beside "
+            "them (add_lora)."
+        )
+    return trained, frozen
 
 
 def _parted(tree: Mapping[Any, Any]) -> tuple[Params, Params]:
@@ -144,6 +160,44 @@ def join_params(trained: Params, frozen: Params) -> Params:
     for name, value in trained.items():
         joined[name] = join_params(value, joined[name]) if name in joined else value
     return joined
+
+
+def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dict[str, str | None]:
+    """What tells the frozen weights beside adapters from others: `all` of them by the sums of their bit patterns, which
+    are the same wherever they lie; the `backend`; and, of a base with a name, those that were `read` and not computed,
+    since what one backend draws or quantises may differ in its last bits on another."""
+    leaves = jax.tree_util.tree_leaves_with_path(frozen)
+    sums = fetch([_bit_sum(leaf) for _, leaf in leaves], mesh)
+    found = {jax.tree_util.keystr(path): int(total) for (path, _), total in zip(leaves, sums, strict=True)}
+    named = (config.source or {}).get("_name_or_path") is not None
+    read = {name: total for name, total in found.items() if not any(leaf in name for leaf in QUANTIZED)}
+    return {"backend": jax.default_backend(), "all": _digest(found), "read": _digest(read) if named else None}
+
+
+@jax.jit
+def _bit_sum(x: jax.Array) -> jax.Array:
+    """Modulo 2 ** 32, so that the order of summation makes no difference."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
+
+
+def _digest(sums: Mapping[str, int]) -> str:
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UserError where two identities (`loop.Phase.identity`) have different fingerprints under `base`. One that
+    was kept without any is let through."""
+    then, here = held.get("base"), now.get("base")
+    if then is None or here is None:
+        return
+    kind = "all" if then["backend"] == here["backend"] else "read"
+    if then[kind] != here[kind]:
+        raise UserError(
+            f"{folder}: the adapters belong to another base: the frozen weights are not those that they were trained "
+            "beside. Name that base (model.path, model.quantize, model.param_dtype; for a random one training.seed), "
+            "or train into another output_dir."
+        )
 
 
 def without_adapters(graphdef: Any) -> Any:

@@ -91,7 +91,8 @@ def quantized_product(
 
     def product(x: Array, codes: Array, scale: Array) -> Array:
         x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
-        return x @ dequantize(codes, scale).astype(dtype)
+        # the barrier's derivative makes a tangent of every operand; that of the scales would cost `x^T dy`
+        return x @ dequantize(codes, jax.lax.stop_gradient(scale)).astype(dtype)
 
     return jax.checkpoint(product)(x, codes, scale)
 

@@ -59,8 +59,9 @@ class Learner:
         process; those of `tunix_like.rewards.pooled` in others, with a deadline.
       algo_config: the learner's config class (its defaults when left out).
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
-      ref_model: reference of the KL when `beta > 0`. Left out it is the model as it starts: a copy of its weights; of
-        adapters that have learnt nothing yet, the frozen weights without them and no copy.
+      ref_model: reference of the KL when `beta > 0`, quantised or not; only what it shares with the trained weights is
+        copied. Left out it is the model as it starts: a copy of its weights; of adapters that have learnt nothing yet,
+        the frozen weights without them and no copy.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; one device when left out.
       reward_weights: one factor per reward function; ones when left out.
       success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
@@ -141,15 +142,15 @@ class Learner:
 
     def _reference(self, ref_model: Decoder | None) -> tuple[Any, Any]:
         """Graph and weights of the reference."""
+        graphdef, params = self.graphdef, self.params
         if ref_model is not None:
             graphdef, state = nnx.split(ref_model)
-            trained, frozen = split_params(place_params(nnx.to_pure_dict(state), self.mesh))
-        else:
-            graphdef, trained, frozen = self.graphdef, self.trained, self.frozen
-            if frozen and not any(fetch([leaf.any() for leaf in _second_halves(trained)], self.mesh)):
-                return without_adapters(graphdef), frozen
-        # A copy, since the step takes over the weights that it trains, which may be the very same arrays.
-        return graphdef, join_params(jax.tree.map(jnp.copy, trained), frozen)
+            params = place_params(nnx.to_pure_dict(state), self.mesh)
+        elif self.frozen and not any(fetch([leaf.any() for leaf in _second_halves(self.trained)], self.mesh)):
+            return without_adapters(graphdef), self.frozen
+        # The step takes over the weights that it trains: of what lies in the same memory the reference needs a copy.
+        taken = set().union(*map(_addresses, jax.tree.leaves(self.trained)))
+        return graphdef, jax.tree.map(lambda x: jnp.copy(x) if _addresses(x) & taken else x, params)
 
     def _resolve(self, config: AlgorithmConfig | None) -> AlgorithmConfig:
         config = self.config_class() if config is None else config
@@ -258,6 +259,11 @@ class Learner:
             jax.random.fold_in(self.key, EVAL_KEY),
             self.first_failure,
         )
+
+
+def _addresses(x: jax.Array) -> set[int]:
+    """Where an array lies on this process's devices: several arrays may share their memory."""
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
 
 
 def _second_halves(adapters: Any) -> list[jax.Array]:

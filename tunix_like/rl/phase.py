@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
 from tunix_like.errors import UserError
+from tunix_like.models.lora import fingerprint
 from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope, shardings_of
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
@@ -92,6 +93,8 @@ class RLPhase:
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
         self.identity = _identity(learner) | {"batch_size": batch_size, "mini_batch_size": self.mini_batch_size}
         self.identity |= {"rows": len(train_ds)} if sized else {}
+        if learner.model.adapters is not None:
+            self.identity["base"] = fingerprint(learner.model.config, learner.frozen, learner.mesh)
         self.opt_state = init_optimizer(optimizer, learner.trained)
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'", training.max_skipped_updates)
         self.gap_watch = GapWatch(training.max_logprob_gap)

@@ -1,0 +1,84 @@
+"""What one device of a mesh holds of a model's arrays, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix_like.config import LoraConfig
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.quantization import LEAVES, quantize_base
+from tunix_like.models.sharding import param_shapes
+from tunix_like.models.weights import Params
+
+
+class Share(NamedTuple):
+    """What one device holds of a model's arrays.
+
+    Attributes:
+      weights, trained: bytes of all of them, and of those that are trained.
+      plain: numbers in the weights that are not quantised, without adapters.
+      embedding: numbers in the embedding.
+      quantized: numbers in each quantised matrix.
+    """
+
+    weights: int
+    trained: int
+    plain: int
+    embedding: int
+    quantized: tuple[int, ...]
+
+
+def parameter_shapes(
+    model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
+) -> Params:
+    """A decoder's parameters without numbers. Layers are alike but for experts: one of each kind is made."""
+    made: dict[bool, Params] = {}
+    for kind in set(map(model.has_experts, range(model.num_layers))):
+        experts = model.experts if kind else None
+        single = dataclasses.replace(model, num_layers=1, windows=(), rotary=(), experts=experts, expert_layers=())
+
+        def make(single: DecoderConfig = single) -> Decoder:
+            return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
+
+        one = nnx.eval_shape(make)
+        if adapters is not None:
+            one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
+        made[kind] = nnx.to_pure_dict(nnx.split(one)[1])
+    layers = {index: made[model.has_experts(index)]["layers"][0] for index in range(model.num_layers)}
+    return made[model.has_experts(0)] | {"layers": layers}
+
+
+def share_of(params: Any, mesh: Mesh | None) -> Share:
+    """By where `place_params` puts parameters (arrays or shapes): a mesh axis over which one is not split holds it
+    again.
+
+    Raises:
+      UserError: a dimension that the mesh does not divide.
+    """
+    shapes = param_shapes(params, mesh)
+    trained, frozen = split_params(shapes)
+    base = jax.tree_util.tree_leaves_with_path(frozen or trained)
+    codes = [leaf for path, leaf in base if path[-1].key == LEAVES[0]]
+    return Share(
+        weights=sum(_count(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)),
+        trained=sum(_count(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(trained)),
+        plain=sum(_count(leaf) for path, leaf in base if path[-1].key not in LEAVES),
+        embedding=_count(shapes["embed_tokens"]["embedding"]),
+        # two codes of NF4 a byte
+        quantized=tuple(_count(leaf) * (2 if leaf.dtype == jnp.uint8 else 1) for leaf in codes),
+    )
+
+
+def _count(leaf: Any) -> int:
+    """Numbers of an array on one device."""
+    return math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
