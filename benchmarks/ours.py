@@ -156,7 +156,10 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
             max_tokens_to_generate=case.max_tokens,
             eos_tokens=[min(i, case.model.vocab - 1) for i in case.eos_ids()],
         ),
-        training_config=RLTrainingConfig(max_steps=FOREVER, actor_optimizer=optax.adamw(LEARNING_RATE)),
+        # an update alone is given completions that nobody sampled, with log-probabilities of no model
+        training_config=RLTrainingConfig(
+            max_steps=FOREVER, actor_optimizer=optax.adamw(LEARNING_RATE), max_logprob_gap=None
+        ),
         on_row=on_row,
     )
     if given is not None:

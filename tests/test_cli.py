@@ -434,6 +434,8 @@ def reward(prompts, completions, answer):
         while not pathlib.Path("go").exists():
             time.sleep(0.01)
     if calls == int(os.environ.get("FULL_AT", -1)):
+        while not pathlib.Path("run/checkpoints/15").exists():  # it is written in the background
+            time.sleep(0.01)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     return [0.5 * (len(c) % 2) + 0.25 * (c[:1] == a[:1]) for c, a in zip(completions, answer)]
 """

@@ -58,7 +58,7 @@ def test_adapters_beside_four_bits(home, monkeypatch, capsys):
     trained = 16 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)) / 1e6
     assert f"8190.74 M parameters frozen in nf4, {trained:.2f} M trained (LoRA of rank 16, alpha 16, on q_p" in said
     # an eighth of the base's 6.40 GB on each device; of each adapter one half is split, and the other lies whole
-    split, whole = 16 * 36 * (3 * 4096 + 4096 + 2 * 4096 + 12288), 16 * 36 * (4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
+    split, whole = 16 * 36 * 7 * 4096, 16 * 36 * (4096 + 2 * 1024 + 4096 + 3 * 12288)
     assert split + whole == pytest.approx(trained * 1e6)
     weights = (6.396e9 + 4 * split) / 8 + 4 * whole
     found = re.search(r"  rollout: .*weights (\d+) MB", said)

@@ -583,6 +583,7 @@ def test_two_passes_in_two_mini_batches_by_loops(kind):
     learner = make(
         MaxRLConfig(num_generations=4, num_iterations=2, **LOSSES[kind]),
         reward=watch_rewards(rewards), max_steps=1, mini_batch_size=2, actor_optimizer=optax.sgd(rate),
+        max_logprob_gap=None,
     )  # fmt: skip
     generate = learner.sampler.generate
 
