@@ -144,15 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (train, sft, evaluate, generate, export, replay):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
     for sub in (train, sft, evaluate):
-        several = sub.add_argument_group(
-            "several processes", "start the same command in each; under SLURM and on a GKE TPU slice nothing is needed"
-        )
-        several.add_argument(
-            "--distributed", action="store_true", help="ask the cluster (Cloud TPU, Open MPI) for them"
-        )
-        several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
-        several.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
-        several.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
+        _add_processes(sub)
     advantages = command(
         "advantages",
         _advantages,
@@ -175,6 +167,17 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--devices", help="KIND-N, NxKIND or N: v5e-8, 8xh100, 8")
     doctor.add_argument("overrides", nargs="*", help=OVERRIDES)
     return parser
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    """The options that `_join` reads."""
+    several = parser.add_argument_group(
+        "several processes", "start the same command in each; under SLURM and on a GKE TPU slice nothing is needed"
+    )
+    several.add_argument("--distributed", action="store_true", help="ask the cluster (Cloud TPU, Open MPI) for them")
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
+    several.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    several.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
 
 
 def _setup_jax() -> None:
@@ -413,7 +416,7 @@ def _export(arguments: argparse.Namespace) -> None:
     trained = open_trained(arguments.source, overrides, whole=True)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out)
-        console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft and vLLM load them")
+        console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft loads them")
         if trained.config.model.init == "random":
             console.say("their base was drawn at random and is written nowhere: beside any other they mean nothing")
         if trained.model.quantized is not None:
@@ -423,7 +426,7 @@ def _export(arguments: argparse.Namespace) -> None:
             )
         return
     export_model(trained.model, trained.tokenizer, arguments.out)
-    console.say(f"wrote {trained.origin} to {arguments.out}: transformers, vLLM and tunix-like load it")
+    console.say(f"wrote {trained.origin} to {arguments.out}: transformers and tunix-like load it")
 
 
 def _replay(arguments: argparse.Namespace) -> None:

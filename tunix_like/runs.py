@@ -297,7 +297,7 @@ def claim(folder: Path, parts: Parts) -> None:
     Raises:
       UserError: the folder holds another config; the keys that differ are named, and which of them may.
     """
-    begun = _newest_checkpoints(folder) is not None
+    begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
 
 
@@ -359,7 +359,7 @@ def make_evaluator(
     )
 
 
-def _newest_checkpoints(run: Path) -> Path | None:
+def newest_checkpoints(run: Path) -> Path | None:
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
         found = checkpoints.latest_step()

@@ -31,7 +31,7 @@ from tunix_like.models.lora import (
     split_params,
 )
 from tunix_like.models.sharding import build_mesh, place_params
-from tunix_like.runs import _newest_checkpoints, kinds_of, loaded, make_evaluator, reward_functions
+from tunix_like.runs import kinds_of, loaded, make_evaluator, newest_checkpoints, reward_functions
 from tunix_like.tokenizer import Tokenizer
 
 
@@ -71,7 +71,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
     if place.name.isdigit() and place.parent.name in ("checkpoints", "sft_checkpoints"):
         step, steps_folder, place = int(place.name), place.parent, place.parent.parent
     elif (place / "model" / "config.json").is_file():
-        found = _newest_checkpoints(place)
+        found = newest_checkpoints(place)
         if found is None:
             raise UserError(
                 f"{place} has no checkpoint yet; training.checkpoint_every_n_steps says when one is written."

@@ -136,7 +136,7 @@ def _described(
 
 
 def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path) -> None:
-    """Writes a folder that transformers, vLLM and `load_model` load: weights, configs and, if given, the tokenizer.
+    """Writes a folder that transformers and `load_model` load: weights, configs and, if given, the tokenizer.
     Adapters are merged into what is written, and quantised weights turned back into numbers; the model stays as it is.
 
     Raises:
