@@ -151,10 +151,11 @@ def test_workers_start_when_needed_and_leave_nothing_behind(tmp_path, monkeypatc
     run(functions["deed"], ["a", "bb"], group_size=2)
     assert len(pids(functions)) == 1, "one group, one worker"
     assert run(functions["deed"], ["a", "child"], group_size=1).timeouts.tolist() == [False, True]
-    assert not running(int((tmp_path / "child").read_text())), "what a function started goes with its worker"
+    child = int((tmp_path / "child").read_text())
+    assert until(lambda: not running(child)), "what a function started goes with its worker"
     before = pids(functions)
     os.kill(before[0], signal.SIGKILL)
-    until(lambda: not running(before[0]))
+    assert until(lambda: not running(before[0]))
     assert run(functions["deed"], ["a", "bb"], group_size=1).total.tolist() == [1, 2], "replaced without a failure"
     left = pids(functions)
     close_pools(functions.values())
