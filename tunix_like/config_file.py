@@ -327,6 +327,8 @@ def _read(path: Path) -> Mapping[Any, Any]:
         raise UserError(f"{path}: cannot read this config file ({error.strerror}); name a YAML file.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}{_problem(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; a config file has sections, and their keys.") from None
     if values is None:
         return {}
     if not isinstance(values, Mapping):
