@@ -294,11 +294,13 @@ class Tokenizer:
         return "".join(piece for piece, _ in pieces), ids
 
     def _encode_enough(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
-        if most is not None and len(text) > _LONG_TOKEN * most:
-            beginning = self.encode(text[: _LONG_TOKEN * most], add_special_tokens)
+        size = len(text) if most is None else _LONG_TOKEN * max(most, 1)
+        while most is not None and size < len(text):
+            beginning = self.encode(text[:size], add_special_tokens)
             # The last tokens of a beginning may be others than in the whole: hence twice as many as would do.
             if len(beginning) > 2 * most:
                 return beginning
+            size *= 4
         return self.encode(text, add_special_tokens)
 
     def _by_letters(self, text: str) -> list[int]:
