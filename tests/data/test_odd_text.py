@@ -274,7 +274,7 @@ def test_memory_grows_by_an_offset_a_row(tmp_path, kind, most):
         batches = prompt_batches(
             data.train, tokenizer, batch_size=8, max_prompt_length=16, seed=0, shuffle=True, forever=True
         )
-        for _ in range(20):
+        for _ in range(4):
             next(batches)
         held = eval_problems(data.eval, tokenizer, 16, 10)
         found = tracemalloc.get_traced_memory()[1]
