@@ -290,7 +290,7 @@ def _sft(arguments: argparse.Namespace) -> None:
 
 def _announce(parts: Parts, folder: Path) -> None:
     """What is about to run, and one prompt as the model will see it."""
-    from tunix_like.data.stream import check_prompts, render
+    from tunix_like.data.stream import check_prompts, render, usable
     from tunix_like.runs import describe
 
     for name, value in [*describe(parts), ("folder", str(folder))]:
@@ -299,10 +299,10 @@ def _announce(parts: Parts, folder: Path) -> None:
     for rows, what in ((parts.source.train, "training"), (parts.source.eval, "evaluation")):
         if len(rows):
             limit, policy = config.rollout.max_prompt_length, config.data.overlong_prompts
-            long = check_prompts(rows, parts.tokenizer, limit, policy, what)
-            skipped = f", {long} of them longer than {limit} tokens and skipped" if long else ""
-            console.say(f"{what:>10}: {len(rows)} prompts{skipped}")
-    first = render(parts.source.train[0], parts.tokenizer)
+            skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
+            console.say(f"{what:>10}: {len(rows)} prompts{skipped and f', {skipped}'}")
+    rendered = (render(row, parts.tokenizer) for row in parts.source.train)
+    first = next(prompt for prompt in rendered if usable(prompt, limit))
     console.say(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
     console.say(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
 
@@ -366,6 +366,8 @@ def _complete(
     from tunix_like.rl.rollouts import completion_texts
 
     tokens = render({"prompt": prompt}, tokenizer).tokens
+    if not tokens:
+        raise UserError("the prompt has no tokens; give --prompt some text.")
     if len(tokens) > sampler.max_prompt_length:
         raise UserError(
             f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({sampler.max_prompt_length})."

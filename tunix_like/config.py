@@ -156,7 +156,9 @@ class DataConfig(_Checked):
     shuffle: bool = key(True, doc="shuffle every epoch anew, by training.seed")
     seed: int = key(0, doc="maze, reverse_text: seed of the generated rows", at_least=0)
     overlong_prompts: str = key(
-        "skip", doc="prompts longer than rollout.max_prompt_length: skip (counted) or error", choices=("skip", "error")
+        "skip",
+        doc="prompts longer than rollout.max_prompt_length, or empty: skip (counted) or error",
+        choices=("skip", "error"),
     )
     train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)

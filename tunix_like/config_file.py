@@ -327,6 +327,8 @@ def _read(path: Path) -> Mapping[Any, Any]:
         raise UserError(f"{path}: cannot read this config file ({error.strerror}); name a YAML file.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}{_problem(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; a config file has sections, and their keys.") from None
     if values is None:
         return {}
     if not isinstance(values, Mapping):
@@ -346,13 +348,15 @@ def _parse(text: str, name: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         problem = getattr(error, "problem", None) or error
         raise UserError(f"override {name}={text}: the value is not YAML ({problem}); quote it.") from None
+    except RecursionError:
+        raise UserError(f"override {name}={text:.40}...: nested too deeply.") from None
 
 
 def _text(text: str) -> str | None:
     """The value of a key that holds text: as typed, so that '{question}' needs no quotes; null and YAML quotes work."""
     try:
         value = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     return value if value is None or isinstance(value, str) else text
 

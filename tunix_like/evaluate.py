@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from tunix_like.config import EvalConfig
-from tunix_like.data.stream import render
+from tunix_like.data.stream import render, usable
 from tunix_like.errors import UserError
 from tunix_like.rewards import Scores
 from tunix_like.rl.rollouts import (
@@ -70,13 +70,13 @@ def ks_of(config: EvalConfig) -> list[int]:
 def eval_problems(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_length: int, max_problems: int | None
 ) -> list[Problem]:
-    """The first `max_problems` rows whose prompt fits, as problems numbered from 0. Raises UserError if none does."""
-    prompts = (render(rows[i], tokenizer) for i in range(len(rows)))
-    fitting = (prompt for prompt in prompts if len(prompt.tokens) <= max_prompt_length)
+    """The first `max_problems` rows whose prompt is usable, numbered from 0. Raises UserError if none is."""
+    prompts = (render(rows[i], tokenizer, max_prompt_length) for i in range(len(rows)))
+    fitting = (prompt for prompt in prompts if usable(prompt, max_prompt_length))
     problems = [Problem(i, *prompt) for i, prompt in enumerate(itertools.islice(fitting, max_problems))]
     if not problems:
         raise UserError(
-            f"none of {len(rows)} evaluation prompts fits in rollout.max_prompt_length={max_prompt_length} tokens."
+            f"none of {len(rows)} evaluation prompts has 1 to rollout.max_prompt_length={max_prompt_length} tokens."
         )
     return problems
 

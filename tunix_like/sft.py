@@ -149,6 +149,8 @@ class SFTTrainer:
         check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
         if "answer" not in rows[0]:
             raise UserError(f"SFT needs an 'answer' column; the rows have {', '.join(map(str, rows[0]))}.")
+        for number in range(len(rows)):
+            _check_answer(rows[number], number)
         self.identity["rows"] = len(rows)
         self.iterator = prompt_batches(
             rows,
@@ -230,12 +232,7 @@ class SFTTrainer:
         )
 
     def _answer(self, prompt: Prompt) -> list[int]:
-        answer = prompt.columns.get("answer")
-        if not isinstance(answer, str) or not answer:
-            raise UserError(
-                f"SFT needs text in the 'answer' column; the row of prompt {prompt.text!r:.60} has {answer!r}."
-            )
-        return [*self.tokenizer.encode(answer, add_special_tokens=False), self.eos_id]
+        return [*self.tokenizer.encode(prompt.columns["answer"], add_special_tokens=False), self.eos_id]
 
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
@@ -246,3 +243,12 @@ class SFTTrainer:
     def finished(self, row: dict[str, Any]) -> bool:
         target = self.config.stop_at_success
         return target is not None and row.get("sft/eval/pass@1", 0.0) >= target
+
+
+def _check_answer(row: Mapping[str, Any], number: int) -> None:
+    answer = row.get("answer")
+    if not isinstance(answer, str) or not answer:
+        raise UserError(
+            f"SFT needs text in the 'answer' column; training row {number} of prompt {row.get('prompt')!r:.60} has "
+            f"{answer!r:.60}."
+        )

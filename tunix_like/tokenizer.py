@@ -27,6 +27,9 @@ from tunix_like.untrusted import parts, refer
 if TYPE_CHECKING:
     from tunix_like.types import Message
 
+_LONG_TOKEN = 16
+"""Characters of a long token: a text of so many times as many as there may be tokens is likely to have too many."""
+
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -185,8 +188,18 @@ class Tokenizer:
         return self._chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in the text become their ids, as in transformers."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; special tokens written in the text become their ids, as in transformers.
+
+        Raises:
+          UserError: the text is none that UTF-8 can hold (it has a surrogate without its other half).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise UserError(
+                f"the text {text!r:.80} cannot be encoded: it holds half of a character (a lone surrogate); write the "
+                "whole character, or leave the row out."
+            ) from error
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, in parallel threads; no padding."""
@@ -235,7 +248,9 @@ class Tokenizer:
                 f"{type(error).__name__}: {error}.{cure if 'system' in roles else ''}"
             ) from error
 
-    def encode_prompt(self, prompt: str | Sequence[Message], apply_chat_template: bool) -> tuple[str, list[int]]:
+    def encode_prompt(
+        self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
+    ) -> tuple[str, list[int]]:
         """The prompt as the model sees it: its text and its ids, with at most one beginning-of-sequence token.
 
         A list of messages is always rendered; a string is wrapped as a user message and rendered when
@@ -243,11 +258,16 @@ class Tokenizer:
         Control tokens that a message spells, or a column that a prompt template inserted, stay the text they are; in a
         string that is the whole prompt they are what they say.
 
+        Args:
+          most: of a prompt with more ids than that, some more than that may be returned, not all: a text of 100,000
+            characters, which would take up to a second, takes no longer than one that fits.
+
         Raises:
-          UserError: see `render`.
+          UserError: see `render` and `encode`.
         """
         if isinstance(prompt, str) and not apply_chat_template:
-            text, ids = self._encode_guarded(refer(prompt, self._control, everything=False), add_special_tokens=True)
+            guarded_text = refer(prompt, self._control, everything=False)
+            text, ids = self._encode_guarded(guarded_text, add_special_tokens=True, most=most)
             # The text itself may open with the token that the tokenizer adds.
             doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
             return text, ids[1:] if doubled else ids
@@ -258,18 +278,30 @@ class Tokenizer:
             else turn
             for turn in _plain(messages)
         ]
-        return self._encode_guarded(self.render(guarded), add_special_tokens=False)
+        return self._encode_guarded(self.render(guarded), add_special_tokens=False, most=most)
 
-    def _encode_guarded(self, text: str, add_special_tokens: bool) -> tuple[str, list[int]]:
-        """Text and ids; a control token that stands in it by reference is encoded by its characters. Where there is
-        one, tokens end at both sides of it."""
+    def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
+        """Text and ids (see `most` of `encode_prompt`); a control token that stands in it by reference is encoded by
+        its characters. Where there is one, tokens end at both sides of it."""
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):
-            return text, self.encode(text, add_special_tokens)
+            return text, self._encode_enough(text, add_special_tokens, most)
         ids = self.encode("") if add_special_tokens else []
         for piece, literal in pieces:
-            ids += self._by_letters(piece) if literal else self.encode(piece, add_special_tokens=False)
+            if most is not None and len(ids) > most:
+                break
+            ids += self._by_letters(piece) if literal else self._encode_enough(piece, False, most)
         return "".join(piece for piece, _ in pieces), ids
+
+    def _encode_enough(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        size = len(text) if most is None else _LONG_TOKEN * max(most, 1)
+        while most is not None and size < len(text):
+            beginning = self.encode(text[:size], add_special_tokens)
+            # The last tokens of a beginning may be others than in the whole: hence twice as many as would do.
+            if len(beginning) > 2 * most:
+                return beginning
+            size *= 4
+        return self.encode(text, add_special_tokens)
 
     def _by_letters(self, text: str) -> list[int]:
         if self._letters is None:

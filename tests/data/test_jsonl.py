@@ -86,7 +86,7 @@ def test_a_folder_has_a_file_per_split(tmp_path):
     [
         (b'{"prompt": "a"}\n\n{"prompt": }\n', r"a.jsonl:3: not valid JSON"),
         (b'{"prompt": "a"}\n[1]\n', r"a.jsonl:2: a row must be a JSON object, not list"),
-        (b'{"prompt": "a"}\n\xff\n', r"a.jsonl:2: not valid JSON"),
+        (b'{"prompt": "a"}\n\xff\n', r"a.jsonl:2: byte 1 of the line \(0xff\) is not UTF-8; convert"),
         (b'{"prompt": "a"}\n{"text": "b"}\n', r"a.jsonl:2: .* needs column 'prompt'; the row has: text"),
         (b'{"prompt": 3}\n', r"a.jsonl:1: column 'prompt' must be text"),
         (b'{"prompt": [{"role": "user"}]}\n', r"a.jsonl:1: .*'role' and 'content'"),

@@ -525,11 +525,11 @@ def test_what_a_run_asks_of_every_source(folder):
     data = of(SMALL, LARGE)
     mix.check_parts(data, data.tokenizer, 94, needs_answer=True)  # <bos>, 9 x 10 cells and line ends, 3 marks
     with pytest.raises(
-        UserError, match="data source 'large': all of its training prompts are longer than .*=93; raise"
+        UserError, match="data source 'large': all of its training prompts are empty or longer than .*=93; raise"
     ):
         mix.check_parts(data, data.tokenizer, 93, needs_answer=True)
     with pytest.raises(
-        UserError, match="data source 'large': all of its training prompts are longer than .*=93; raise"
+        UserError, match="data source 'large': all of its training prompts are empty or longer than .*=93; raise"
     ):
         runs.assemble(load(EXAMPLE, ["rollout.max_prompt_length=93"]))
     words = {"name": "gsm8k", "path": str(folder / "gsm8k")}

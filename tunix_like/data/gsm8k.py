@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_like.data.jsonl import hub_rows, make_source, split_folder
+from tunix_like.data.jsonl import check_hub_rows, hub_rows, make_source, split_folder
 from tunix_like.data.source import DataSource, PromptFormat, Record
 from tunix_like.errors import UserError
 from tunix_like.rewards.math import parse_number
@@ -60,7 +60,5 @@ def load(config: DataConfig) -> DataSource:
         raise UserError(f"data.path={path} is no folder with train.jsonl and test.jsonl, and no hub id (owner/name).")
     path = f"{path}:main" if path == HUB_ID else path
     train, held_out = hub_rows(path, config.split), hub_rows(path, config.eval_split)
-    for split, each in ((config.split, train), (config.eval_split, held_out)):
-        for number in range(len(each)):
-            rows.check(each[number], f"{path}, row {number + 1} of {split}")
+    check_hub_rows(config, path, train, held_out, rows.check)
     return make_source(config, train, held_out, rows, reward="gsm8k")

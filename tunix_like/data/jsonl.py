@@ -8,12 +8,17 @@ the columns mean, beyond `prompt` and `answer`.
 from __future__ import annotations
 
 import array
+import codecs
+import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunix_like.console import progress
 from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, take
 from tunix_like.errors import UserError
 
@@ -21,6 +26,18 @@ if TYPE_CHECKING:
     from tunix_like.config import DataConfig
 
 DEFAULT_EVAL = 256
+
+MOST_COLUMNS = 1000
+"""Different columns that the rows of a file may have; every row is given all of them."""
+
+MOST_NESTED = 100
+"""Levels of lists and objects within a row; what is handed to reward functions and other processes must not run into
+Python's own limit, which depends on the caller."""
+
+LONG_FILE = 32
+"""MiB of a file whose reading is shown as it goes on."""
+
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of half a character; two of them may make a whole one
 
 
 class JsonlRows(Sequence[Record]):
@@ -33,28 +50,39 @@ class JsonlRows(Sequence[Record]):
         """Indexes the file and runs `check(row, "file:line")` on every row.
 
         Raises:
-          UserError: a missing file, one without rows, or a line that is no JSON object (with its number).
+          UserError: a missing file, one without rows, rows of more than `MOST_COLUMNS` columns, or a line (with its
+            number) that is no JSON object in UTF-8, or holds half a character or more than `MOST_NESTED` levels.
         """
         self._path = Path(path)
         self._descriptor: int | None = None
         self._starts = array.array("q")
-        columns: dict[str, None] = {}
+        self._columns: dict[str, None] = {}
         if not self._path.is_file():
             raise UserError(f"{self._path} does not exist: data.path must name a JSON-lines file, or a folder of them.")
+        end = self._index(check)
+        if not self._starts:
+            raise UserError(f"{self._path} is empty: it must hold one JSON object per line.")
+        self._starts.append(end)
+
+    def _index(self, check: Callable[[Record, str], None]) -> int:
+        """Finds where each row begins, and which columns there are. Returns the size of the file in bytes."""
         place = 0
-        with self._path.open("rb") as file:
+        with self._path.open("rb") as file, _shown(self._path) as advance:
             for number, line in enumerate(file, start=1):
-                if line.strip():
+                if _content(line):
                     where = f"{self._path}:{number}"
                     row = _parse(line, where)
                     check(row, where)
-                    columns.update(dict.fromkeys(row))
+                    self._columns.update(dict.fromkeys(row))
+                    if len(self._columns) > MOST_COLUMNS:
+                        raise UserError(
+                            f"{where}: the rows have more than {MOST_COLUMNS} different columns by now; every row is "
+                            "given all of them: put what differs from row to row into one column."
+                        )
                     self._starts.append(place)
+                advance(((place + len(line)) >> 20) - (place >> 20))
                 place += len(line)
-        if not self._starts:
-            raise UserError(f"{self._path} is empty: it must hold one JSON object per line.")
-        self._starts.append(place)
-        self._columns = dict.fromkeys(columns)
+        return place
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -82,16 +110,72 @@ class JsonlRows(Sequence[Record]):
             os.close(self._descriptor)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def _shown(path: Path) -> Iterator[Callable[[int], None]]:
+    """A function to call with the MiB just read, which shows the progress of a long file."""
+    size = path.stat().st_size >> 20
+    if size < LONG_FILE:
+        yield lambda done: None
+        return
+    with progress(f"reading {path.name} (MiB)", size) as advance:
+        yield lambda done: advance(done) if done else None
+
+
+def _content(line: bytes) -> bytes:
+    """Without white space and the byte order mark that some editors put in front of a file."""
+    return line.removeprefix(codecs.BOM_UTF8).strip()
+
+
 def _parse(line: bytes, where: str) -> dict[str, Any]:
+    content = _content(line)
     try:
-        row = json.loads(line.rstrip())
-    except ValueError as error:
+        row = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
+        raise UserError(
+            f"{where}: byte {error.start + 1} of the line (0x{content[error.start]:02x}) is not UTF-8; convert the "
+            f"file, e.g. iconv -f {encoding} -t UTF-8, or leave the row out."
+        ) from error
+    except json.JSONDecodeError as error:
         # json counts lines within the row, which would be mistaken for the file's
-        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        problem = f"{error.msg} at column {error.colno}"
         raise UserError(f"{where}: not valid JSON ({problem}); write one object per line.") from error
+    except ValueError as error:
+        most = sys.get_int_max_str_digits()
+        raise UserError(f"{where}: a number has more than {most} digits; write it as text.") from error
+    except RecursionError as error:
+        raise UserError(_too_deep(where)) from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}.")
+    if content.count(b"[") + content.count(b"{") > MOST_NESTED and _levels(row) > MOST_NESTED:
+        raise UserError(_too_deep(where))
+    if _HALF.search(content):
+        _check_whole(row, where)
     return row
+
+
+def _too_deep(where: str) -> str:
+    return f"{where}: lists and objects are nested more than {MOST_NESTED} levels deep; write the column as text."
+
+
+def _levels(value: Any) -> int:
+    levels, inside = 0, [value]
+    while inside := [each for each in inside if isinstance(each, dict | list)]:
+        levels += 1
+        inside = [inner for each in inside for inner in (each.values() if isinstance(each, dict) else each)]
+    return levels
+
+
+def _check_whole(row: dict[str, Any], where: str) -> None:
+    """Raises a UserError where a text holds a lone surrogate, which no tokenizer takes and UTF-8 cannot hold."""
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{where}: column {name!r} holds half of a character ({error.object[error.start]!r}, a surrogate "
+                "without its other half); write the whole character, or leave the row out."
+            ) from error
 
 
 def load(config: DataConfig) -> DataSource:
@@ -147,15 +231,30 @@ def load_hub(config: DataConfig) -> DataSource:
     """A data set of the hub: `data.path` is `owner/name`, or `owner/name:configuration`.
 
     Raises:
-      UserError: no `data.path`, `datasets` not installed, the data set unreachable, or a bad first row.
+      UserError: no `data.path`, `datasets` not installed, the data set unreachable, or a bad row (split and number).
     """
     if config.path is None:
         raise UserError("data.path is required with data.name=hub: the id of a data set, as owner/name.")
     format = PromptFormat.of(config, template=None)
     train, held_out = hub_rows(config.path, config.split), hub_rows(config.path, config.eval_split)
-    # Every row of a hub data set has the same columns and types, so the first one speaks for all.
-    format.check(train[0], f"{config.path}, first row of {config.split}")
+    check_hub_rows(config, config.path, train, held_out, format.check)
     return make_source(config, train, held_out, format, reward="exact_match")
+
+
+def check_hub_rows(
+    config: DataConfig,
+    path: str,
+    train: Sequence[Record],
+    held_out: Sequence[Record],
+    check: Callable[[Record, str], None],
+) -> None:
+    """Runs `check` on every row of both splits: columns have types there, but any value may be missing."""
+    for split, rows in ((config.split, train), (config.eval_split, held_out)):
+        with progress(f"checking {path}, {split}", len(rows)) as advance:
+            for number, row in enumerate(rows, start=1):
+                check(row, f"{path}, row {number} of {split}")
+                if number % 1000 == 0:
+                    advance(1000)
 
 
 def make_source(

@@ -6,6 +6,7 @@ This module knows how sources are put together; it does NOT know what any of the
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
 import logging
@@ -18,7 +19,7 @@ import numpy as np
 from tunix_like.config import DataConfig
 from tunix_like.data.entries import Entry, entries
 from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record
-from tunix_like.data.stream import SCANNED_ROWS, render
+from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.errors import UserError
 from tunix_like.rewards import check_arguments, resolve
 from tunix_like.tokenizer import Tokenizer
@@ -97,7 +98,7 @@ def _not_held_out(found: Sequence[Entry], sources: Sequence[DataSource], number:
     held_out = {repr(sources[i].eval[j]["prompt"]) for i in same for j in range(len(sources[i].eval))}
     if not held_out:
         return rows
-    kept = [i for i in range(len(rows)) if repr(rows[i]["prompt"]) not in held_out]
+    kept = array.array("q", (i for i in range(len(rows)) if repr(rows[i]["prompt"]) not in held_out))
     if not kept:
         raise UserError(
             f"{entry.place} ('{entry.label}'): another source of name={entry.config.name} holds out all of its "
@@ -145,10 +146,12 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
                 "or leave the source out."
             )
         for rows, what in ((part.train, "training"), (part.eval, "evaluation")):
-            first = (render(rows[i], tokenizer) for i in range(min(len(rows), SCANNED_ROWS)))
-            if len(rows) and not any(len(prompt.tokens) <= max_prompt_length for prompt in first):
+            count = min(len(rows), SCANNED_ROWS)
+            first = (render(rows[i], tokenizer, max_prompt_length) for i in range(count))
+            if count and not any(usable(prompt, max_prompt_length) for prompt in first):
+                them = f"all of its {what} prompts" if count == len(rows) else f"the first {count} {what} prompts"
                 raise UserError(
-                    f"data source '{label}': all of its {what} prompts are longer than "
+                    f"data source '{label}': {them} are empty or longer than "
                     f"rollout.max_prompt_length={max_prompt_length}; raise it, or leave the source out."
                 )
 

@@ -7,7 +7,8 @@ module knows the tokenizer and the limits of a prompt; it does not know where ro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import grain.python as grain
@@ -17,8 +18,10 @@ from tunix_like.errors import UserError
 from tunix_like.processes import spread
 from tunix_like.tokenizer import Tokenizer
 
+logger = logging.getLogger("tunix_like")
+
 SCANNED_ROWS = 20_000
-"""Rows tokenised before the start, to say how many prompts are too long."""
+"""Rows tokenised before the start, to say how many prompts are skipped."""
 
 
 class Prompt(NamedTuple):
@@ -29,11 +32,34 @@ class Prompt(NamedTuple):
     columns: dict[str, Any]
 
 
-def render(row: Any, tokenizer: Tokenizer) -> Prompt:
+class Skipped(NamedTuple):
+    """How many prompts of the first `scanned` of `rows` rows are longer than `limit` tokens, or without any."""
+
+    rows: int
+    scanned: int
+    limit: int
+    long: int
+    empty: int
+
+    def __str__(self) -> str:
+        them = "them" if self.scanned == self.rows else f"the first {self.scanned}"
+        found = ((self.long, f"longer than {self.limit} tokens"), (self.empty, "without any token"))
+        return ", ".join(f"{count} of {them} {what} and skipped" for count, what in found if count)
+
+
+def usable(prompt: Prompt, max_prompt_length: int) -> bool:
+    """Whether it can be sampled from."""
+    return 0 < len(prompt.tokens) <= max_prompt_length
+
+
+def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
     """Renders a row's `prompt`: text as it is, messages through the chat template.
 
+    Args:
+      most: tokens beyond which the prompt is of no use; of a longer one only some more are made.
+
     Raises:
-      UserError: no `prompt` column, or one that is neither text nor messages, or is empty.
+      UserError: no `prompt` column, or one that is neither text nor messages, or cannot be encoded.
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"it has {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
@@ -41,45 +67,54 @@ def render(row: Any, tokenizer: Tokenizer) -> Prompt:
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not (isinstance(prompt, Sequence) and prompt):
         raise UserError(f"a data row's 'prompt' must be text or a list of messages, got {prompt!r:.80}.")
-    text, tokens = tokenizer.encode_prompt(prompt, apply_chat_template=not isinstance(prompt, str))
-    if not tokens:
-        raise UserError(f"the prompt {prompt!r:.80} has no tokens; leave the row out.")
+    text, tokens = tokenizer.encode_prompt(prompt, apply_chat_template=not isinstance(prompt, str), most=most)
     return Prompt(text, tokens, {name: value for name, value in row.items() if name != "prompt"})
 
 
 def check_prompts(
     rows: Sequence[Any] | grain.MapDataset, tokenizer: Tokenizer, max_prompt_length: int, overlong: str, what: str
-) -> int:
-    """Tokenises up to `SCANNED_ROWS` rows and counts the prompts longer than `max_prompt_length` tokens.
+) -> Skipped:
+    """Tokenises up to `SCANNED_ROWS` rows and counts the prompts longer than `max_prompt_length` tokens, or empty.
 
     What a grain filter has taken out of a `MapDataset` stands there as None, and is no row.
 
     Raises:
-      UserError: no rows, no prompt that fits, or (`overlong="error"`) one that does not, naming the row.
+      UserError: no rows, no prompt that can be used, one that cannot be rendered or (`overlong="error"`) used, naming
+        the row.
     """
     if len(rows) == 0:
         raise UserError(f"the {what} data is empty.")
     count = min(len(rows), SCANNED_ROWS)
 
-    def length(row: Any) -> int:
-        absent = row is None and isinstance(rows, grain.MapDataset)
-        return -1 if absent else len(render(row, tokenizer).tokens)
+    def length(place: int) -> int:
+        row = rows[place]
+        if row is None and isinstance(rows, grain.MapDataset):
+            return -1
+        try:
+            return len(render(row, tokenizer, None if overlong == "error" else max_prompt_length).tokens)
+        except UserError as error:
+            raise UserError(f"{what} row {place}: {error}") from error
 
-    lengths = spread(range(count), lambda places: [length(rows[place]) for place in places])
-    too_long = [place for place, found in enumerate(lengths) if found > max_prompt_length]
-    if too_long and overlong == "error":
+    lengths = spread(range(count), lambda places: [length(place) for place in places])
+    bad = next((place for place, found in enumerate(lengths) if found == 0 or found > max_prompt_length), None)
+    if bad is not None and overlong == "error":
         raise UserError(
-            f"{what} row {too_long[0]}: its prompt has {lengths[too_long[0]]} tokens, rollout.max_prompt_length is "
-            f"{max_prompt_length}. Raise it, or set data.overlong_prompts=skip."
+            f"{what} row {bad}: its prompt has {lengths[bad]} tokens, rollout.max_prompt_length is "
+            f"{max_prompt_length}. {'Raise it' if lengths[bad] else 'Leave the row out'}, or set "
+            "data.overlong_prompts=skip."
         )
-    long = len(too_long)
+    long, empty = sum(found > max_prompt_length for found in lengths), lengths.count(0)
     if lengths.count(-1) == count:
         raise UserError(f"the {what} data is empty: its filter takes out all of the first {count} rows.")
-    if long + lengths.count(-1) == count:
+    if long + empty + lengths.count(-1) == count:
+        all_of = f"all {count} {what} prompts" if count == len(rows) else f"the first {count} {what} prompts"
         raise UserError(
-            f"all {count} {what} prompts are longer than rollout.max_prompt_length={max_prompt_length}; raise it."
+            f"{all_of} are longer than rollout.max_prompt_length={max_prompt_length}; raise it."
+            if long and not empty
+            else f"{all_of} are of no use: {empty} without any token, {long} longer than "
+            f"rollout.max_prompt_length={max_prompt_length}. Check data.path and data.prompt_template."
         )
-    return long
+    return Skipped(len(rows), count, max_prompt_length, long, empty)
 
 
 def prompt_batches(
@@ -92,7 +127,7 @@ def prompt_batches(
     shuffle: bool,
     forever: bool,
 ) -> Iterator[list[Prompt]]:
-    """Batches of `batch_size` prompts, each at most `max_prompt_length` tokens; an incomplete last batch is dropped.
+    """Batches of `batch_size` prompts of 1 to `max_prompt_length` tokens; an incomplete last batch is dropped.
 
     Args:
       rows: a sequence or a grain `MapDataset` (shuffled anew each epoch when `shuffle`), a grain `IterDataset` (as it
@@ -102,18 +137,18 @@ def prompt_batches(
     Returns:
       an iterator; a `Resumable` one unless `rows` is a plain iterable.
     """
-    fits = lambda prompt: len(prompt.tokens) <= max_prompt_length  # noqa: E731
     if isinstance(rows, Sequence | grain.MapDataset):
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
         source = source.seed(seed)
         source = source.shuffle() if shuffle else source
         source = source.repeat() if forever else source
-        return _SharedBatches(source, tokenizer, batch_size, fits, len(rows))
+        return _SharedBatches(source, tokenizer, batch_size, max_prompt_length, len(rows))
     if isinstance(rows, grain.IterDataset):
-        prompts = rows.map(lambda row: render(row, tokenizer)).filter(fits)
+        prompts = rows.map(lambda row: render(row, tokenizer, max_prompt_length))
+        prompts = prompts.filter(lambda prompt: usable(prompt, max_prompt_length))
         return iter(prompts.batch(batch_size, drop_remainder=True, batch_fn=list))
     if isinstance(rows, Iterable):
-        return _plain_batches(rows, tokenizer, batch_size, fits, forever)
+        return _plain_batches(rows, tokenizer, batch_size, max_prompt_length, forever)
     raise UserError(f"the data must be a sequence, an iterable or a grain dataset, got {type(rows).__name__}.")
 
 
@@ -128,7 +163,8 @@ class Resumable(Protocol):
 
 class _SharedBatches(Iterator[list[Prompt]]):
     """Batches out of rows that can be asked for by number. Every candidate for a batch is rendered by one process; its
-    place is the number of the next candidate, whatever the number of processes.
+    place is the number of the next candidate, whatever the number of processes. A row that the start did not see
+    (`SCANNED_ROWS`) and that cannot be rendered is skipped, with a warning of the first one.
 
     Raises:
       UserError: not one of an `epoch` of candidates is left.
@@ -139,11 +175,12 @@ class _SharedBatches(Iterator[list[Prompt]]):
         rows: grain.MapDataset,
         tokenizer: Tokenizer,
         batch_size: int,
-        fits: Callable[[Prompt], bool],
+        limit: int,
         epoch: int,
     ):
-        self.rows, self.tokenizer, self.batch_size, self.fits, self.epoch = rows, tokenizer, batch_size, fits, epoch
+        self.rows, self.tokenizer, self.batch_size, self.limit, self.epoch = rows, tokenizer, batch_size, limit, epoch
         self.next = 0
+        self._warned = False
 
     def __next__(self) -> list[Prompt]:
         batch: list[Prompt] = []
@@ -153,22 +190,33 @@ class _SharedBatches(Iterator[list[Prompt]]):
             if not candidates:
                 raise StopIteration
             found = spread(candidates, self._render)
-            batch += [prompt for prompt in (Prompt(*each) for each in found if each is not None) if self.fits(prompt)]
+            prompts = (Prompt(*each) for each in found if each is not None)
+            batch += [prompt for prompt in prompts if usable(prompt, self.limit)]
             place = candidates.stop
             if not batch and place - self.next >= self.epoch + self.batch_size:
                 raise UserError(
-                    f"not one of {self.epoch} rows has a prompt that fits; raise rollout.max_prompt_length."
+                    f"not one of {self.epoch} rows has a prompt that can be used; raise rollout.max_prompt_length."
                 )
         self.next = place
         return batch
 
     def _render(self, places: Sequence[int]) -> list[Prompt | None]:
-        rows = (self.rows[place] for place in places)  # None: taken out by a grain filter
-        prompts = [None if row is None else render(row, self.tokenizer) for row in rows]
+        prompts = [self._prompt(self.rows[place]) for place in places]
         if jax.process_count() > 1:
             for prompt in prompts:
                 _check_sendable(prompt)
         return prompts
+
+    def _prompt(self, row: Any) -> Prompt | None:
+        if row is None:  # taken out by a grain filter
+            return None
+        try:
+            return render(row, self.tokenizer, self.limit)
+        except UserError as error:
+            if not self._warned:
+                logger.warning("a row is skipped, and so will be others that have no prompt to be used: %s", error)
+            self._warned = True
+            return None
 
     def get_state(self) -> dict[str, int]:
         return {"next": self.next}
@@ -198,14 +246,14 @@ def _keeps(value: Any) -> bool:
 
 
 def _plain_batches(
-    rows: Iterable[Any], tokenizer: Tokenizer, batch_size: int, fits: Any, forever: bool
+    rows: Iterable[Any], tokenizer: Tokenizer, batch_size: int, limit: int, forever: bool
 ) -> Iterator[list[Prompt]]:
     def endless() -> Iterator[Prompt]:
         while True:
             found = False
             for row in rows:
-                prompt = render(row, tokenizer)
-                if fits(prompt):
+                prompt = render(row, tokenizer, limit)
+                if usable(prompt, limit):
                     found = True
                     yield prompt
             if not (forever and found):

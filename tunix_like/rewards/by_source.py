@@ -9,7 +9,7 @@ from typing import Any
 
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import arguments_of, call
-from tunix_like.rewards.registry import resolve
+from tunix_like.rewards.registry import REWARDS
 
 
 def by_source(
@@ -19,14 +19,19 @@ def by_source(
     called once, with its own rows.
 
     Raises:
-      UserError: a function returned what is no reward, named; called with single completions, this is told of the
-        right one.
+      UserError: a name that is not registered; or a function returned what is no reward, named; called with single
+        completions, this is told of the right one.
       Exception: whatever a function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}
     out: list[float | None] = [None] * len(completions)
     for name in dict.fromkeys(source_reward):
-        own, function = [i for i, each in enumerate(source_reward) if each == name], resolve(name)
+        if name not in REWARDS:  # a place of a function is not run for being named in data
+            raise UserError(
+                f"Reward function 'by_source': the column 'source_reward' holds {name!r:.80}, which is no registered "
+                "function. Name your own in rewards.functions."
+            )
+        own, function = [i for i, each in enumerate(source_reward) if each == name], REWARDS[name]
         arguments = {key: [given[key][i] for i in own] for key in arguments_of(name, function, given)}
         found = call(name, function, arguments, len(own))
         if found.failures:

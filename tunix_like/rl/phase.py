@@ -60,14 +60,15 @@ class RLPhase:
         self.compilations = Compilations()
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
-            long = check_prompts(train_ds, learner.tokenizer, rollout.max_prompt_length, "skip", "training")
-            if long:
-                logger.warning("%d training prompts are longer than rollout.max_prompt_length and are skipped", long)
-            batch_size = min(batch_size, len(train_ds) - long)
+            found = check_prompts(train_ds, learner.tokenizer, rollout.max_prompt_length, "skip", "training")
+            skipped = found.long + found.empty
+            if skipped:
+                logger.warning("%d training prompts, %s", len(train_ds), found)
+            batch_size = min(batch_size, len(train_ds) - skipped)
         self.batch_size = batch_size
         self.total = training.max_steps
         if self.total is None and sized and not learner.algo.dynamic_sampling:
-            self.total = (len(train_ds) - long) // batch_size
+            self.total = (len(train_ds) - skipped) // batch_size
         self.profile = Profile(training.profile_steps, folder)
         self.mini_batch_size = min(training.mini_batch_size or batch_size, batch_size)
         check_batch(learner.mesh, "data.batch_size", batch_size)
