@@ -267,6 +267,7 @@ def run(case: Case, folder: Path) -> str | None:
 
 _FELT_ELSEWHERE = {
     "advantage_estimator": ("{section}.k", "{section}.ddof"),
+    "eval_size": ("data.sources[0]", "data.sources[1]"),
     "prompt_template": ("rollout.max_prompt_length",),
     "system_prompt": ("rollout.max_prompt_length",),
     **dict.fromkeys(["hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"], ("mesh.shape",)),
@@ -283,7 +284,8 @@ def _named(place: Place, value: Any, said: str) -> bool:
 
     cut = 2 if place[:2] == ("model", "config") else 3
     inner = rf"(?<!\w){re.escape(str(place[-1]))}(?!\w)"
-    if has(spelt(place)) or (len(place) > cut and has(spelt(place[:cut])) and re.search(inner, said)):
+    above = cut == 2 or has(spelt(place[:cut]))  # a field of Hugging Face's is told by its name alone
+    if has(spelt(place)) or (len(place) > cut and above and re.search(inner, said)):
         return True
     if place[-1] in ("path", "name", "functions") and isinstance(value, str | bool | int):
         return str(value).lower() in said.lower()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests import fuzzing, fuzzing_files
 from tests.fuzzing import Case
 from tests.fuzzing_files import Damage
+from tunix_like.models import loading
 
 FIXED = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
@@ -28,6 +29,22 @@ def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("folders")
     fuzzing_files.make_folders(place)
     return place
+
+
+@pytest.fixture(autouse=True, scope="module")
+def described_once():
+    """Models of the same numbers are traced once: that is most of what a good configuration takes."""
+    seen, abstract = {}, loading._abstract
+
+    def remembered(config, kinds, quantize=None):
+        key = config, tuple(kinds.items()), quantize
+        if key not in seen:
+            seen[key] = abstract(config, kinds, quantize)
+        return seen[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_abstract", remembered)
+        yield
 
 
 @pytest.mark.parametrize("base", fuzzing.BASES)

@@ -213,7 +213,8 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
     if not ends or not all(0 <= end < config.vocab_size for end in ends):
         raise UserError(
             f"nothing can end a completion: the end-of-sequence ids are {list(ends)}, the vocabulary has "
-            f"{config.vocab_size} tokens. Set rollout.eos_tokens, or use a tokenizer that names its eos_token."
+            f"{config.vocab_size} tokens (vocab_size). Set rollout.eos_tokens, or use a tokenizer that names its "
+            "eos_token."
         )
     total = rollout.max_prompt_length + rollout.max_tokens_to_generate
     if total > config.max_positions:
