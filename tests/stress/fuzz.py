@@ -1,7 +1,7 @@
 """Draws bad configurations and damaged model folders by the thousand, and shows every one that is not refused as it
 should be (`tests/fuzzing.py`, `tests/fuzzing_files.py` say how that is).
 
-    python tests/stress/fuzz.py [--configs 2000] [--files 3000] [--seed 0]
+    python tests/stress/fuzz.py [--configs 2000] [--files 1500] [--seed 0]
 
 Not a part of the test suite: it takes some minutes on one core. Exit status 0: there was no violation.
 """
@@ -75,7 +75,7 @@ def draw(strategy: st.SearchStrategy[Any], count: int, number: int, use: Callabl
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=int, default=2000)
-    parser.add_argument("--files", type=int, default=3000)
+    parser.add_argument("--files", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     violations = 0
