@@ -174,7 +174,7 @@ def test_what_is_saved_loads_equal(tmp_path):
     )
     config = dataclasses.replace(config, rewards=RewardsConfig(functions=[{"name": "a.py:f", "weight": 1e-9}]))
     for value in ("1e-3", "null", "2020-01-01", "true", "a: b", "line\nline", "é", "'", "0x10", ""):
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=value))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, system_prompt=value))
         config_file.save(config, tmp_path / "config.yaml")
         assert config_file.load(tmp_path / "config.yaml") == config
 

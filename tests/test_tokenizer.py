@@ -203,7 +203,7 @@ def test_errors_name_the_file_and_the_cause(tmp_path):
         Tokenizer.from_folder(tmp_path)
     words().save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1")
-    with pytest.raises(UserError, match="tokenizer_config.json is not valid JSON"):
+    with pytest.raises(UserError, match="tokenizer_config.json: not valid JSON"):
         Tokenizer.from_folder(tmp_path)
     with pytest.raises(UserError, match="no chat template"):
         words().render(CHATS[0])

@@ -18,6 +18,8 @@ LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum"
 ATTENTIONS = ("auto", "plain", "blocked", "cudnn", "splash")
 KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
 QUANTIZATIONS = ("int8", "nf4")
+LARGEST_INT = 2**31 - 1
+SMALLEST_FLOAT, LARGEST_FLOAT = 1.1754944e-38, 3.4028235e38
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -30,10 +32,11 @@ def key(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    blank: bool = False,
     python_only: bool = False,
 ) -> Any:
     """A dataclass field that carries its documentation and its allowed range (`at_least <= value`, `above < value <
-    below`)."""
+    below`; a text that may be `blank`)."""
     metadata = {
         "doc": doc,
         "choices": choices,
@@ -41,11 +44,31 @@ def key(
         "above": above,
         "at_most": at_most,
         "below": below,
+        "blank": blank,
         "python_only": python_only,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def number_problem(value: Any) -> str | None:
+    """What is wrong with a number that a program could not hold, or None: int32 and float32 are the widest there."""
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return f"whole numbers reach from -{LARGEST_INT} to {LARGEST_INT}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "give a finite number"
+    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        return f"in float32 it would be {'no number' if abs(value) > 1 else '0'}"
+    return None
+
+
+def shortened(value: Any) -> str:
+    """`repr(value)` for a message, cut where it is long; Python itself refuses to write integers of 4300 digits."""
+    if isinstance(value, int) and abs(value) > 10**60:
+        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_ranges(section: Any, path: str) -> None:
@@ -54,15 +77,18 @@ def check_ranges(section: Any, path: str) -> None:
         value, rule, name = getattr(section, field.name), field.metadata, f"{path}.{field.name}"
         if value is None or not rule:
             continue
+        if isinstance(value, str) and not value.strip() and not rule["blank"]:
+            raise UserError(f"{name}: got {value!r}, an empty text; give a value, or leave the key out.")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         may_be_number = number and rule["at_least"] is not None  # `auto` or a number
         if rule["choices"] is not None and value not in rule["choices"] and not may_be_number:
             other = "" if rule["at_least"] is None else f" Or a number, at least {rule['at_least']}."
             raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}{other}")
+        for each in value if isinstance(value, list) else [value]:
+            if problem := number_problem(each):
+                raise UserError(f"{name}: got {shortened(each)}; {problem}.")
         if not number:
             continue
-        if not math.isfinite(value):
-            raise UserError(f"{name}: got {value}; give a finite number.")
         if rule["at_least"] is not None and value < rule["at_least"]:
             raise UserError(f"{name}: got {value}; it must be at least {rule['at_least']}.")
         if rule["above"] is not None and value <= rule["above"]:
@@ -145,7 +171,7 @@ class DataConfig(_Checked):
     split: str = key("train", doc="split to train on")
     eval_split: str = key("test", doc="split to evaluate on")
     prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")
-    system_prompt: str | None = key(doc="system message; implies the chat template")
+    system_prompt: str | None = key(doc="system message; implies the chat template", blank=True)
     apply_chat_template: bool | None = key(
         doc="wrap the prompt as a user message; unset: only with a system prompt or rows that hold messages"
     )
@@ -162,8 +188,8 @@ class DataConfig(_Checked):
     )
     train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)
-    maze_size: int | None = key(doc="maze: side of the square, walls included, odd (unset: 9)", at_least=5)
-    text_length: int | None = key(doc="reverse_text: longest string (unset: 4)", at_least=2)
+    maze_size: int | None = key(doc="maze: side of the square, walls included, odd (unset: 9)", at_least=5, at_most=255)
+    text_length: int | None = key(doc="reverse_text: longest string (unset: 4)", at_least=2, at_most=1000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

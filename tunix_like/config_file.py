@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from tunix_like.errors import UserError
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true/false", dict: "mapping", list: "list"}
 _BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
+
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -56,7 +60,7 @@ def read_section(cls: type, values: Mapping[str, Any], path: str) -> Any:
     Raises:
       UserError: a value of the wrong type or out of its range, named with `path`.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return _build(cls, {name: _converted(value, hints[name], f"{path}.{name}") for name, value in values.items()}, path)
 
 
@@ -96,7 +100,7 @@ def _fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of all keys with their declared types."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for field in _fields(cls):
         hint, name = hints[field.name], prefix + field.name
         if dataclasses.is_dataclass(hint):
@@ -132,7 +136,7 @@ def _optional(hint: Any) -> bool:
 
 def _defaults(section: Any) -> dict[str, Any]:
     """The default tree. A leaf of one plain type keeps it; any other becomes a reference that takes what we checked."""
-    hints, result = typing.get_type_hints(type(section)), {}
+    hints, result = _hints(type(section)), {}
     for field in _fields(type(section)):
         value, hint = getattr(section, field.name), hints[field.name]
         if dataclasses.is_dataclass(value):
@@ -146,7 +150,7 @@ def _defaults(section: Any) -> dict[str, Any]:
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
     """The frozen dataclass of a checked tree; range errors name the full path of a nested section's key."""
-    hints, arguments = typing.get_type_hints(cls), {}
+    hints, arguments = _hints(cls), {}
     for name, value in values.items():
         nested = dataclasses.is_dataclass(hints[name])
         arguments[name] = _build(hints[name], value, f"{path}.{name}".lstrip(".")) if nested else value
@@ -362,7 +366,7 @@ def _text(text: str) -> str | None:
 
 
 def _documented(section: Any, path: str) -> Iterator[str]:
-    hints, indent = typing.get_type_hints(type(section)), "  " * (path.count(".") + bool(path))
+    hints, indent = _hints(type(section)), "  " * (path.count(".") + bool(path))
     for field in _fields(type(section)):
         value, name = getattr(section, field.name), f"{path}.{field.name}".lstrip(".")
         if dataclasses.is_dataclass(value):

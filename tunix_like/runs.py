@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig, RewardsConfig
+from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig, RewardsConfig, number_problem, shortened
 from tunix_like.config_file import as_dict, differences, save
 from tunix_like.data import (
     DataSource,
@@ -185,8 +184,10 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
                 f"rewards.functions[{i}]: expected {{name: ...}} and, if not 1, a weight; got {entry}.{hint}"
             )
         weight = entry.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise UserError(f"rewards.functions[{i}].weight: expected a finite number, got {weight!r}.")
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise UserError(f"rewards.functions[{i}].weight: expected a number, got {shortened(weight)}.")
+        if problem := number_problem(weight):
+            raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
         out.append((entry["name"], float(weight)))
     if doubled := {name for name, _ in out if [n for n, _ in out].count(name) > 1}:
         raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is named twice; give it one weight.")

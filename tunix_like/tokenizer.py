@@ -22,6 +22,7 @@ import jinja2.sandbox
 import tokenizers
 
 from tunix_like.errors import UserError
+from tunix_like.json_files import read_object
 from tunix_like.untrusted import parts, refer
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _LONG_TOKEN = 16
 """Characters of a long token: a text of so many times as many as there may be tokens is likely to have too many."""
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
+_CURE = "Mend it, or download it again."
 
 
 class Tokenizer:
@@ -101,9 +104,10 @@ class Tokenizer:
             raise UserError(f"{file} does not exist: name a folder that holds a Hugging Face tokenizer.json.")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
+            backend.encode("\uffff")  # a vocabulary without its unknown token fails at the first unknown word
         except Exception as error:  # the Rust side raises a bare Exception
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from error
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        config = _read_fields(folder / "special_tokens_map.json") | _read_fields(folder / "tokenizer_config.json")
         names = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
         _add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
         return cls(
@@ -333,20 +337,47 @@ class Tokenizer:
             (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in an optional JSON file; empty when there is no such file."""
+def _read_fields(file: Path) -> dict[str, Any]:
+    """The object in an optional JSON file about tokens, checked as far as it is read; empty when there is no such file.
+
+    Raises:
+      UserError: naming the file and the field.
+    """
     if not file.is_file():
         return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file} must hold a JSON object, not a {type(value).__name__}.")
-    return value
+    config = read_object(file, _CURE)
+
+    def check(name: str, good: bool, what: str) -> None:
+        if not good:
+            raise UserError(f"{file}: {name} must be {what}. {_CURE}")
+
+    for name in _NAMED_TOKENS:
+        check(name, config.get(name) is None or _is_token(config[name]), "a token: its text, or a mapping with content")
+    declared = config.get("added_tokens_decoder") or {}
+    fit = isinstance(declared, dict) and all(map(str.isdecimal, declared))
+    fit = fit and all(isinstance(each, dict) and _is_token(each) for each in declared.values())
+    check("added_tokens_decoder", fit, "a mapping of ids to tokens, each with its content")
+    for name in _MORE_TOKENS:
+        more = config.get(name) or []
+        check(name, isinstance(more, list | dict) and all(map(_is_token, _items(more))), "a list of tokens")
+    template = config.get("chat_template")
+    several = isinstance(template, list) and all(
+        isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
+        for each in template
+    )
+    check("chat_template", template is None or isinstance(template, str) or several, "a text, or a list of named ones")
+    return config
 
 
-def _content(token: Any) -> str | None:
+def _is_token(token: Any) -> bool:
+    return isinstance(_content(token), str)
+
+
+def _items(tokens: Any) -> list[Any]:
+    return list(tokens.values() if isinstance(tokens, Mapping) else tokens)
+
+
+def _content(token: Any) -> Any:
     """A special token's text: it is written as a string or as the fields of an AddedToken."""
     return token.get("content") if isinstance(token, Mapping) else token
 
@@ -363,8 +394,7 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]
-    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    more = list(more.values()) if isinstance(more, Mapping) else more
+    more = next((_items(config[name]) for name in _MORE_TOKENS if config.get(name)), [])
     tokens += [
         _added_token(token if isinstance(token, Mapping) else {"content": token, "normalized": False}, True)
         for token in [*named, *more]
@@ -379,7 +409,10 @@ def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The template in chat_template.jinja, else in tokenizer_config.json (one, or the default of several)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: cannot be read as text in UTF-8 ({error}). {_CURE}") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         return {item["name"]: item["template"] for item in template}.get("default")

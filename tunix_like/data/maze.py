@@ -13,7 +13,7 @@ import math
 import random
 from typing import TYPE_CHECKING
 
-from tunix_like.data.source import DataSource, MappedRows, Record
+from tunix_like.data.source import STRING_BYTES, DataSource, MappedRows, Record, check_generated
 from tunix_like.errors import UserError
 from tunix_like.rewards.maze import MOVES, Walk, walk
 from tunix_like.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ def load(config: DataConfig) -> DataSource:
             f"data.maze_size={size}: only {count} distinct mazes exist, but {train_size} for training and {eval_size} "
             "held out are asked for; raise data.maze_size or lower data.train_size and data.eval_size."
         )
+    check_generated(config, train_size + eval_size, size * (size + 1) + STRING_BYTES)
     rng = random.Random(config.seed)
     held_out = _distinct(size, eval_size, rng, set())
     train = _distinct(size, train_size, rng, set(held_out))

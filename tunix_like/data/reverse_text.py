@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from tunix_like.data.source import DataSource, MappedRows, Record
+from tunix_like.data.source import STRING_BYTES, DataSource, MappedRows, Record, check_generated
 from tunix_like.errors import UserError
 from tunix_like.tokenizer import Tokenizer
 
@@ -41,6 +41,7 @@ def load(config: DataConfig) -> DataSource:
             f"data.eval_size={eval_size} is more than half of the {existing} strings of {SHORTEST} to {longest} "
             "letters; lower it or raise data.text_length."
         )
+    check_generated(config, train_size + eval_size, longest + STRING_BYTES)
     rng = random.Random(config.seed)
     held_out: dict[str, None] = {}
     while len(held_out) < eval_size:

@@ -28,6 +28,12 @@ REWARD_COLUMN = "source_reward"
 """In a mix of several sources, the column with the name of the reward function that fits the row."""
 
 
+MOST_GENERATED = 10**9
+"""Bytes of rows that are made and kept in memory by a source."""
+STRING_BYTES = 60
+"""What a Python string and its place in a list take beside its characters."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DataSource:
     """The data of one run.
@@ -186,6 +192,15 @@ def take(rows: Sequence[Any], size: int | None, key: str) -> Sequence[Any]:
     if size is not None and size > len(rows):
         raise UserError(f"{key}={size}, but there are only {len(rows)} rows; lower it or leave it unset.")
     return rows if size is None else RowRange(rows, 0, size)
+
+
+def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
+    """Raises a UserError where rows that a source makes, of so many bytes each, would fill `MOST_GENERATED`."""
+    if rows * row_bytes > MOST_GENERATED:
+        raise UserError(
+            f"data.train_size and data.eval_size: {rows} generated rows of {config.name} take about "
+            f"{rows * row_bytes / 1e9:.3g} GB of memory, and {MOST_GENERATED / 1e9:g} GB are the most; lower them."
+        )
 
 
 def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:

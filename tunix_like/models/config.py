@@ -6,12 +6,12 @@ It knows no jax, no weights, no tokenizer and no family: what each family's fiel
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tunix_like.errors import UserError
+from tunix_like.json_files import read_object
 from tunix_like.models.families import FAMILIES, NOT_COPIED, family_fields, family_of, numbers, text_fields
 from tunix_like.models.fields import HF_NAMES, OPTION_NAMES, SWITCHES, checked, spelt
 from tunix_like.models.layer_kinds import Experts
@@ -199,17 +199,8 @@ class DecoderConfig:
 def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, dict[str, Any]]:
     """What to call the source in messages, and its fields."""
     if isinstance(source, Mapping):
-        return "HF config", dict(source)
+        return "HF config (model.config of a YAML)", dict(source)
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path}: no such file. A model folder needs the Hugging Face config.json of the model."
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}). Download the file again or mend it.") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{path}: expected a JSON object with the model's fields, found {type(fields).__name__}.")
-    return str(path), fields
+    cure = "A model folder needs the Hugging Face config.json of the model: download the file again or mend it."
+    return str(path), read_object(path, cure)

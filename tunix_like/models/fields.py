@@ -5,9 +5,9 @@ It knows no family and no rules between fields.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from tunix_like.config import LARGEST_FLOAT, number_problem, shortened
 from tunix_like.errors import UserError
 
 HF_NAMES = {
@@ -44,6 +44,10 @@ EXPERT_NAMES = {
     "normalised": "norm_topk_prob",
 }
 
+LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
+"""The most that a field may be, so that a number mistyped or damaged is refused before anything is made of it; no
+published model comes near."""
+
 SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
 _BOOLEANS = frozenset({"tie_embeddings", "normalised", *SWITCHES})
 _FLOATS = frozenset(
@@ -68,6 +72,10 @@ def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
             raise UserError(f"{spelt(name, names)} must be true or false, not {value!r}.")
         return value
     kinds, what = ((int, float), "number") if name in _FLOATS else (int, "integer")
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-        raise UserError(f"{spelt(name, names)} must be a positive {what}, not {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+        raise UserError(f"{spelt(name, names)} must be a positive {what}, not {shortened(value)}.")
+    if value > (most := MOST.get(name, LARGEST)):
+        raise UserError(f"{spelt(name, names)} is {shortened(value)}; {most} is the most.")
+    if problem := number_problem(value):
+        raise UserError(f"{spelt(name, names)} is {shortened(value)}; {problem}.")
     return float(value) if name in _FLOATS else value

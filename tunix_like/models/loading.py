@@ -7,7 +7,6 @@ in each file is the business of `config`, `weights` and `tokenizer`; training an
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from jax.sharding import Mesh
 
 from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
+from tunix_like.json_files import read_object
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.lora import merge_lora
@@ -213,13 +213,15 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
     if not ends or not all(0 <= end < config.vocab_size for end in ends):
         raise UserError(
             f"nothing can end a completion: the end-of-sequence ids are {list(ends)}, the vocabulary has "
-            f"{config.vocab_size} tokens. Set rollout.eos_tokens, or use a tokenizer that names its eos_token."
+            f"{config.vocab_size} tokens (vocab_size). Set rollout.eos_tokens, or use a tokenizer that names its "
+            "eos_token."
         )
     total = rollout.max_prompt_length + rollout.max_tokens_to_generate
     if total > config.max_positions:
         raise UserError(
             f"rollout.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the model has "
-            f"{config.max_positions} positions. Set both (RolloutConfig in Python) so that their sum fits."
+            f"{config.max_positions} positions (max_position_embeddings). Set both (RolloutConfig in Python) so that "
+            "their sum fits."
         )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
@@ -263,14 +265,7 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
     """What ends a completion by `generation_config.json`, else by `config.json`; empty when neither says."""
     path = folder / "generation_config.json"
-    generation: Any = {}
-    if path.is_file():
-        try:
-            generation = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error}). Mend it, or remove it to use config.json.") from None
-        if not isinstance(generation, dict):
-            raise UserError(f"{path}: expected a JSON object. Mend it, or remove it to use config.json.")
+    generation = read_object(path, "Mend it, or remove it to use config.json.") if path.is_file() else {}
     for file, fields in ((path, generation), (folder / "config.json", config.source or {})):
         value = fields.get("eos_token_id")
         if value is None:
@@ -299,7 +294,10 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
     if path.exists():
         raise UserError(f"{path} is a file; give the folder that holds config.json and the weights.")
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
-        raise UserError(f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct'.")
+        raise UserError(
+            f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', as "
+            "model.path."
+        )
     wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
     by_hand = (
         f"There is no folder {path} here either. Download {', '.join(wanted)} from https://huggingface.co/{path} into a"

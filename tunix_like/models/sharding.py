@@ -54,7 +54,7 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
       UserError: unknown axis names, or a shape that does not use every device; several processes, not yet joined.
     """
     unknown = [name for name in config.axis_names if name not in AXES]
-    if unknown or len(set(config.axis_names)) != len(config.axis_names):
+    if unknown or not config.axis_names or len(set(config.axis_names)) != len(config.axis_names):
         raise UserError(
             f"mesh.axis_names: expected names out of {', '.join(AXES)}, each once, not {config.axis_names}."
         )

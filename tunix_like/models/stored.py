@@ -6,7 +6,6 @@ It knows files and their layout in a folder; it does not know what a model is ma
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import safetensors
 
 from tunix_like.errors import UserError
+from tunix_like.json_files import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -158,10 +158,7 @@ def _files(folder: Path) -> list[Path]:
 def index_of(folder: Path) -> dict[str, str]:
     """Every tensor's file, as the index says."""
     index = folder / INDEX
-    try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not where or not all(isinstance(file, str) for file in where.values()):
-            raise ValueError("weight_map names no files")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index}: no valid weight index ({error!r}). Download it again.") from None
-    return dict(where)
+    where = read_object(index, "Download it again.").get("weight_map")
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise UserError(f"{index}: no valid weight index, since its weight_map names no files. Download it again.")
+    return where
