@@ -71,11 +71,9 @@ def test_too_few_mazes_is_an_error_that_says_how_many(size, asked, exist):
         source(maze_size=size, train_size=asked[0], eval_size=asked[1])
 
 
-def test_large_counts_are_rounded_and_sizes_must_be_odd():
+def test_large_counts_are_told_and_sizes_must_be_odd():
     with pytest.raises(UserError, match="only 557568000 distinct"):
         source(maze_size=11, train_size=600_000_000)
-    with pytest.raises(UserError, match=r"only about 3.3e\+13 distinct"):
-        source(maze_size=13, train_size=10**14)
     for size in (6, 8):
         with pytest.raises(UserError, match="odd"):
             source(maze_size=size)

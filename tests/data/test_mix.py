@@ -263,7 +263,7 @@ BAD = {
     "weight": ([TEXT | {"weight": 0}], ["data.sources[0].weight: got 0.0; it must be above 0"]),
     "weight of the wrong type": ([TEXT | {"weight": "much"}], ["data.sources[0].weight", "expected: number or null"]),
     "k": ([TEXT | {"k": 0}], ["data.sources[0].k: got 0; it must be at least 1"]),
-    "empty label": ([TEXT | {"label": " "}], ["data.sources[0].label is empty"]),
+    "empty label": ([TEXT | {"label": " "}], ["data.sources[0].label: got ' ', an empty text"]),
     "two of a name": (
         [SMALL, TEXT, TEXT],
         ["data.sources[2]: data.sources[1] is called 'reverse_text' too", "another `label`"],

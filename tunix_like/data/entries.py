@@ -106,8 +106,6 @@ def _entry(values: Mapping[str, Any], place: str) -> Entry:
     share, config = section(_Share, own), section(DataConfig, _OF_A_SOURCE)
     estimator = dataclasses.asdict(section(AlgorithmConfig, _OF_AN_ESTIMATOR))
     label = config.name if share.label is None else share.label
-    if not label.strip():
-        raise UserError(f"{place}.label is empty; give it a name, or leave it unset.")
     chosen = {name: estimator[name] for name in _OF_AN_ESTIMATOR if estimator[name] is not None}
     return Entry(place, label, share.weight, config, chosen)
 

@@ -7,6 +7,8 @@ in each file is the business of `config`, `weights` and `tokenizer`; training an
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -244,7 +246,16 @@ def _random(config: DecoderConfig, seed: int, kinds: Mapping[str, Any]) -> Decod
 def _abstract(
     config: DecoderConfig, kinds: Mapping[str, Any], quantize: str | None = None
 ) -> tuple[nnx.GraphDef, Params]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: quantize_base(_random(config, 0, kinds), quantize)))
+    """The model without numbers; one of 36 layers takes seconds to trace, so a process does it once."""
+    graphdef, params = _traced(config, json.dumps(config.source), tuple(kinds.items()), quantize)
+    return graphdef, jax.tree.map(lambda shape: shape, params)
+
+
+@functools.lru_cache(maxsize=4)
+def _traced(  # two configs are equal whatever their `source`, which an export needs
+    config: DecoderConfig, source: str, kinds: tuple[tuple[str, Any], ...], quantize: str | None
+) -> tuple[nnx.GraphDef, Params]:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: quantize_base(_random(config, 0, dict(kinds)), quantize)))
     return graphdef, nnx.to_pure_dict(state)
 
 
