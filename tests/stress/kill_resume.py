@@ -2,9 +2,9 @@
 
     python tests/stress/kill_resume.py [--kills 20] [--seed 0] [--folder FOLDER]
 
-Not a part of the test suite: it takes some minutes. The lives of the run get SIGKILL in turn at a random moment of
-their start, at one after one to eight steps (of supervised warm-up, then of training), and while a checkpoint is being
-written; the last life is let finish. Exit status 0: metrics (times aside), completions and weights are the same to the
+Not a part of the test suite: it takes some minutes. The lives of the run get SIGKILL in turn some steps after their
+first (of supervised warm-up, then of training), while a checkpoint is being written, and at a random moment of their
+start; the last life is let finish. Exit status 0: metrics (times aside), completions and weights are the same to the
 bit.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -20,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +30,11 @@ from tiny_run import command, prepare, train_command
 
 RUN = [
     "training.max_steps=100", "training.checkpoint_every_n_steps=1", "training.eval_every_n_steps=10",
-    "training.log_rollouts_every_n_steps=1",
+    "training.log_rollouts_every_n_steps=1", "sft.max_steps=8",
 ]  # fmt: skip
 
 
-MOMENTS = ("start-up", "step", "checkpoint")
+MOMENTS = ("step", "checkpoint", "start-up")
 
 
 def newest(folder: Path) -> str:
@@ -58,26 +58,62 @@ class Life(NamedTuple):
 def live(folder: Path, moment: str = "never", chance: random.Random | None = None, first: float = 0.0) -> Life:
     """Lives until `moment`, one of `MOMENTS`; a start is taken to last `first` seconds."""
     chance = chance or random.Random()
-    began, reached, said, phase, left = time.monotonic(), float("nan"), [], "start-up", chance.randint(1, 8)
-    with subprocess.Popen(
-        train_command(*RUN), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        timer = threading.Timer(chance.uniform(0, first), process.kill)
-        if moment == "start-up":
-            timer.start()
-        for line in process.stdout or ():
-            said.append(line)
-            if (match := re.match(r"(sft|train) +[1-9]\d*/", line)) is None:
-                continue
-            phase, reached, left = match[1], reached if reached == reached else time.monotonic() - began, left - 1
-            if left == 0 and moment in ("step", "checkpoint"):
-                while moment == "checkpoint" and not unfinished(folder) and process.poll() is None:
-                    time.sleep(0.001)
-                time.sleep(chance.uniform(0, 0.05 if moment == "step" else 0.01))
-                process.kill()
-        code = process.wait()
-        timer.cancel()
-    return Life(code, reached, "".join(said), "checkpoint" if unfinished(folder) else phase)
+    began, left, start = time.monotonic(), chance.randint(1, 5), chance.uniform(0, first)
+    reached, phase, rows = float("nan"), "start-up", Appended(folder / "run" / "metrics.jsonl")
+    with (folder / "said.txt").open("w+") as said:
+        with subprocess.Popen(train_command(*RUN), cwd=folder, stdout=said, stderr=subprocess.STDOUT) as process:
+            while process.poll() is None:
+                time.sleep(0.001)
+                now = time.monotonic() - began
+                if names := rows.new():
+                    phase, left = "training" if "step" in names[-1] else "SFT", left - len(names)
+                    reached = reached if reached == reached else now
+                if (
+                    (moment == "start-up" and now > start)
+                    or (moment == "step" and left <= 0)
+                    or (moment == "checkpoint" and left <= 0 and unfinished(folder))
+                ):
+                    time.sleep(chance.uniform(0, 0.02))
+                    process.kill()
+                    process.wait()
+        said.seek(0)
+        text = said.read()
+    writing = phase != "start-up" and unfinished(folder)
+    return Life(process.returncode, reached, text, f"{phase}, writing" if writing else phase)
+
+
+class Appended:
+    """The rows that are appended to `metrics.jsonl` from now on. When a phase begins the file is replaced by what is
+    kept of it, which is not new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return 0, 0
+        return found.st_ino, found.st_size
+
+    def new(self) -> list[dict[str, Any]]:
+        (inode, size), (now, end) = self.seen, self._state()
+        if now != inode:
+            self.seen = now, end if inode else 0
+            return []
+        with contextlib.suppress(ValueError):  # a row of which a part is there
+            rows = [json.loads(line) for line in self._between(size, end).splitlines()]
+            self.seen = now, end
+            return rows
+        return []
+
+    def _between(self, begin: int, end: int) -> bytes:
+        if begin == end:
+            return b""
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
 
 
 def unfinished(folder: Path) -> bool:
@@ -110,10 +146,10 @@ def main() -> int:
     assert life.code == 0, life.said
     expected, first = outcome(whole), life.first
     chance, phases = random.Random(arguments.seed), collections.Counter[str]()
-    print(f"{'kill':>4}  {'killed in':>10}  {'first step':>10}  newest checkpoint  warnings", flush=True)
+    print(f"{'kill':>4}  {'killed in':>17}  {'first step':>10}  newest checkpoint  warnings", flush=True)
     for kill in range(1, arguments.kills + 1):
         before = newest(parts / "run")
-        life = live(parts, MOMENTS[kill % len(MOMENTS)], chance, first)
+        life = live(parts, MOMENTS[(kill - 1) % len(MOMENTS)], chance, first)
         if life.code != -signal.SIGKILL:
             print(f"ended with {life.code} instead of being killed: {'finished' if life.code == 0 else life.said}")
             break
@@ -121,7 +157,7 @@ def main() -> int:
         first = life.first if life.first == life.first else first
         reached = "-" if life.first != life.first else f"{life.first:.1f} s"
         warned = len(re.findall(r"^WARNING", life.said, re.M))
-        print(f"{kill:>4}  {life.phase:>10}  {reached:>10}  {before} -> {newest(parts / 'run')}  {warned}", flush=True)
+        print(f"{kill:>4}  {life.phase:>17}  {reached:>10}  {before} -> {newest(parts / 'run')}  {warned}", flush=True)
     life = live(parts)
     assert life.code == 0, life.said
     found, same = outcome(parts), True
