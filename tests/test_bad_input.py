@@ -395,7 +395,10 @@ MISTAKES = {
         ["exact_match is named twice", "give it one weight"],
     ),
     "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ...} and"]),
-    "reward weight": ((*REVERSED, "rewards.functions=[{name: exact_match, weight: x}]"), ["[0].weight", "expected a number, got 'x'"]),
+    "reward weight": (
+        (*REVERSED, "rewards.functions=[{name: exact_match, weight: x}]"),
+        ["[0].weight", "expected a number, got 'x'"],
+    ),
     "no rewards": ((*REVERSED, "rewards.functions=[]"), ["rewards.functions", "leave it unset"]),
     # folders
     "folder that is no run": (

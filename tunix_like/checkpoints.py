@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from tunix_like import checksums
 from tunix_like.errors import NotSaved, UserError
@@ -34,6 +35,10 @@ def _not_chatter(record: logging.LogRecord) -> bool:
 
 # Orbax warns about its own defaults through absl. What a user can act on arrives as an exception.
 logging.getLogger("absl").addFilter(_not_chatter)
+
+# Orbax asks tensorstore for the bytes written so far, before and after each save, only to log a speed; every such call
+# of tensorstore 0.1.86 leaks 8 kB. With nothing counted orbax logs nothing.
+tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
 
 
 class Checkpoints:
@@ -114,12 +119,17 @@ class Checkpoints:
                     _remove(self.folder / str(step))
 
     def _write_checksums(self) -> None:
-        (written,) = self.folder.glob(f"{self._step}.orbax-checkpoint-tmp*")
+        (written,) = self._unfinished()
         checksums.write(written)
+
+    def _unfinished(self) -> list[Path]:
+        """The folders of a step that is being written. Without a glob: a pattern for each step would stay in caches."""
+        begin = f"{self._step}.orbax-checkpoint-tmp"
+        return [path for path in self.folder.iterdir() if path.name.startswith(begin)]
 
     def _give_up(self, error: Exception) -> None:
         if is_first():
-            for path in self.folder.glob(f"{self._step}.orbax-checkpoint-tmp*"):
+            for path in self._unfinished():
                 shutil.rmtree(path, ignore_errors=True)
         self._failure = (
             f"{self.folder}: the checkpoint of step {self._step} could not be written ({_short(error)}). Is the "

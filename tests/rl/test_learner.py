@@ -517,6 +517,19 @@ def test_where_the_time_goes(tmp_path, monkeypatch):
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
 
 
+def test_what_is_compiled_between_two_steps_is_counted():
+    """As an evaluation may do, or a checkpoint: it belongs to the step after it."""
+    found = []
+
+    def compile_after_2(row, total):
+        found.append(row["train/perf/programs_compiled"])
+        if row["step"] == 2:
+            jax.jit(lambda x: x * 5 - 2)(np.arange(3.0))
+
+    make(max_steps=4, reward=varied, on_row=compile_after_2).train(ROWS, batch_size=4)
+    assert found[1:] == [0, 1, 0]
+
+
 @pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batch_size": 2}])
 def test_several_updates_of_one_batch(updates):
     """ppo_clip goes through the batch again with the log-probabilities of before the first update: ratios leave 1."""

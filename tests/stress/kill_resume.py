@@ -1,15 +1,18 @@
-"""Kills a real run again and again at random moments, and compares what it comes to with the same run left alone.
+"""Kills a real run again and again, and compares what it comes to with the same run left alone.
 
     python tests/stress/kill_resume.py [--kills 20] [--seed 0] [--folder FOLDER]
 
-Not a part of the test suite: it takes some minutes. Every life of the run gets SIGKILL after 0.3 to 2 times the
-seconds that the life before took to its first step; the last one is let finish. Exit status 0: metrics (times
-aside), completions and weights are the same to the bit.
+Not a part of the test suite: it takes some minutes. The lives of the run get SIGKILL in turn some steps after their
+first (of supervised warm-up, then of training), while a checkpoint is being written, and at a random moment of their
+start; the last life is let finish. Exit status 0: metrics (times aside), completions and weights are the same to the
+bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import json
 import os
 import random
@@ -20,28 +23,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.numpy import load_file
+from tiny_run import command, prepare, train_command
 
-YAML = Path(__file__).resolve().parents[2] / "examples" / "debug" / "reverse_text.yaml"
 RUN = [
-    "model.config.hidden_size=64", "model.config.intermediate_size=64", "model.config.num_hidden_layers=1",
-    "data.batch_size=8", "data.train_size=200", "data.eval_size=8", "algorithm.num_generations=4",
-    "algorithm.advantage_estimator=grpo", "algorithm.beta=0.05", "algorithm.dynamic_sampling=true",
-    "sft.max_steps=20", "sft.batch_size=8", "eval.batch_size=8", "eval.samples=2", "training.max_steps=100",
-    "training.checkpoint_every_n_steps=1", "training.eval_every_n_steps=10", "training.log_rollouts_every_n_steps=1",
-    "training.output_dir=run", "rewards.functions=[{name: reward.py:graded}]",
+    "training.max_steps=100", "training.checkpoint_every_n_steps=1", "training.eval_every_n_steps=10",
+    "training.log_rollouts_every_n_steps=1", "sft.max_steps=8",
 ]  # fmt: skip
 
-REWARD = """
-def graded(prompts, completions, answer, **columns):
-    return [sum(a == b for a, b in zip(text, gold)) + 0.1 * len(text) for text, gold in zip(completions, answer)]
-"""
 
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "tunix_like", *words]
+MOMENTS = ("step", "checkpoint", "start-up")
 
 
 def newest(folder: Path) -> str:
@@ -53,24 +46,79 @@ def newest(folder: Path) -> str:
     return "none"
 
 
-def live(folder: Path, seconds: float | None) -> tuple[int, float, str]:
-    """One life of the run: its exit status, how long it took to its first step of training, and what it said."""
-    began, first, said = time.monotonic(), float("nan"), []
-    with subprocess.Popen(
-        command("train", str(YAML), *RUN), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        killer = None
-        if seconds is not None:
-            killer = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -9 {process.pid} 2>/dev/null"])
-        for line in process.stdout or ():
-            said.append(line)
-            if re.match(r"train +[1-9]\d*/", line) and first != first:
-                first = time.monotonic() - began
-        code = process.wait()
-    if killer is not None:
-        killer.kill()
-        killer.wait()
-    return code, first, "".join(said)
+class Life(NamedTuple):
+    """One life of the run: its exit status, the seconds to its first step, what it said, where it ended."""
+
+    code: int
+    first: float
+    said: str
+    phase: str
+
+
+def live(folder: Path, moment: str = "never", chance: random.Random | None = None, first: float = 0.0) -> Life:
+    """Lives until `moment`, one of `MOMENTS`; a start is taken to last `first` seconds."""
+    chance = chance or random.Random()
+    began, left, start = time.monotonic(), chance.randint(1, 5), chance.uniform(0, first)
+    reached, phase, rows = float("nan"), "start-up", Appended(folder / "run" / "metrics.jsonl")
+    with (folder / "said.txt").open("w+") as said:
+        with subprocess.Popen(train_command(*RUN), cwd=folder, stdout=said, stderr=subprocess.STDOUT) as process:
+            while process.poll() is None:
+                time.sleep(0.001)
+                now = time.monotonic() - began
+                if names := rows.new():
+                    phase, left = "training" if "step" in names[-1] else "SFT", left - len(names)
+                    reached = reached if reached == reached else now
+                if (
+                    (moment == "start-up" and now > start)
+                    or (moment == "step" and left <= 0)
+                    or (moment == "checkpoint" and left <= 0 and unfinished(folder))
+                ):
+                    time.sleep(chance.uniform(0, 0.02))
+                    process.kill()
+                    process.wait()
+        said.seek(0)
+        text = said.read()
+    writing = phase != "start-up" and unfinished(folder)
+    return Life(process.returncode, reached, text, f"{phase}, writing" if writing else phase)
+
+
+class Appended:
+    """The rows that are appended to `metrics.jsonl` from now on. When a phase begins the file is replaced by what is
+    kept of it, which is not new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return 0, 0
+        return found.st_ino, found.st_size
+
+    def new(self) -> list[dict[str, Any]]:
+        (inode, size), (now, end) = self.seen, self._state()
+        if now != inode:
+            self.seen = now, end if inode else 0
+            return []
+        with contextlib.suppress(ValueError):  # a row of which a part is there
+            rows = [json.loads(line) for line in self._between(size, end).splitlines()]
+            self.seen = now, end
+            return rows
+        return []
+
+    def _between(self, begin: int, end: int) -> bytes:
+        if begin == end:
+            return b""
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether a checkpoint is being written, or was when the run was killed."""
+    return any((folder / "run").glob("*checkpoints/*.orbax-checkpoint-tmp*"))
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -92,37 +140,34 @@ def main() -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="kill_resume_"))
     whole, parts = folder / "whole", folder / "parts"
     for each in (whole, parts):
-        each.mkdir(parents=True)
-        (each / "reward.py").write_text(REWARD)
+        prepare(each)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "xla"))
-    code, first, said = live(whole, None)  # compiles
-    assert code == 0, said
-    expected = outcome(whole)
-    chance, kills = random.Random(arguments.seed), 0
-    print(f"{'kill':>4}  {'after':>7}  {'first step':>10}  newest checkpoint  warnings", flush=True)
-    while kills < arguments.kills:
-        seconds = chance.uniform(0.3, 2.0) * first
+    life = live(whole)  # compiles
+    assert life.code == 0, life.said
+    expected, first = outcome(whole), life.first
+    chance, phases = random.Random(arguments.seed), collections.Counter[str]()
+    print(f"{'kill':>4}  {'killed in':>17}  {'first step':>10}  newest checkpoint  warnings", flush=True)
+    for kill in range(1, arguments.kills + 1):
         before = newest(parts / "run")
-        code, reached, said = live(parts, seconds)
-        if code != -signal.SIGKILL:
-            print(f"ended with {code} instead of being killed: {'finished' if code == 0 else said}")
+        life = live(parts, MOMENTS[(kill - 1) % len(MOMENTS)], chance, first)
+        if life.code != -signal.SIGKILL:
+            print(f"ended with {life.code} instead of being killed: {'finished' if life.code == 0 else life.said}")
             break
-        kills += 1
-        first = reached if reached == reached else first
-        reached_text = "-" if reached != reached else f"{reached:.1f} s"
-        warned = len(re.findall(r"^WARNING", said, re.M))
-        print(
-            f"{kills:>4}  {seconds:5.1f} s  {reached_text:>10}  {before} -> {newest(parts / 'run')}  {warned}",
-            flush=True,
-        )
-    code, _, said = live(parts, None)
-    assert code == 0, said
+        phases[life.phase] += 1
+        first = life.first if life.first == life.first else first
+        reached = "-" if life.first != life.first else f"{life.first:.1f} s"
+        warned = len(re.findall(r"^WARNING", life.said, re.M))
+        print(f"{kill:>4}  {life.phase:>17}  {reached:>10}  {before} -> {newest(parts / 'run')}  {warned}", flush=True)
+    life = live(parts)
+    assert life.code == 0, life.said
     found, same = outcome(parts), True
     for name, value in expected.items():
         equal = found[name] == value
         same &= equal
         print(f"{len(value)} {name}: {'the same' if equal else 'DIFFERENT'}")
-    print(f"{kills} kills: {'the same to the bit' if same else 'NOT the same'}")
+    kills = sum(phases.values())
+    spread = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
+    print(f"{kills} kills ({spread}): {'the same to the bit' if same else 'NOT the same'}")
     return 0 if same and kills == arguments.kills else 1
 
 

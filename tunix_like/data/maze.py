@@ -46,8 +46,8 @@ def load(config: DataConfig) -> DataSource:
     log10 = _log10_distinct(size)
     if math.log10(max(1, train_size + eval_size)) > log10 + 1e-9:
         raise UserError(
-            f"data.maze_size={size}: only {round(10**log10)} distinct mazes exist, but {train_size} for training and {eval_size} "
-            "held out are asked for; raise data.maze_size or lower data.train_size and data.eval_size."
+            f"data.maze_size={size}: only {round(10**log10)} distinct mazes exist, but {train_size} for training and "
+            f"{eval_size} held out are asked for; raise data.maze_size or lower data.train_size and data.eval_size."
         )
     check_generated(config, train_size + eval_size, size * (size + 1) + STRING_BYTES)
     rng = random.Random(config.seed)

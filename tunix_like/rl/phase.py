@@ -143,7 +143,6 @@ class RLPhase:
 
     def _advance(self, step: int) -> dict[str, float] | None:
         clock, before = Clock(), self.learner.sampler.row_steps
-        self.compilations.take()
         collected = self.collector(step, clock.lap)
         if collected is None:
             return None
@@ -179,9 +178,10 @@ class RLPhase:
             self._rollouts_lost = True
 
     def _speed(self, batch: GroupBatch, sampled: int, row_steps: int, known: dict[str, float]) -> dict[str, float]:
-        """Completion tokens a second, the share of the work that was on live rows, what was compiled, and the share of
-        the device's peak arithmetic, prompts counted once per group (`*_mfu`, where the peak is known). With dynamic
-        sampling the rollout's share counts the groups that were kept alone."""
+        """Completion tokens a second, the share of the work that was on live rows, what was compiled since the step
+        before (its evaluation and checkpoint included), and the share of the device's peak arithmetic, prompts counted
+        once per group (`*_mfu`, where the peak is known). With dynamic sampling the rollout's share counts the groups
+        that were kept alone."""
         rollout, update = (max(known[f"time/{name}"], 1e-9) for name in ("rollout", "update"))
         programs, compiling = self.compilations.take()
         metrics = {
