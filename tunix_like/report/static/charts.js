@@ -83,8 +83,9 @@ function range(values, log, unit) {
     const spare = Math.max(0.06 * (high - low), 0.02);
     return [Math.max(0, low - spare), Math.min(1, high + spare)];
   }
-  if (log) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
-  if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(low) / 2];
+  const same = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));  // but for rounding
+  if (log) return same ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
+  if (same) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(low) / 2];
   const room = 0.06 * (high - low);
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
