@@ -28,6 +28,7 @@ ROWS = (
     "runs",
     "trained",
     "programs replay",
+    "report/gradients report/command",
     "cli",
     "__main__",
 )

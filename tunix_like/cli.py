@@ -164,6 +164,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are laid over each other")
     report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html in the first RUN)")
+    report.add_argument(
+        "--gradients",
+        type=int,
+        metavar="N",
+        help="measure the gradient norms of the prompts of N batches, by pass rate, under each newest checkpoint",
+    )
     report.add_argument("--png", metavar="FOLDER", help="write the figures too, as PNG files for papers")
     doctor = command(
         "doctor",
@@ -454,9 +460,11 @@ def _advantages(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    if arguments.gradients is not None:
+        _setup_jax()
     from tunix_like.report import command
 
-    command.write(arguments.runs, arguments.out, arguments.png)
+    command.write(arguments.runs, arguments.out, arguments.png, arguments.gradients)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

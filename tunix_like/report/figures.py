@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from tunix_like.report.gradients import Gradients
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4558f", "#b8860b", "#2f4b7c", "#8c510a", "#5ab4ac")
 """Of the runs, in order; the page's own in its light form."""
 
@@ -31,7 +33,7 @@ _BINS = ("0", "1/8", "1/4", "3/8", "1/2", "5/8", "3/4", "7/8", "<1", "1")
 _WINDOWS = 48
 
 
-def save_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
+def save_figures(runs: Sequence[Run], folder: Path, gradients: Sequence[Gradients] = ()) -> list[Path]:
     """Draws and writes them all; the names say what they show.
 
     Raises:
@@ -40,7 +42,7 @@ def save_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in _figures(runs):
+        for name, figure in _figures(runs, gradients):
             written.append(folder / f"{name}.png")
             figure.savefig(written[-1], format="png")
     except OSError as error:
@@ -48,7 +50,7 @@ def save_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
     return written
 
 
-def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
+def _figures(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Iterator[tuple[str, Figure]]:
     for curve in curves(runs):
         yield slug(curve.title), _curve(runs, curve)
     recorded = [run for run in runs if {"drawn", "trained", "advantage"} <= run.rl.histograms.keys()]
@@ -56,6 +58,8 @@ def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, Figure]]:
         yield "pass_rates", _pass_rates(recorded, "drawn", "share of prompts")
         yield "advantage_by_pass_rate_over_training", _pass_rates(recorded, "advantage", "share of |advantage|")
         yield "advantage_by_pass_rate", _advantage(runs)
+    if gradients:
+        yield "gradient_norm_by_pass_rate", _gradients(runs, gradients)
     timed = [run for run in runs if time_parts(run.rl)]
     if timed:
         yield "time", _time(timed)
@@ -159,6 +163,21 @@ def _advantage(runs: Sequence[Run]) -> Figure:
         _dress(axes, "pass rate of a prompt", label)
     if len(shown) > 1:
         left.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
+    """A point a prompt, and the mean of each bin at the mean of its pass rates."""
+    figure = _new()
+    axes = figure.subplots()
+    for run, found, colour in zip(runs, gradients, _colours(len(runs)), strict=True):
+        rates, bins, norms = (np.array(values, float) for values in found[:3])
+        axes.scatter(rates, norms, s=9, color=colour, alpha=0.3, linewidths=0)
+        means = [(rates[bins == each].mean(), norms[bins == each].mean()) for each in np.unique(bins)]
+        axes.plot(*zip(*means, strict=True), color=colour, marker="o", markersize=4, label=run.name)
+    _dress(axes, "pass rate of a prompt", "gradient norm of a prompt")
+    if len(runs) > 1:
+        axes.legend(frameon=False, fontsize=8)
     return figure
 
 

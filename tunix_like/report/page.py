@@ -12,25 +12,29 @@ import hashlib
 import importlib.resources
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunix_like.report import contents
 from tunix_like.report.reading import Run, Table
 from tunix_like.report.rollouts import MOST_BYTES, read_steps
 from tunix_like.rl.pass_rates import PASS_RATES
 
+if TYPE_CHECKING:
+    from tunix_like.report.gradients import Gradients
+
 SCRIPTS = ("charts.js", "sections.js", "rollouts.js", "main.js")
 """Read in this order as one script."""
 
 
-def build(runs: Sequence[Run]) -> str:
-    """The page of the runs. Raises UserError naming a file of completions that cannot be read."""
+def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
+    """The page of the runs, with what was measured of each one's gradients (nothing: it was not asked for). Raises
+    UserError naming a file of completions that cannot be read."""
     files = importlib.resources.files("tunix_like.report")
     read = lambda name: files.joinpath("static", name).read_text(encoding="utf-8")  # noqa: E731
     script = '"use strict";\n(() => {\n' + "\n".join(map(read, SCRIPTS)) + "\n})();"
     style = read("page.css")
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": embedded(page_data(runs))}
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": embedded(page_data(runs, gradients))}
     before, *rest = read("page.html").split("{{")  # in one pass: what is put in is not looked through again
     return before + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
 
@@ -45,11 +49,12 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[str, Any]:
     return {
         "runs": [_run(run, MOST_BYTES // len(runs)) for run in runs],
         "curves": [curve._asdict() for curve in contents.curves(runs)],
         "others": [curve._asdict() for curve in contents.others(runs)],
+        "gradients": [each._asdict() for each in gradients],
         "missing": contents.missing(runs),
         "summary": contents.summary(runs),
         "ends": contents.ENDS,

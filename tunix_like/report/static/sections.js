@@ -167,9 +167,21 @@ function shares(row) {
 
 const each = (a, b, f) => (a && b ? a.map((value, i) => f(value, b[i])) : null);
 
+// The mean gradient norm of one prompt in each bin, where it was measured.
+function gradientCard() {
+  const mean = (norms) => (norms.length ? norms.reduce((a, b) => a + b, 0) / norms.length : null);
+  const byBin = DATA.gradients.map(({ bins, norms }) => BINS.map((_, bin) => mean(norms.filter((_, i) => bins[i] === bin))));
+  const ys = [0, 1.05 * Math.max(1e-12, ...byBin.flat().filter((value) => value !== null))];
+  const out = card("Gradient norm of one prompt", "", live(() => barChart({ series: shownRuns().map(({ run, i }) => ({ name: run.name, colour: colourOf(i), values: byBin[i] })), bins: BINS, label: "Gradient norm of one prompt by pass rate", ys })));
+  out.id = "gradients";
+  const measured = DATA.gradients.map((each, i) => `${DATA.runs[i].name}: ${each.norms.length} training prompts under ${each.origin}`);
+  out.append(make("p", { class: "note" }, `Mean over the prompts of a pass rate, each prompt's gradient alone with its weight in a batch, without KL. ${measured.join("; ")}.`));
+  return out;
+}
+
 function passRates() {
   const recorded = DATA.runs.some((run) => run.histograms.drawn);
-  if (!recorded) return section("pass-rates", "Pass rates", make("p", {}, "These runs did not record the pass rates of their prompts."));
+  if (!recorded) return section("pass-rates", "Pass rates", make("p", {}, "These runs did not record the pass rates of their prompts."), DATA.gradients.length ? gradientCard() : null);
   const spans = windows();
   STATE.window = spans.length - 1;
   const sums = DATA.runs.map((run) => Object.fromEntries(["drawn", "trained", "advantage"].map((name) => [name, summed(run, name, spans)])));
@@ -206,7 +218,8 @@ function passRates() {
   const charts = make("div", { class: "grid three" },
     bars("Prompts by pass rate", "Share of the prompts drawn.", drawnShare, "%", [0, top(drawnShare)]),
     bars("Who gets the advantage", "Share of the sum of |advantage| over all prompts.", advantageShare, "%", [0, top(advantageShare)]),
-    bars("|advantage| of one prompt", "Mean over its completions, by its pass rate: the estimator's own shape.", perPrompt, "", [0, top(perPrompt)]));
+    bars("|advantage| of one prompt", "Mean over its completions, by its pass rate: the estimator's own shape.", perPrompt, "", [0, top(perPrompt)]),
+    DATA.gradients.length ? gradientCard() : null);
   const maps = part(() => make("div", { class: "grid two" }, ...shownRuns().filter(({ i }) => sums[i].drawn.some(Boolean)).flatMap(({ run, i }) => [["Prompts", "drawn"], ["|advantage|", "advantage"]].map(([what, name]) => {
     const cells = sums[i][name].map(shares);
     const map = heatMap({ cells, bins: BINS, edges: [spans[0][0], spans[spans.length - 1][1]], chosen: around(STATE.window), onchoose: choose, label: `${what} by pass rate, ${run.name}`, name: (column) => stretch(...spans[column]) });
