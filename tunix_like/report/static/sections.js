@@ -215,7 +215,7 @@ function passRates() {
   const drawnShare = (sum, i) => shares(near(sum.drawn, i));
   const advantageShare = (sum, i) => shares(near(sum.advantage, i));
   const perPrompt = (sum, i) => each(near(sum.advantage, i), near(sum.trained, i), (total, count) => (count ? total / count : null));
-  const charts = make("div", { class: "grid three" },
+  const charts = make("div", { class: DATA.gradients.length ? "grid four" : "grid three" },
     bars("Prompts by pass rate", "Share of the prompts drawn.", drawnShare, "%", [0, top(drawnShare)]),
     bars("Who gets the advantage", "Share of the sum of |advantage| over all prompts.", advantageShare, "%", [0, top(advantageShare)]),
     bars("|advantage| of one prompt", "Mean over its completions, by its pass rate: the estimator's own shape.", perPrompt, "", [0, top(perPrompt)]),
