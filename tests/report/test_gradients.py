@@ -21,7 +21,7 @@ rollout: {max_prompt_length: 16, max_tokens_to_generate: 4}
 rewards: {functions: [{name: reward.py:f}], workers: 0}
 optimizer: {learning_rate: 1e-2}
 eval: {samples: 1, batch_size: 8}
-training: {max_steps: 2, output_dir: run}
+training: {max_steps: 1, output_dir: run}
 """
 REWARD = """
 def f(prompts, completions, **_):
@@ -79,7 +79,7 @@ def test_norms_are_those_of_the_plain_model(run, monkeypatch, capsys):
     monkeypatch.setattr(gradients, "_update", lambda *args: updates.append(made(*args)) or updates[-1])
     found = gradients.measure(run, 9)
     trained = open_trained(str(run))
-    assert len(updates) == 2 and found.origin == f"{run}/checkpoints/2"
+    assert len(updates) == 2 and found.origin == f"{run}/checkpoints/1"
     expected, rates = [], []
     for update in updates:
         scored, rewards = update.batch.scored, update.batch.rewards

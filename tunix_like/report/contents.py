@@ -62,7 +62,7 @@ def _held_out(runs: Sequence[Run]) -> Iterator[Curve]:
     found = [match for name in names if (match := re.fullmatch(r"eval/pass@(\d+)(?:/(.+))?", name))]
     for match in sorted(found, key=lambda match: (match[2] or "", int(match[1]))):
         yield Curve(match[0], f"pass@{match[1]}, held out" + (f", {match[2]}" if match[2] else ""), "%")
-    for name in sorted(name for name in names if name.startswith(("train/pass@1/",))):
+    for name in sorted(name for name in names if name.startswith("train/pass@1/")):
         yield Curve(name, f"pass@1 in training, {name.removeprefix('train/pass@1/')}", "%")
 
 
