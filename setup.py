@@ -35,6 +35,7 @@ EXTRAS = {
         "hypothesis>=6.170",  # properties over generated inputs
         "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
         "peft>=0.21.2",  # the reference that adapters are compared with
+        "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],
     "dev": [
@@ -52,7 +53,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["tunix_like*"]),
-    package_data={"tunix_like": ["base_config.yaml", "py.typed"]},
+    package_data={"tunix_like": ["base_config.yaml", "py.typed", "report/static/*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["tunix-like = tunix_like.cli:main"]},

@@ -156,6 +156,21 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
     )
     advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
+    report = command(
+        "report",
+        _report,
+        "one HTML file of one or several runs: curves, pass rates, time, rollouts",
+        "report runs/maze-maxrl-s0 runs/maze-grpo-s0 --out both.html",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are laid over each other")
+    report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html in the first RUN)")
+    report.add_argument(
+        "--gradients",
+        type=int,
+        metavar="N",
+        help="measure the gradient norms of the prompts of N batches, by pass rate, under each newest checkpoint",
+    )
+    report.add_argument("--png", metavar="FOLDER", help="write the figures too, as PNG files for papers")
     doctor = command(
         "doctor",
         _doctor,
@@ -444,6 +459,14 @@ def _advantages(arguments: argparse.Namespace) -> None:
     from tunix_like import advantages_table
 
     advantages_table.show(arguments.rewards, arguments.overrides, arguments.plot)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    if arguments.gradients is not None:
+        _setup_jax()
+    from tunix_like.report import command
+
+    command.write(arguments.runs, arguments.out, arguments.png, arguments.gradients)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

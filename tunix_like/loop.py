@@ -76,8 +76,9 @@ class Phase(Protocol):
     def load_state(self, state: Any, step: int) -> None:
         """Takes back the pytree saved after `step`."""
 
-    def advance(self, step: int) -> dict[str, float] | None:
-        """Does step `step` (from 1); returns its metrics without prefix, or None when the data is used up."""
+    def advance(self, step: int) -> dict[str, Any] | None:
+        """Does step `step` (from 1); returns its metrics (numbers, and lists of them) without prefix, or None when the
+        data is used up."""
 
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
         """Metrics (with prefix) of an evaluation after `step` if one is due, else empty; `step` 0 is the start."""

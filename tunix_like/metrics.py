@@ -96,8 +96,15 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
       UserError: a line before the last is not a JSON object (file and line are named).
     """
     path = Path(folder) / FILE
-    if not path.exists():
-        return []
+    return objects(path) if path.exists() else []
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file that has one a line; a torn last line is left out.
+
+    Raises:
+      UserError: a line before the last is not a JSON object (file and line are named).
+    """
     lines = path.read_bytes().splitlines()
     result = []
     for number, line in enumerate(lines, 1):

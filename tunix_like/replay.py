@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Bool
 
 from tunix_like import console
 from tunix_like.checkpoints import Checkpoints
@@ -23,7 +24,7 @@ from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, sc
 from tunix_like.rl.forward import place_packed
 from tunix_like.rl.guards import FOLDER, Skipped, read
 from tunix_like.rl.learner import forward_options
-from tunix_like.rl.objective import build_objective
+from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.update import gradient, update_input
 from tunix_like.runs import check_config, updates_per_batch
@@ -67,17 +68,23 @@ def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None
     """Computes the update's loss and gradient again, whole and for each completion alone (with the advantages and
     weights that it has in the whole). The weights stay as they are."""
     config, _ = check_config(trained.config)
-    lengths = config.rollout.max_tokens_to_generate
     own = source_estimators(config.data, config.algorithm)
+    lengths = config.rollout.max_tokens_to_generate
     objective = build_objective(config.algorithm, lengths, updates_per_batch(config), own)
+    live = skipped.live & skipped.in_update[:, None]
+    places = [(int(group), int(sample)) for group, sample in np.argwhere(live)]
+    masks = [live]
+    for place in places:
+        masks.append(np.zeros_like(live))
+        masks[-1][place] = True
+    (loss, norm), *alone = norms_of(skipped, trained, program_of(trained, objective), masks, on_progress)
+    return Found(loss, norm, [(*place, *numbers) for place, numbers in zip(places, alone, strict=True)])
+
+
+def program_of(trained: Trained, objective: Objective) -> Any:
+    """`(parameters, frozen parameters, UpdateInput) -> (loss, gradient norm)`, compiled once for each shape."""
+    config, _ = check_config(trained.config)
     options = forward_options(config.rollout, config.training, config.algorithm)
-    batch, mesh = skipped.batch, trained.mesh
-    params, frozen = split_params(trained.params)
-    widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
-    most, size = int(skipped.in_update.sum()), batch.rewards.shape[1]
-    chunk = chunk_size(config.training, trained.model, (most, size), widths, mesh=mesh)
-    layout = choose_layout(size, most, widths, chunk, prompt_parts(mesh))
-    whole = place_replicated((batch, skipped.old_logprobs, skipped.ref_logprobs), mesh)
 
     @jax.jit
     def numbers(params: Any, frozen: Any, data: Any) -> tuple[Any, Any]:
@@ -89,22 +96,35 @@ def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None
         grads, totals = gradient(trained.graphdef, objective, options, params, data, *args, frozen=frozen)
         return totals["sums"]["loss"], optax.tree.norm(grads)
 
+    return numbers
+
+
+def norms_of(
+    update: Skipped,
+    trained: Trained,
+    program: Any,
+    masks: Sequence[Bool[np.ndarray, "P G"]],
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the completions of each mask alone, with the advantages and weights that they have in
+    the whole update; `program` is `program_of`'s."""
+    config, batch, mesh = trained.config, update.batch, trained.mesh
+    params, frozen = split_params(trained.params)
+    widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
+    most, size = int(update.in_update.sum()), batch.rewards.shape[1]
+    chunk = chunk_size(config.training, trained.model, (most, size), widths, mesh=mesh)
+    layout = choose_layout(size, most, widths, chunk, prompt_parts(mesh))
+    whole = place_replicated((batch, update.old_logprobs, update.ref_logprobs), mesh)
+
     def of(rows: np.ndarray) -> tuple[float, float]:
         packed = place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most), mesh)
-        data = update_input(whole[0], skipped.in_update, packed, *whole[1:])
-        loss, norm = fetch(numbers(params, frozen, data), mesh)
+        data = update_input(whole[0], update.in_update, packed, *whole[1:])
+        loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)
         return float(loss), float(norm)
 
-    live = skipped.live & skipped.in_update[:, None]
     with scope(mesh):
-        loss, norm = of(live)
-        alone = []
-        for group, sample in np.argwhere(live):
-            row = np.zeros_like(live)
-            row[group, sample] = True
-            alone.append((int(group), int(sample), *of(row)))
-    return Found(loss, norm, alone)
+        return [of(rows) for rows in masks]
 
 
 def print_report(file: Path, overrides: Sequence[str] = ()) -> None:

@@ -21,7 +21,19 @@ from tunix_like.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tunix_like.config import DataConfig
 
-__all__ = ["DEFAULT_SIZE", "VOCABULARY", "Walk", "draw", "load", "make", "record", "solve", "tokenizer", "walk"]
+__all__ = [
+    "DEFAULT_SIZE",
+    "VOCABULARY",
+    "Walk",
+    "draw",
+    "grid_of",
+    "load",
+    "make",
+    "record",
+    "solve",
+    "tokenizer",
+    "walk",
+]
 
 _CELL_TOKENS = {"#": "WALL", ".": "PATH", "S": "START", "G": "GOAL"}
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
@@ -154,6 +166,18 @@ def record(grid: str) -> Record:
     rows = (" ".join([*(_CELL_TOKENS[cell] for cell in row), "NEWLINE"]) for row in grid.split("\n"))
     prompt = " ".join(["GRID_START", *rows, "GRID_END", "PATH_START"])
     return {"prompt": prompt, "answer": " ".join([*solve(grid), "DONE"]), "grid": grid}
+
+
+def grid_of(prompt: str) -> str | None:
+    """The grid that a prompt of `record` shows; None where the text is no such prompt."""
+    cells = {word: cell for cell, word in _CELL_TOKENS.items()} | {"NEWLINE": "\n"}
+    first, *words = prompt.split() or [""]
+    if first != "GRID_START" or words[-2:] != ["GRID_END", "PATH_START"]:
+        return None
+    grid = "".join(cells.get(word, "?") for word in words[:-2]).removesuffix("\n")
+    rows = grid.split("\n")
+    whole = {len(row) for row in rows} == {len(rows)} and grid.count("S") == grid.count("G") == 1
+    return grid if whole and "?" not in grid and rows[1][1] == "S" else None
 
 
 def tokenizer() -> Tokenizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ class Collected(NamedTuple):
 
     rollout: Rollout
     batch: GroupBatch
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     tokens: int
 
 
@@ -86,7 +86,7 @@ class Collector:
             does not take; the completions are in `rollouts/` by then. Or the data does not make one batch.
         """
         algo = self.learner.algo
-        metrics: dict[str, float] = {}
+        metrics: dict[str, Any] = {}
         drawn = self._draw(step, lap)
         if drawn is None:
             return None

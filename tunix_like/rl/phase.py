@@ -34,7 +34,15 @@ from tunix_like.rl.guards import FOLDER, GapWatch, Skipped, SkipWatch, keep
 from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import Packed, choose_layout, pack, token_places
-from tunix_like.rl.rollouts import Rollout, cut_rollouts, repeat_columns, saved_on_failure, write_rollouts
+from tunix_like.rl.pass_rates import count_groups, sum_advantages
+from tunix_like.rl.rollouts import (
+    Rollout,
+    cut_rollouts,
+    pass_rate_bins,
+    repeat_columns,
+    saved_on_failure,
+    write_rollouts,
+)
 from tunix_like.rl.update import jit_update, update_input
 from tunix_like.sizes import chunk_size
 from tunix_like.speed import Clock, Compilations, Profile, peak_flops
@@ -137,11 +145,11 @@ class RLPhase:
         kept = None if self.rollouts is None else self.rollouts / "eval"
         return self.evaluator(self.learner.params, rollouts=kept, step=step).metrics
 
-    def advance(self, step: int) -> dict[str, float] | None:
+    def advance(self, step: int) -> dict[str, Any] | None:
         with self.profile.around(step), scope(self.learner.mesh):
             return self._advance(step)
 
-    def _advance(self, step: int) -> dict[str, float] | None:
+    def _advance(self, step: int) -> dict[str, Any] | None:
         clock, before = Clock(), self.learner.sampler.row_steps
         collected = self.collector(step, clock.lap)
         if collected is None:
@@ -151,6 +159,8 @@ class RLPhase:
         with saved_on_failure(self.rollouts, step, rollout.problems, rollout.texts):
             advantages, update_metrics = self._update(step, rollout, batch, ref, clock)
         metrics |= kl_metrics | update_metrics | _advantage_metrics(advantages)
+        bins = pass_rate_bins(rollout, self.learner.success_threshold)
+        metrics |= {"pass_rate/trained": count_groups(bins), "pass_rate/advantage": sum_advantages(bins, advantages)}
         assert batch.estimator_ids is not None
         kept = self.objective.kept_groups(batch.scored, batch.estimator_ids)
         metrics["groups/dropped_frac"] = float((~kept).mean())
@@ -168,7 +178,7 @@ class RLPhase:
         assert self.rollouts is not None
         shaped = np.where(batch.scored, batch.rewards, np.nan)
         columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
-        columns |= {"length": batch.completion_lengths}
+        columns |= {"length": batch.completion_lengths, "finished": rollout.completions.finished}
         columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
         try:
             write_rollouts(self.rollouts, step, rollout.problems, rollout.texts, columns)
@@ -177,7 +187,7 @@ class RLPhase:
                 logger.warning("%s: the completions of step %d are not written (%s)", self.rollouts, step, error)
             self._rollouts_lost = True
 
-    def _speed(self, batch: GroupBatch, sampled: int, row_steps: int, known: dict[str, float]) -> dict[str, float]:
+    def _speed(self, batch: GroupBatch, sampled: int, row_steps: int, known: dict[str, Any]) -> dict[str, float]:
         """Completion tokens a second, the share of the work that was on live rows, what was compiled since the step
         before (its evaluation and checkpoint included), and the share of the device's peak arithmetic, prompts counted
         once per group (`*_mfu`, where the peak is known). With dynamic sampling the rollout's share counts the groups

@@ -20,6 +20,7 @@ from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
 from tunix_like.errors import UserError
 from tunix_like.processes import spread
 from tunix_like.rewards import Scores, score
+from tunix_like.rl.pass_rates import bins_of, count_groups
 from tunix_like.sampling.sampler import Completions, length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch, Problem, RewardFunction
@@ -119,14 +120,16 @@ def to_batch(
     )
 
 
-def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
-    """Rewards, lengths and what share of the groups can teach anything (their rewards differ); with several data
-    sources, `pass@1/<source>` and `rewards/mean/<source>` of each."""
+def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
+    """Rewards, lengths, the histogram of pass rates and what share of the groups can teach anything (their rewards
+    differ); with several data sources, `pass@1/<source>` and `rewards/mean/<source>` of each."""
     completions, scores = rollout.completions, rollout.scores
     shape = completions.lengths.shape
     total, scored = scores.total.reshape(shape), scores.scored.reshape(shape)
     seen = total[scored]
-    metrics = {f"rewards/{name}": _mean(values[~np.isnan(values)]) for name, values in scores.by_function.items()}
+    metrics: dict[str, Any] = {
+        f"rewards/{name}": _mean(values[~np.isnan(values)]) for name, values in scores.by_function.items()
+    }
     metrics |= {
         "rewards/mean": _mean(seen),
         "rewards/std": float(seen.std()) if seen.size else float("nan"),
@@ -137,6 +140,7 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
         "reward/timeout_frac": float(scores.timeouts.mean()),
         "reward/error_frac": float(scores.errors.mean()),
         "groups/mixed_frac": float(mixed_groups(total, scored).mean()),
+        "pass_rate/drawn": count_groups(pass_rate_bins(rollout, threshold)),
         "completions/mean_length": float(completions.lengths.mean()),
         "completions/max_length": float(completions.lengths.max()),
         "completions/min_length": float(completions.lengths.min()),
@@ -146,6 +150,13 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, float]:
         seen = total[own][scored[own]]
         metrics |= {f"pass@1/{label}": _mean(succeeds(seen, threshold)), f"rewards/mean/{label}": _mean(seen)}
     return metrics
+
+
+def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
+    """The bin of `pass_rates.PASS_RATES` that each group falls into."""
+    shape = rollout.completions.lengths.shape
+    passed = succeeds(rollout.scores.total, threshold)
+    return bins_of(passed.reshape(shape), rollout.scores.scored.reshape(shape))
 
 
 def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:

@@ -1,0 +1,59 @@
+"""Runs as they lie on disk, written by the library's own writers, with texts that would like to be more than text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from tunix_like.data import maze
+from tunix_like.data.source import SOURCE_COLUMN
+from tunix_like.metrics import MetricsLog
+from tunix_like.rl.pass_rates import bins_of, count_groups, sum_advantages
+from tunix_like.rl.rollouts import write_rollouts
+from tunix_like.types import Problem
+
+HOSTILE = "</script><img src=x onerror=\"window.broken='img'\"><script>window.broken='script'</script><!-- &amp; \u2028"
+GRID = "#####\n#S..#\n###.#\n#..G#\n#####"
+PATHS = ["RIGHT RIGHT DOWN DOWN DONE", "RIGHT RIGHT DOWN UP DONE", "DOWN DONE", HOSTILE]
+
+
+def problems(step: int) -> list[Problem]:
+    """Three prompts: a hostile one, a plain one that names its step, a maze."""
+    prompts = [HOSTILE, f"What is {step} + {step}?", maze.record(GRID)["prompt"]]
+    return [Problem(3 * step + i, text, [1], {SOURCE_COLUMN: "<b>mix</b>"}) for i, text in enumerate(prompts)]
+
+
+def texts(step: int) -> list[str]:
+    plain = [f"It is {2 * step}", "NO IDEA", "no idea", "it is " + "very " * 5 + "long"]
+    return [*(f"{HOSTILE} {i}" for i in range(4)), *plain, *PATHS]
+
+
+REWARDS = np.array([[1.0, 0.0, np.nan, 0.5], [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+ADVANTAGES = np.array([[0.5, -0.5, 0.0, 0.25], [3.0, -1.0, -1.5, -1.0], [3.0, -1.0, -1.0, -1.0]])
+LENGTHS = np.array([[9, 8, 7, 6], [5, 4, 4, 12], [6, 6, 3, 9]])
+
+
+def write_run(folder: Path, steps: int = 6, **config: object) -> Path:
+    """A run of SFT and RL that was evaluated before and after; completions at every second step."""
+    log = MetricsLog(folder)
+    for step in range(1, 4):
+        log.write({"sft/step": step, "sft/loss": 3.0 / step, "sft/step_time_sec": 0.5})
+    log.write({"step": 0, "eval/pass@1": 0.25, "eval/pass@4": 0.5})
+    scored = ~np.isnan(REWARDS)
+    bins = bins_of(np.nan_to_num(REWARDS) >= 1, scored)
+    groups = {"train/pass_rate/drawn": count_groups(bins), "train/pass_rate/trained": count_groups(bins)}
+    groups["train/pass_rate/advantage"] = sum_advantages(bins, ADVANTAGES)
+    for step in range(1, steps + 1):
+        row = {"step": step, "train/rewards/mean": step / steps, "train/grad_norm": float("nan") if step == 2 else 0.1}
+        row |= {"train/time/rollout": 1.0, "train/time/update": 3.0, "train/step_time_sec": 4.0, "train/<i>odd</i>": 1}
+        log.write(row | groups)
+        if step % 2 == 0:
+            columns = {"reward": REWARDS, "estimator_reward": REWARDS, "advantage": ADVANTAGES, "length": LENGTHS}
+            columns |= {"finished": LENGTHS < 12, "reward/a": REWARDS, "reward/<u>b</u>": 0 * REWARDS}
+            write_rollouts(folder / "rollouts", step, problems(step), texts(step), columns)
+    log.write({"step": steps, "eval/pass@1": 0.5, "eval/pass@4": 0.75})
+    tree = {"algorithm": {"advantage_estimator": "maxrl"}, "data": {"system_prompt": HOSTILE}, "optimizer": config}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return folder

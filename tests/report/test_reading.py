@@ -1,0 +1,199 @@
+"""Runs read back from disk, against loops over the rows; what is left out, the summary, and files that are no run."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from tests.report.runs import ADVANTAGES, GRID, LENGTHS, PATHS, REWARDS, problems, texts, write_run
+from tunix_like.cli import main
+from tunix_like.data import maze
+from tunix_like.metrics import MetricsLog
+from tunix_like.report import contents
+from tunix_like.report import reading as reading_module
+from tunix_like.report.page import embedded
+from tunix_like.report.reading import read_runs
+from tunix_like.report.rollouts import read_steps
+from tunix_like.rewards.maze import walk
+
+
+def run_of(folder, *rows):
+    log = MetricsLog(folder)
+    for row in rows:
+        log.write(row)
+    return read_runs([folder])[0]
+
+
+def test_rows_become_columns_with_gaps(tmp_path):
+    """Out of order, in parts, without a number, of both phases, and without a phase."""
+    run = run_of(
+        tmp_path,
+        {"sft/step": 1, "sft/loss": 2.0},
+        {"step": 0, "eval/pass@1": 0.5},
+        {"step": 2, "train/loss": float("nan"), "train/step_time_sec": 2.0, "train/name": "text", "train/flag": True},
+        {"step": 1, "train/loss": 3, "train/step_time_sec": 1.5},
+        {"note": 1},
+        {"step": 2, "eval/pass@1": 0.75},
+    )
+    assert run.rl.steps == [0, 1, 2] and run.sft.steps == [1]
+    assert run.rl.columns == {
+        "eval/pass@1": [0.5, None, 0.75],
+        "train/loss": [None, 3, None],
+        "train/step_time_sec": [None, 1.5, 2.0],
+        "seconds": [0.0, 1.5, 3.5],
+    }
+    assert run.sft.columns == {"sft/loss": [2.0], "seconds": [0.0]} and run.rl.histograms == {}
+
+
+def test_a_resumed_runs_torn_last_line_is_left_out(tmp_path):
+    write_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/rew')
+    assert read_runs([tmp_path])[0].rl.steps == list(range(7))
+
+
+def test_histograms_are_those_of_their_steps(tmp_path):
+    whole = list(range(10))
+    rows = [{"step": 1}, {"step": 2, "train/pass_rate/drawn": whole}, {"step": 3, "train/pass_rate/drawn": whole[1:]}]
+    assert run_of(tmp_path, *rows).rl.histograms == {"drawn": [None, whole, None]}
+
+
+def test_a_long_run_is_thinned_but_not_its_evaluations(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading_module, "MOST_STEPS", 10)
+    rows = [{"step": i, "train/loss": i} | ({"eval/pass@1": 0.5} if i in (0, 17) else {}) for i in range(100)]
+    table = run_of(tmp_path, *rows).rl
+    assert table.steps == sorted({0, 11, 22, 33, 44, 55, 66, 77, 88, 99, 17}) and table.left_out == 89
+    assert table.columns["train/loss"] == table.steps
+
+
+def test_names_tell_runs_apart(tmp_path):
+    folders = [write_run(tmp_path / a / b) for a, b in (("x", "run"), ("y", "run"), ("y", "other"))]
+    assert [run.name for run in read_runs(folders)] == ["x/run", "y/run", "y/other"]
+    assert [run.name for run in read_runs(folders[1:])] == ["run", "other"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), "holds no metrics.jsonl: give the folder of a run"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), "metrics.jsonl has no row of a step yet"),
+        (lambda run: (run / "metrics.jsonl").write_text('[1]\n{"step": 1}\n'), "metrics.jsonl, line 1"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": "one"}\n'), "metrics.jsonl: a row has step = 'one'"),
+        (lambda run: (run / "config.yaml").write_text("a: [1"), "config.yaml: this is no YAML"),
+        (lambda run: (run / "config.yaml").write_text("- 1"), "config.yaml: expected the sections"),
+        (lambda run: (run / "rollouts/step_000002.jsonl").write_text("1\n{}\n"), "step_000002.jsonl, line 1"),
+        (lambda run: (run / "rollouts/step_000004.jsonl").write_text('{"problem": 1}\n'), "step_000004.jsonl, line 1"),
+        (lambda run: (run / "rollouts/step_last.jsonl").write_text("{}\n"), "step_last.jsonl: expected step_<number>"),
+    ],
+)
+def test_what_is_no_run_is_named(tmp_path, capsys, damage, message):
+    damage(write_run(tmp_path))
+    assert main(["report", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/nothing"], "nothing is no folder"),
+        (["{tmp}", "{tmp}/."], "is named twice"),
+        (["{tmp}", "--out", "{tmp}/no/page.html"], "page.html: cannot write it: No such file"),
+        (["{tmp}", "--png", "{tmp}/metrics.jsonl"], "metrics.jsonl: cannot write it: File exists"),
+    ],
+)
+def test_places_that_are_none_are_named(tmp_path, capsys, arguments, message):
+    write_run(tmp_path)
+    assert main(["report", *(each.format(tmp=tmp_path) for each in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_of_the_python_interface_has_no_config(tmp_path):
+    run = run_of(tmp_path, {"step": 1, "train/rewards/mean": 0.5})
+    assert run.config == {} and contents.facts(run) == [("RL steps", "1 (0.0 s in steps)")]
+    assert main(["report", str(tmp_path)]) == 0 and (tmp_path / "report.html").exists()
+
+
+def test_the_summary_by_a_loop(tmp_path):
+    rng = random.Random(0)
+    values = [rng.random() for _ in range(37)]
+    rows = [{"step": i + 1, "train/rewards/mean": value, "train/entropy": value} for i, value in enumerate(values)]
+    rows[4]["eval/pass@4"], rows[20]["eval/pass@4"], rows[36]["eval/pass@4"] = 0.5, 0.75, 0.625
+    rows[36]["eval/pass@1"] = 0.25
+    run = run_of(tmp_path, *rows)
+    means = [sum(values[i : i + 10]) / 10 for i in range(28)]
+    found = {row["title"]: row["cells"][0] for row in contents.summary([run])}
+    best = max(range(28), key=lambda i: means[i])
+    expected = {"first": means[0], "last": means[-1], "best": means[best], "step": best + 10}
+    assert found["Reward"] == pytest.approx(expected) and found["Entropy"] == pytest.approx(
+        {"first": means[0], "last": means[-1]}
+    )
+    assert found["pass@4, held out"] == {"first": 0.5, "last": 0.625, "best": 0.75, "step": 21}
+    assert found["pass@1, held out"] == {"last": 0.25}
+
+
+def test_only_keys_that_differ_are_told(tmp_path):
+    runs = read_runs([write_run(tmp_path / "a", learning_rate=0.1, b2=1), write_run(tmp_path / "b", learning_rate=0.2)])
+    assert contents.differing(runs) == [
+        {"key": "optimizer.b2", "values": ["1", "-"]},
+        {"key": "optimizer.learning_rate", "values": ["0.1", "0.2"]},
+    ]
+
+
+def test_completions_come_back_as_written(tmp_path):
+    steps, left_out = read_steps(write_run(tmp_path), 10**9)
+    assert [each["step"] for each in steps] == [2, 4, 6] and left_out == ""
+    for step in steps:
+        found, said = step["groups"], texts(step["step"])
+        assert [group["prompt"] for group in found] == [problem.text for problem in problems(step["step"])]
+        for g, group in enumerate(found):
+            assert [each["text"] for each in group["completions"]] == said[4 * g : 4 * g + 4]
+            for s, each in enumerate(group["completions"]):
+                assert each.get("reward") == (None if np.isnan(REWARDS[g, s]) else REWARDS[g, s])
+                assert (each["advantage"], each["length"]) == (ADVANTAGES[g, s], LENGTHS[g, s])
+                assert each.get("clipped", False) == (LENGTHS[g, s] == 12) and len(each["parts"]) == 2
+    assert [group.get("grid") for group in steps[0]["groups"]] == [None, None, GRID]
+    assert [each["path"] for each in steps[0]["groups"][2]["completions"]] == ["RRDD", "RRDU", "", ""]
+
+
+def test_the_path_leads_where_the_reward_went(tmp_path):
+    """The letters, walked again, are the cells of `walk`."""
+    steps, _ = read_steps(write_run(tmp_path), 10**9)
+    for text, each in zip(PATHS, steps[0]["groups"][2]["completions"], strict=True):
+        cells = [(1, 1)]
+        for letter in each["path"]:
+            down, right = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}[letter]
+            cells.append((cells[-1][0] + down, cells[-1][1] + right))
+        assert cells == walk(GRID, text).cells
+
+
+def test_a_page_is_kept_to_a_size_and_says_so(tmp_path):
+    run = write_run(tmp_path, steps=20)  # ten files
+    size = max(file.stat().st_size for file in (run / "rollouts").glob("*.jsonl"))
+    steps, said = read_steps(run, 3 * size)
+    assert [each["step"] for each in steps] == [2, 10, 20]
+    assert said == "7 of 10 written steps are left out to keep this page small."
+    steps, said = read_steps(run, size)
+    assert [each["step"] for each in steps] == [20] and "9 of 10 written steps are" in said
+    steps, said = read_steps(run, 400)
+    assert [len(each["groups"]) for each in steps] == [1]
+    assert said == "9 of 10 written steps and 2 of 3 prompts are left out to keep this page small."
+
+
+def test_the_grid_of_a_prompt_is_that_of_its_record():
+    for size in (5, 9, 15):
+        grid = maze.make(size, random.Random(size))
+        assert maze.grid_of(maze.record(grid)["prompt"]) == grid
+    whole = maze.record(GRID)["prompt"]
+    for other in ("", "GRID_START", "2 + 2 =", whole.replace("START ", "PATH ", 2), whole.replace("NEWLINE", "", 1)):
+        assert maze.grid_of(other) is None, other
+    assert maze.grid_of(whole.replace("WALL", "HOLE", 1)) is None
+
+
+def test_data_cannot_leave_its_block():
+    data = {"</script>": ["<!--", "\u2028&]]>", "\ud800"]}
+    text = embedded(data)
+    assert text.isascii() and not re.search("[<>&]", text) and json.loads(text) == data

@@ -1,0 +1,165 @@
+"""What a report shows of its runs: which curves there are, the summary, where their configs differ.
+
+It is the one home of titles and order, for the page and for the figures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tunix_like.report.reading import Run, Table
+
+ENDS = 10
+"""Steps at each end of a run that the summary takes the mean of: single steps of RL are noisy."""
+
+
+class Curve(NamedTuple):
+    """One chart: a metric over the steps of a phase (`rl`, `sft`).
+
+    Attributes:
+      unit: of the vertical axis; `%` for shares, which are written as percentages.
+      log: whether its axis starts out logarithmic.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    log: bool = False
+    phase: str = "rl"
+
+
+_BEFORE = (Curve("train/rewards/mean", "Reward"), Curve("train/pass@1", "pass@1 in training", "%"))
+_AFTER = (
+    Curve("train/completions/mean_length", "Completion length", "tokens"),
+    Curve("train/completions/clipped_ratio", "Cut at the token limit", "%"),
+    Curve("train/entropy", "Entropy", "nats per token"),
+    Curve("train/kl", "KL to the reference", "nats per token"),
+    Curve("train/grad_norm", "Gradient norm", "", True),
+    Curve("train/loss", "Loss"),
+    Curve("train/groups/mixed_frac", "Prompts whose rewards differ", "%"),
+    Curve("train/advantage/abs_mean", "Mean |advantage|"),
+    Curve("train/logprob_gap/mean", "Sampler to trainer, log-probability gap", "nats", True),
+    Curve("train/reward/unscored_frac", "Unscored completions", "%"),
+    Curve("train/perf/generation_tokens_per_sec", "Sampling", "tokens/s"),
+    Curve("train/step_time_sec", "Time of a step", "s", True),
+    Curve("train/learning_rate", "Learning rate"),
+    Curve("sft/loss", "SFT loss", "nats per token", phase="sft"),
+    Curve("sft/entropy", "SFT entropy", "nats per token", phase="sft"),
+    Curve("sft/eval/pass@1", "pass@1 during SFT, held out", "%", phase="sft"),
+)
+
+
+def curves(runs: Sequence[Run]) -> list[Curve]:
+    """The charts of what at least one of the runs recorded, held-out pass@k after the rewards."""
+    there = {(phase, name) for run in runs for phase in ("rl", "sft") for name in getattr(run, phase).columns}
+    return [curve for curve in (*_BEFORE, *_held_out(runs), *_AFTER) if (curve.phase, curve.key) in there]
+
+
+def _held_out(runs: Sequence[Run]) -> Iterator[Curve]:
+    names = {name for run in runs for name in run.rl.columns}
+    found = [match for name in names if (match := re.fullmatch(r"eval/pass@(\d+)(?:/(.+))?", name))]
+    for match in sorted(found, key=lambda match: (match[2] or "", int(match[1]))):
+        yield Curve(match[0], f"pass@{match[1]}, held out" + (f", {match[2]}" if match[2] else ""), "%")
+    for name in sorted(name for name in names if name.startswith("train/pass@1/")):
+        yield Curve(name, f"pass@1 in training, {name.removeprefix('train/pass@1/')}", "%")
+
+
+def others(runs: Sequence[Run]) -> list[Curve]:
+    """Every further metric under its own name."""
+    shown = {curve.key for curve in curves(runs)} | {"seconds"}
+    names = {("rl", name) for run in runs for name in run.rl.columns}
+    names |= {("sft", name) for run in runs for name in run.sft.columns}
+    return [Curve(name, name, phase=phase) for phase, name in sorted(names) if name not in shown]
+
+
+def missing(runs: Sequence[Run]) -> list[str]:
+    """What one may look for and no run recorded, with the reason."""
+    keys = {curve.key for curve in curves(runs)}
+    out = []
+    if "train/kl" not in keys:
+        out.append("KL: these runs have none (algorithm.beta is 0).")
+    if not any(key.startswith("eval/pass@") for key in keys):
+        out.append("Held-out pass@k: these runs were not evaluated.")
+    if not any(run.rl.histograms for run in runs):
+        out.append("Pass rates of prompts: these runs did not record train/pass_rate.")
+    return out
+
+
+def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Rows `{title, unit, cells}` with `{first, last, best, step}` for each run (None: not recorded; of a single value
+    `last` alone).
+
+    Held-out metrics are those of the first and the last evaluation, and the best of all; metrics of training are means
+    over the first and the last `ENDS` steps, and have a best where more is better.
+    """
+    wanted = [curve for curve in curves(runs) if curve.phase == "rl" and _summarised(curve.key)]
+    return [
+        {"title": curve.title, "unit": curve.unit, "cells": [_ends(run.rl, curve.key) for run in runs]}
+        for curve in wanted
+    ]
+
+
+def _summarised(key: str) -> bool:
+    lengths = ("train/completions/mean_length", "train/completions/clipped_ratio", "train/entropy", "train/kl")
+    return _more_is_better(key) or key in lengths
+
+
+def _more_is_better(key: str) -> bool:
+    return "pass@" in key or key == "train/rewards/mean"
+
+
+def _ends(table: Table, key: str) -> dict[str, float] | None:
+    values = table.columns.get(key, [])
+    known = [(step, value) for step, value in zip(table.steps, values, strict=False) if value is not None]
+    if not known:
+        return None
+    size = 1 if key.startswith("eval/") else min(ENDS, len(known))
+    windows = [known[i : i + size] for i in range(len(known) - size + 1)]
+    means = [sum(value for _, value in window) / size for window in windows]
+    best = max(range(len(means)), key=means.__getitem__)
+    if len(means) == 1:
+        return {"last": means[0]}
+    out = {"first": means[0], "last": means[-1]}
+    return out | ({"best": means[best], "step": windows[best][-1][0]} if _more_is_better(key) else {})
+
+
+_FACTS = {
+    "algorithm.advantage_estimator": "estimator",
+    "data.name": "data",
+    "model.path": "model",
+    "algorithm.num_generations": "completions per prompt",
+    "data.batch_size": "prompts per step",
+    "optimizer.learning_rate": "learning rate",
+    "algorithm.beta": "KL beta",
+    "lora.rank": "LoRA rank",
+    "training.seed": "seed",
+}
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """The run in a line: how far it is, how long it took, and the keys that one asks for first."""
+    out = []
+    for table, name in ((run.sft, "SFT"), (run.rl, "RL")):
+        if table.steps:
+            seconds = table.columns["seconds"][-1] or 0.0
+            out.append((f"{name} steps", f"{table.steps[-1]} ({_duration(seconds)} in steps)"))
+    return out + [(title, shown(run.config[key])) for key, title in _FACTS.items() if run.config.get(key) is not None]
+
+
+def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Rows `{key, values}` of the config keys that are not the same in all runs; where a run is written is none."""
+    keys = sorted({key for run in runs for key in run.config} - {"training.output_dir"})
+    rows = [{"key": key, "values": [shown(run.config.get(key)) for run in runs]} for key in keys]
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def shown(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,206 @@
+"""The report's figures as PNG files for papers: one file a chart, the same data as the page.
+
+It knows matplotlib, without pyplot: nothing global, no window, no display.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+
+from tunix_like.errors import UserError
+from tunix_like.report.contents import Curve, curves
+from tunix_like.report.reading import Run, Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from tunix_like.report.gradients import Gradients
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4558f", "#b8860b", "#2f4b7c", "#8c510a", "#5ab4ac")
+"""Of the runs, in order; the page's own in its light form."""
+
+SMOOTHING = 0.6
+"""Weight of the past in the exponential mean that is drawn over the values of single steps."""
+
+_BINS = ("0", "1/8", "1/4", "3/8", "1/2", "5/8", "3/4", "7/8", "<1", "1")
+_WINDOWS = 48
+
+
+def save_figures(runs: Sequence[Run], folder: Path, gradients: Sequence[Gradients] = ()) -> list[Path]:
+    """Draws and writes them all; the names say what they show.
+
+    Raises:
+      UserError: the folder or a file in it cannot be written.
+    """
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in _figures(runs, gradients):
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], format="png")
+    except OSError as error:
+        raise UserError(f"--png {folder}: cannot write it: {error.strerror or error}.") from error
+    return written
+
+
+def _figures(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Iterator[tuple[str, Figure]]:
+    for curve in curves(runs):
+        yield slug(curve.title), _curve(runs, curve)
+    recorded = [run for run in runs if {"drawn", "trained", "advantage"} <= run.rl.histograms.keys()]
+    if recorded:
+        yield "pass_rates", _pass_rates(recorded, "drawn", "share of prompts")
+        yield "advantage_by_pass_rate_over_training", _pass_rates(recorded, "advantage", "share of |advantage|")
+        yield "advantage_by_pass_rate", _advantage(runs)
+    if gradients:
+        yield "gradient_norm_by_pass_rate", _gradients(runs, gradients)
+    timed = [run for run in runs if time_parts(run.rl)]
+    if timed:
+        yield "time", _time(timed)
+
+
+def slug(title: str) -> str:
+    """A title as the name of a file: `pass@16, held out` is `pass_at_16_held_out`."""
+    return re.sub(r"\W+", "_", title.lower().replace("@", "_at_")).strip("_")
+
+
+def _new(columns: int = 1, rows: int = 1) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(5.2 * columns, 3.4 * rows), dpi=200, layout="constrained", facecolor="white")
+
+
+def _dress(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(color="#e3e6ea", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _curve(runs: Sequence[Run], curve: Curve) -> Figure:
+    figure = _new()
+    axes = figure.subplots()
+    scale = 100.0 if curve.unit == "%" else 1.0
+    for run, colour in zip(runs, _colours(len(runs)), strict=True):
+        table: Table = getattr(run, curve.phase)
+        values = np.array([np.nan if x is None else x * scale for x in table.columns.get(curve.key, [])], float)
+        steps, known = np.array(table.steps[: len(values)]), np.isfinite(values)
+        if not known.any():
+            continue
+        if "eval/" in curve.key:
+            axes.plot(steps[known], values[known], color=colour, marker="o", markersize=4, label=run.name)
+        else:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, smoothed(values, SMOOTHING), color=colour, linewidth=1.6, label=run.name)
+    _dress(
+        axes, "SFT step" if curve.phase == "sft" else "step", f"{curve.title}{f' [{curve.unit}]' * bool(curve.unit)}"
+    )
+    if curve.log:
+        axes.set_yscale("log", nonpositive="mask")
+    if len(runs) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def smoothed(values: Float[np.ndarray, "N"], weight: float) -> Float[np.ndarray, "N"]:
+    """The exponential mean of what is known so far, without a pull to its first value; NaN stays NaN."""
+    out, total, mass = np.full_like(values, np.nan), 0.0, 0.0
+    for i in np.flatnonzero(np.isfinite(values)):
+        total, mass = weight * total + (1 - weight) * values[i], weight * mass + (1 - weight)
+        out[i] = total / mass
+    return out
+
+
+def _colours(count: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(count)]
+
+
+def windows(table: Table, name: str, count: int = _WINDOWS) -> tuple[Float[np.ndarray, "W"], Float[np.ndarray, "W B"]]:
+    """A histogram's sums over at most `count` stretches of steps, and the last step of each."""
+    rows = [(step, row) for step, row in zip(table.steps, table.histograms[name], strict=True) if row is not None]
+    parts = np.array_split(np.arange(len(rows)), min(count, len(rows)))
+    sums = np.array([np.sum([rows[i][1] for i in part], axis=0) for part in parts], float)
+    return np.array([rows[part[-1]][0] for part in parts], float), sums
+
+
+def _pass_rates(runs: Sequence[Run], name: str, label: str) -> Figure:
+    figure = _new(rows=len(runs))
+    for run, axes in zip(runs, np.atleast_1d(figure.subplots(len(runs))), strict=True):
+        ends, sums = windows(run.rl, name)
+        shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1e-12)
+        edges = np.concatenate([[run.rl.steps[0]], ends])
+        image = axes.pcolormesh(edges, np.arange(len(_BINS) + 1), shares.T, cmap="Blues", vmin=0, rasterized=True)
+        axes.set_yticks(np.arange(len(_BINS)) + 0.5, _BINS)
+        axes.set_xlabel("step")
+        axes.set_ylabel("pass rate of a prompt")
+        axes.set_title(run.name, fontsize=9, loc="left")
+        figure.colorbar(image, ax=axes, label=label)
+    return figure
+
+
+def _advantage(runs: Sequence[Run]) -> Figure:
+    """Who gets the advantage over the whole of training: its share by pass rate, and its mean for one prompt."""
+    figure = _new(columns=2)
+    left, right = figure.subplots(1, 2)
+    places, colours = np.arange(len(_BINS)), _colours(len(runs))
+    shown = [(run, colour) for run, colour in zip(runs, colours, strict=True) if "advantage" in run.rl.histograms]
+    for number, (run, colour) in enumerate(shown):
+        total, count = (windows(run.rl, name, 1)[1][0] for name in ("advantage", "trained"))
+        width = 0.8 / len(shown)
+        share = total / max(total.sum(), 1e-12)
+        left.bar(places + (number + 0.5) * width - 0.4, 100 * share, width, color=colour, label=run.name)
+        mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+        right.plot(places, mean, color=colour, marker="o", markersize=4)
+    for axes, label in ((left, "share of |advantage| [%]"), (right, "mean |advantage| of a prompt")):
+        axes.set_xticks(places, _BINS)
+        _dress(axes, "pass rate of a prompt", label)
+    if len(shown) > 1:
+        left.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
+    """A point a prompt, and the mean of each bin at the mean of its pass rates."""
+    figure = _new()
+    axes = figure.subplots()
+    for run, found, colour in zip(runs, gradients, _colours(len(runs)), strict=True):
+        rates, bins, norms = (np.array(values, float) for values in found[:3])
+        axes.scatter(rates, norms, s=9, color=colour, alpha=0.3, linewidths=0)
+        means = [(rates[bins == each].mean(), norms[bins == each].mean()) for each in np.unique(bins)]
+        axes.plot(*zip(*means, strict=True), color=colour, marker="o", markersize=4, label=run.name)
+    _dress(axes, "pass rate of a prompt", "gradient norm of a prompt")
+    if len(runs) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def time_parts(table: Table) -> dict[str, float]:
+    """Seconds of a run by part of a step, the largest first."""
+    sums = {
+        name.removeprefix("train/time/"): sum(value or 0.0 for value in values)
+        for name, values in table.columns.items()
+        if name.startswith("train/time/")
+    }
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def _time(runs: Sequence[Run]) -> Figure:
+    figure = _new()
+    axes = figure.subplots()
+    names = list(dict.fromkeys(name for run in runs for name in time_parts(run.rl)))
+    start = np.zeros(len(runs))
+    for name, colour in zip(names, _colours(len(names)), strict=True):
+        values = np.array([time_parts(run.rl).get(name, 0.0) for run in runs])
+        axes.barh([run.name for run in runs], values, left=start, color=colour, label=name, height=0.6)
+        start += values
+    axes.invert_yaxis()
+    _dress(axes, "seconds in steps", "")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,127 @@
+"""Gradient norms of single prompts by pass rate, measured from a run's newest checkpoint (2602.02710 shows them).
+
+A step adds the gradients of its prompts up and never sees one alone. Here batches of training prompts are sampled,
+scored and given advantages as in a step, and the gradient of each prompt is computed by itself, with the weight that it
+has in its batch. Nothing is trained, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from tunix_like.config import Config
+from tunix_like.data import load_source, source_estimators
+from tunix_like.errors import UserError
+from tunix_like.evaluate import eval_problems
+from tunix_like.models.loading import check_fit
+from tunix_like.replay import norms_of, program_of
+from tunix_like.rl.collection import shape_rewards
+from tunix_like.rl.guards import Skipped
+from tunix_like.rl.objective import Objective, build_objective
+from tunix_like.rl.pass_rates import bins_of
+from tunix_like.rl.rollouts import Rollout, completion_texts, score_completions, succeeds, to_batch
+from tunix_like.runs import WeightedReward, check_config, reward_functions
+from tunix_like.sampling.logits import SamplingParams
+from tunix_like.sampling.sampler import Sampler, make_sampler
+from tunix_like.trained import Trained, open_trained
+from tunix_like.types import Problem
+
+GRADIENT_KEY = 3
+"""Branch of the run's random key; training has `collection.TRAIN_KEY`, evaluation `evaluate.EVAL_KEY`."""
+
+
+class Gradients(NamedTuple):
+    """Of each prompt that was measured: its pass rate, the bin of it (`rl/pass_rates.py`) and its gradient's norm; and
+    the checkpoint's place."""
+
+    rates: list[float]
+    bins: list[int]
+    norms: list[float]
+    origin: str
+
+
+def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda done: None) -> Gradients:
+    """The first `batches` batches of the run's training prompts, under its newest checkpoint.
+
+    A KL term is left out: it asks for the reference, and pulls at all prompts alike. Prompts without a scored
+    completion are left out too.
+
+    Args:
+      on_progress: called with the number of prompts just done.
+
+    Raises:
+      UserError: the folder has no config or no checkpoint, or its training data is not where its config says.
+    """
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"{run} has no config.yaml, so --gradients cannot sample its prompts again.")
+    trained = open_trained(str(run))
+    config, _ = check_config(trained.config)
+    check_fit(trained.model_config, trained.tokenizer, config.rollout)
+    source = load_source(config.data)
+    rewards = reward_functions(config, source)
+    algorithm = dataclasses.replace(config.algorithm, beta=0.0)
+    own = source_estimators(config.data, config.algorithm)
+    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, own)
+    program = program_of(trained, objective)
+    problems = eval_problems(
+        source.train, trained.tokenizer, config.rollout.max_prompt_length, batches * config.data.batch_size
+    )
+    size = min(config.data.batch_size, len(problems))
+    sampler = make_sampler(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
+    out = Gradients([], [], [], trained.origin)
+    for start in range(0, len(problems) - size + 1, size):
+        rollout = _sample(trained, sampler, problems[start : start + size], rewards)
+        update = _update(config, rollout, objective)
+        norms = _norms(update, trained, program, on_progress)
+        scored = update.batch.scored
+        passed = scored & succeeds(rollout.scores.total.reshape(scored.shape), config.rewards.success_threshold)
+        known = scored.any(axis=1)
+        out.rates.extend((passed.sum(axis=1)[known] / scored.sum(axis=1)[known]).tolist())
+        out.bins.extend(bins_of(passed, scored)[known].tolist())
+        out.norms.extend(norms[known].tolist())
+    return out
+
+
+def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], rewards: list[WeightedReward]) -> Rollout:
+    config = trained.config
+    rollout, size = config.rollout, config.algorithm.num_generations
+    key = jax.random.fold_in(jax.random.key(config.training.seed), GRADIENT_KEY)
+    params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+    tokens, numbers = [problem.tokens for problem in problems], [problem.number for problem in problems]
+    completions = sampler.generate(trained.params, tokens, numbers, size, key, params)
+    texts = completion_texts(completions, trained.tokenizer)
+    return Rollout(problems, texts, completions, score_completions(rewards, problems, texts, size))
+
+
+def _update(config: Config, rollout: Rollout, objective: Objective) -> Skipped:
+    """The batch as one optimizer update of a step would have it."""
+    limits = config.rollout.max_prompt_length, config.rollout.max_tokens_to_generate
+    lengths = rollout.completions.lengths
+    total = rollout.scores.total.reshape(lengths.shape)
+    shaped = shape_rewards(total, lengths, objective.config, limits[1], config.rewards.success_threshold)
+    ids = objective.estimator_ids([problem.columns.get("data_source") for problem in rollout.problems])
+    batch = to_batch(rollout, shaped, *limits)._replace(estimator_ids=ids)
+    live = objective.live_rows(batch.rewards, batch.scored, ids)
+    if objective.config.overlong == "mask":
+        batch = batch._replace(trained=rollout.completions.finished)
+        live = live & rollout.completions.finished
+    return Skipped(0, 0, batch, live, np.ones(len(live), bool), None, None)
+
+
+def _norms(
+    update: Skipped, trained: Trained, program: Any, on_progress: Callable[[int], None]
+) -> Float[np.ndarray, "P"]:
+    """The gradient norm of each prompt alone; 0 where none of its completions can change the gradient."""
+    live, norms = update.live, np.zeros(len(update.live))
+    teaching = np.flatnonzero(live.any(axis=1))
+    masks = [live & (np.arange(len(live)) == group)[:, None] for group in teaching]
+    norms[teaching] = [norm for _, norm in norms_of(update, trained, program, masks, on_progress)]
+    on_progress(len(live) - len(teaching))
+    return norms

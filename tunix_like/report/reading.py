@@ -1,0 +1,164 @@
+"""A run folder as plain data: its config, the rows of `metrics.jsonl` as columns, its histograms by pass rate.
+
+It knows which files a run leaves and what their keys are called; it knows nothing of HTML, pictures or jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tunix_like import metrics
+from tunix_like.errors import UserError
+from tunix_like.rl.pass_rates import PASS_RATES
+
+HISTOGRAMS = ("drawn", "trained", "advantage")
+"""What `train/pass_rate/<name>` holds, ten numbers a step (`rl/pass_rates.py`)."""
+
+MOST_STEPS = 2000
+"""Of a longer phase evenly spread steps are kept, and those with an evaluation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One phase of a run: its steps in rising order, and for each metric one value a step (None: not there).
+
+    Attributes:
+      left_out: how many steps were left out to keep the table small.
+    """
+
+    steps: list[int]
+    columns: dict[str, list[float | None]]
+    histograms: dict[str, list[list[float] | None]]
+    left_out: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run folder. `config` has flat keys (`optimizer.learning_rate`), none where the run was made in Python."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    rl: Table
+    sft: Table
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """The runs, named by as much of their paths as tells them apart.
+
+    Raises:
+      UserError: a folder is no run or has no metrics yet, a folder is named twice, or a file of one cannot be read.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    if doubled := {str(path) for path in paths if paths.count(path) > 1}:
+        raise UserError(f"{min(doubled)} is named twice.")
+    return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    for depth in range(1, 1 + max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    file = folder / metrics.FILE
+    if not file.is_file():
+        what = "is no folder" if not folder.is_dir() else f"holds no {metrics.FILE}"
+        raise UserError(f"{folder} {what}: give the folder of a run, as `tunix-like train` prints it.")
+    rows = metrics.rows(folder)
+    rl, sft = (_table(rows, key, file) for key in ("step", "sft/step"))
+    if not rl.steps and not sft.steps:
+        raise UserError(f"{file} has no row of a step yet: wait for the run's first step.")
+    return Run(name, folder, _config(folder / "config.yaml"), rl, sft)
+
+
+def _config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: this is no YAML ({type(error).__name__}); it is written by the run itself.") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}: expected the sections of a config; it is written by the run itself.")
+    return dict(_flat(tree))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
+    """Rows of the same step are one: the last evaluation of a run whose data ended has a row of its own."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        step = row.get(key)
+        if step is None:
+            continue
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise UserError(f"{file}: a row has {key} = {step!r}, which is no number of a step; remove the row.")
+        merged.setdefault(step, {}).update(row)
+    steps = sorted(merged)
+    seconds = _running_seconds([merged[step] for step in steps])
+    for step, passed in zip(steps, seconds, strict=True):
+        merged[step]["seconds"] = passed
+    kept = _thin(steps, {step for step in steps if any(name.startswith("eval/") for name in merged[step])})
+    return Table(
+        kept, _columns([merged[step] for step in kept], key), _histograms(merged, kept), len(steps) - len(kept)
+    )
+
+
+def _running_seconds(rows: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Seconds in steps up to and with each of them; evaluations and checkpoints are not in them."""
+    total, out = 0.0, []
+    for row in rows:
+        taken = row.get("train/step_time_sec", row.get("sft/step_time_sec"))
+        total += taken if _is_number(taken) else 0.0
+        out.append(total)
+    return out
+
+
+def _thin(steps: list[int], wanted: set[int]) -> list[int]:
+    if len(steps) <= MOST_STEPS:
+        return steps
+    spread = {steps[round(i * (len(steps) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)}
+    return [step for step in steps if step in spread or step in wanted]
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[float | None]]:
+    names = {name for row in rows for name, value in row.items() if name != key and _is_number(value)}
+    return {name: [_number(row.get(name)) for row in rows] for name in sorted(names)}
+
+
+def _histograms(merged: Mapping[int, Mapping[str, Any]], steps: Sequence[int]) -> dict[str, list[list[float] | None]]:
+    found = {
+        name: [_bins(merged[step].get(f"train/pass_rate/{name}")) for step in steps]
+        for name in HISTOGRAMS
+    }  # fmt: skip
+    return {name: values for name, values in found.items() if any(values)}
+
+
+def _bins(value: Any) -> list[float] | None:
+    whole = isinstance(value, list) and len(value) == len(PASS_RATES) and all(map(_is_number, value))
+    return value if whole else None
+
+
+def _number(value: Any) -> float | None:
+    return value if _is_number(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
