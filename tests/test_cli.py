@@ -508,9 +508,9 @@ def first_step(said):
     return int(re.search(r"^train +([1-9]\d*)/20", said, re.M).group(1))
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, unkilled):
-    """Killed in a step, killed while a checkpoint has its arrays and not yet its checksums, killed in a step again, and
-    the checkpoint of before damaged: what it comes to is bitwise that of one go. Its lock holds nobody up."""
+def test_a_run_that_everything_happens_to_is_as_if_nothing_had(tmp_path, unkilled):
+    """Killed in a step, killed while a checkpoint has its arrays and not yet its checksums, told to stop, killed in a
+    step again and its newest checkpoint damaged, then a full disk: what it comes to is bitwise that of one go."""
     (tmp_path / "reward.py").write_text(REWARD)
     code, said = stopped_at_call(4, tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL and steps_of(tmp_path) == [], said
@@ -520,40 +520,30 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, unkilled):
     assert first_step(said) == 1 and "sft 4/4" not in said and steps_of(tmp_path) == [5]
     assert list((tmp_path / "run" / "checkpoints").glob("10.*")), "it was about to get its number"
 
-    code, said = stopped_at_call(12, tmp_path, signal.SIGKILL)  # step 17, as it begins with 6
-    assert code == -signal.SIGKILL and first_step(said) == 6, said
-    assert steps_of(tmp_path) in ([5, 10], [5, 10, 15], [10, 15]), "what is old is deleted in the background"
-    newest = tmp_path / "run" / "checkpoints" / str(steps_of(tmp_path)[-1])
-    with next((newest / "state" / "d").iterdir()).open("r+b") as file:
+    code, said = stopped_at_call(7, tmp_path, signal.SIGTERM)  # step 12, as it begins with 6
+    assert code == 75 and first_step(said) == 6, said
+    assert steps_of(tmp_path)[-1] == 12 and not (tmp_path / "run" / "run.lock").exists()
+
+    code, said = stopped_at_call(5, tmp_path, signal.SIGKILL)  # step 17
+    assert code == -signal.SIGKILL and first_step(said) == 13, said
+    # 15 is written, and what is old deleted, in the background
+    assert steps_of(tmp_path) in ([10, 12], [10, 12, 15], [12, 15])
+    before, newest = steps_of(tmp_path)[-2:]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with next((checkpoints / str(newest) / "state" / "d").iterdir()).open("r+b") as file:
         byte = file.read(1)
         file.seek(0)
         file.write(bytes([byte[0] ^ 4]))
 
-    said = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path)
-    assert first_step(said.stdout) == int(newest.name) - 4
-    assert f"checkpoints/{newest.name}: this checkpoint is damaged: state/d/" in said.stderr
-    assert f"step {int(newest.name) - 5} is used instead" in said.stderr
-    assert (tmp_path / "run" / "checkpoints" / f"{newest.name}.damaged").is_dir()
-    assert_like(tmp_path, unkilled)
+    # from step 17 on nothing can be written: the run is trained to its end and says what is missing
+    done = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=74, FULL_AT=str(17 - before))
+    assert first_step(done.stdout) == before + 1 and "train 20/20" in done.stdout
+    assert f"checkpoints/{newest}: this checkpoint is damaged: state/d/" in done.stderr
+    assert f"step {before} is used instead" in done.stderr and (checkpoints / f"{newest}.damaged").is_dir()
+    assert "the checkpoint of step 20 could not be written" in done.stderr
+    assert "metrics.jsonl: its last 4 rows could not be written" in done.stderr
+    assert "error: " in done.stderr and "Is the disk full" in done.stderr
+    assert done.stderr.count("completions of step") == 1 and steps_of(tmp_path)[-1] == 15
 
-
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, unkilled):
-    (tmp_path / "reward.py").write_text(REWARD)
-    code, said = stopped_at_call(12, tmp_path, signal.SIGTERM)
-    assert code == 75 and steps_of(tmp_path)[-1] == 12 and not (tmp_path / "run" / "run.lock").exists(), said
-    assert first_step(call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout) == 13
-    assert_like(tmp_path, unkilled)
-
-
-def test_a_full_disk_ends_in_a_status_of_its_own(tmp_path, unkilled):
-    """From step 17 on nothing can be written: the run is trained to its end, says what is missing, and the same command
-    makes up for it."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    said = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=74, FULL_AT="17")
-    assert "train 20/20" in said.stdout and "the checkpoint of step 20 could not be written" in said.stderr
-    assert "metrics.jsonl: its last 4 rows could not be written" in said.stderr
-    assert "error: " in said.stderr and "Is the disk full" in said.stderr
-    assert said.stderr.count("completions of step") == 1
-    assert steps_of(tmp_path) == [10, 15]
     assert first_step(call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout) == 16
     assert_like(tmp_path, unkilled)
