@@ -521,7 +521,7 @@ def test_a_run_that_everything_happens_to_is_as_if_nothing_had(tmp_path, unkille
     assert list((tmp_path / "run" / "checkpoints").glob("10.*")), "it was about to get its number"
 
     code, said = stopped_at_call(7, tmp_path, signal.SIGTERM)  # step 12, as it begins with 6
-    assert code == 75 and first_step(said) == 6, said
+    assert code == 75 and first_step(said) == 6 and "/run/checkpoints/5\n" in said, said
     assert steps_of(tmp_path)[-1] == 12 and not (tmp_path / "run" / "run.lock").exists()
 
     code, said = stopped_at_call(5, tmp_path, signal.SIGKILL)  # step 17

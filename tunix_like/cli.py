@@ -34,6 +34,7 @@ OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/base_config
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("tunix_like").setLevel(logging.INFO)
     arguments = _parse(argv)
     joined = False
     try:

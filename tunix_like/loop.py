@@ -184,6 +184,7 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
         logger.warning(message, phase.total, meta["total"])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), phase.state())
     phase.load_state(checkpoints.restore(step, abstract, phase.iterator)[0], step)
+    logger.info("resumed from %s/%d", checkpoints.folder, step)
     return step, bool(meta["over"])
 
 

@@ -61,7 +61,8 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
             "same --coordinator HOST:PORT (process 0's) and --num-processes, and its own --process-id."
         ) from error
     if not is_first():
-        logging.getLogger().setLevel(logging.ERROR)
+        for name in (None, "tunix_like"):
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def is_first() -> bool:
