@@ -38,6 +38,7 @@ EXTRAS = {
         "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],
+    "docs": ["mkdocs-material>=9.7"],  # the pages of docs/ as a site
     "dev": [
         "ruff>=0.17.5",  # linter and formatter
         "mypy>=2.4.1",  # type checker

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tunix_like import config_file
+from tunix_like import config_file, config_reference
 from tunix_like.config import Config, ModelConfig, OptimizerConfig, RewardsConfig, SFTConfig
 from tunix_like.errors import UserError
 
@@ -201,12 +201,21 @@ def test_differences_name_the_keys_and_both_values():
 
 def test_base_config_is_true_and_complete():
     path = Path(config_file.__file__).with_name("base_config.yaml")
-    assert path.read_text(encoding="utf-8") == config_file.base_config_text(), (
-        "run `python -m tunix_like.config_file > tunix_like/base_config.yaml`"
+    assert path.read_text(encoding="utf-8") == config_reference.yaml_text(), (
+        "run `python -m tunix_like.config_reference`"
     )
     assert config_file.load(path) == Config()
     for leaf in ("learning_rate: 1.0e-06", "schedule: constant", "axis_names: [fsdp, tp]", "(float32, bfloat16, null)"):
         assert leaf in path.read_text(encoding="utf-8")
+
+
+def test_the_page_of_keys_is_true_and_complete():
+    path = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+    text = path.read_text(encoding="utf-8")
+    assert text == config_reference.markdown_text(), "run `python -m tunix_like.config_reference`"
+    rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert rows == [name for name, _ in config_file._leaves(Config)]
+    assert "| `optimizer.learning_rate` | `1.0e-06` | peak learning rate | number, above 0 |" in text
 
 
 def test_reading_a_config_imports_no_jax():
