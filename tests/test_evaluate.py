@@ -226,5 +226,5 @@ def test_the_problems_of_an_evaluation(tokenizer):
         (2, 3, {"answer": 3}),
     ]
     assert len(eval_problems(rows, tokenizer, 3, None)) == 4
-    with pytest.raises(UserError, match="none of 5 evaluation prompts fits in rollout.max_prompt_length=0"):
+    with pytest.raises(UserError, match="none of 5 evaluation prompts has 1 to rollout.max_prompt_length=0 tokens"):
         eval_problems(rows, tokenizer, 0, None)

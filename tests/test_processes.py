@@ -251,7 +251,7 @@ def test_what_processes_tell_each_other(tmp_path):
     assert told[0]["error"] == "error: only the second process knows 99"
     assert told[0]["after"] is True and told[0]["by_first"] == "from 0"
     assert told[0]["unsendable"].startswith("error: the data column 'bad' holds a ndarray")
-    assert "not one of 12 rows has a prompt that fits" in told[0]["filtered"]
+    assert "not one of 12 rows has a prompt that can be used" in told[0]["filtered"]
     for each in told:
         assert str(each["nan"]) == str(each["own nan"]) == "[1.0, nan]"
         assert each["memory"] == 1000 and each["scores"] == [2.0, 0.0, 0.0, 0.0]
