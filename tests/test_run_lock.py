@@ -182,3 +182,16 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="run.lock cannot be written.*training.output_dir"):
         take(tmp_path / "file")
+
+
+def test_a_disk_that_fails_to_read_the_lock_for_a_moment_ends_nothing(tmp_path, monkeypatch):
+    """A network file system may; a lock that is gone, or another's, is lost at once."""
+    with owned(tmp_path) as check:
+        answers = [{}, {}]
+        read = run_lock._read
+        monkeypatch.setattr(run_lock, "_read", lambda lock: answers.pop() if answers else read(lock))
+        check()
+        assert not answers
+        (tmp_path / "run.lock").unlink()
+        with pytest.raises(UserError, match="no longer this process's run"):
+            check()

@@ -33,6 +33,9 @@ PATIENCE_SECONDS = 180.0
 """How long a lock of another machine must stay untouched to be nobody's. Network file systems may show a touch a minute
 late."""
 
+_LOOKS = 4
+"""How often a lock that is there and cannot be read is looked at before it counts as lost, a second later each time."""
+
 _owned: dict[Path, int] = {}
 """The folders that this process owns, and the thread that took each."""
 
@@ -73,11 +76,16 @@ def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
 
 
 def _check(lock: Path) -> None:
-    if (owner := _read(lock)) != _me():
-        raise UserError(
-            f"{lock.parent} is no longer this process's run: {lock} names process {owner.get('pid')} on "
-            f"{owner.get('host')}. Nothing more is written; that process goes on from the newest checkpoint."
-        )
+    for look in range(_LOOKS):
+        if (owner := _read(lock)) == _me():
+            return
+        if owner or _gone(lock):
+            break
+        time.sleep(look)  # a network disk may fail to read a file that is there
+    raise UserError(
+        f"{lock.parent} is no longer this process's run: {lock} names process {owner.get('pid')} on "
+        f"{owner.get('host')}. Nothing more is written; that process goes on from the newest checkpoint."
+    )
 
 
 def _take(lock: Path) -> None:
@@ -200,6 +208,16 @@ def _read(lock: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _gone(lock: Path) -> bool:
+    try:
+        lock.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _touched(lock: Path) -> int | None:

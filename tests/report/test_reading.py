@@ -15,7 +15,8 @@ from tunix_like.data import maze
 from tunix_like.metrics import MetricsLog
 from tunix_like.report import contents
 from tunix_like.report import reading as reading_module
-from tunix_like.report.page import embedded
+from tunix_like.report.gradients import Gradients
+from tunix_like.report.page import _finite, embedded
 from tunix_like.report.reading import read_runs
 from tunix_like.report.rollouts import read_steps
 from tunix_like.rewards.maze import walk
@@ -191,6 +192,13 @@ def test_the_grid_of_a_prompt_is_that_of_its_record():
     for other in ("", "GRID_START", "2 + 2 =", whole.replace("START ", "PATH ", 2), whole.replace("NEWLINE", "", 1)):
         assert maze.grid_of(other) is None, other
     assert maze.grid_of(whole.replace("WALL", "HOLE", 1)) is None
+    assert maze.grid_of(whole.replace("WALL", "PATH", 1)) is None, "one could walk out of it"
+
+
+def test_a_gradient_that_is_no_number_is_left_out():
+    found = _finite(Gradients([0.0, 0.5, 1.0], [0, 4, 9], [1.0, float("nan"), 2.0], "step 1"))
+    assert found == Gradients([0.0, 1.0], [0, 9], [1.0, 2.0], "step 1")
+    assert _finite(Gradients([0.5], [4], [float("inf")], "step 1")).norms == []
 
 
 def test_data_cannot_leave_its_block():

@@ -177,7 +177,10 @@ def grid_of(prompt: str) -> str | None:
     grid = "".join(cells.get(word, "?") for word in words[:-2]).removesuffix("\n")
     rows = grid.split("\n")
     whole = {len(row) for row in rows} == {len(rows)} and grid.count("S") == grid.count("G") == 1
-    return grid if whole and "?" not in grid and rows[1][1] == "S" else None
+    if not whole or "?" in grid or len(rows) < 5 or rows[1][1] != "S":
+        return None
+    border = rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)
+    return grid if set(border) == {"#"} else None  # nothing can be walked out of
 
 
 def tokenizer() -> Tokenizer:

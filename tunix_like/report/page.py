@@ -11,6 +11,7 @@ import base64
 import hashlib
 import importlib.resources
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +55,20 @@ def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[
         "runs": [_run(run, MOST_BYTES // len(runs)) for run in runs],
         "curves": [curve._asdict() for curve in contents.curves(runs)],
         "others": [curve._asdict() for curve in contents.others(runs)],
-        "gradients": [each._asdict() for each in gradients],
+        "gradients": [_finite(each)._asdict() for each in gradients],
         "missing": contents.missing(runs),
         "summary": contents.summary(runs),
         "ends": contents.ENDS,
         "differing": contents.differing(runs) if len(runs) > 1 else [],
         "bins": PASS_RATES,
     }
+
+
+def _finite(each: Gradients) -> Gradients:
+    """Without the prompts whose gradient is no number, which no axis has a place for."""
+    rows = [row for row in zip(each.rates, each.bins, each.norms, strict=True) if math.isfinite(row[2])]
+    rates, bins, norms = map(list, zip(*rows, strict=True)) if rows else ([], [], [])
+    return each._replace(rates=rates, bins=bins, norms=norms)
 
 
 def _run(run: Run, most_bytes: int) -> dict[str, Any]:

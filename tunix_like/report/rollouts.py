@@ -75,7 +75,7 @@ def _groups(file: Path) -> list[dict[str, Any]]:
         try:
             group = found.setdefault(row["problem"], _group(row))
             group["completions"].append(_completion(row, group))
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"{file}, line {number}: this is no completion of a run ({error!r}).") from None
     return list(found.values())
 
