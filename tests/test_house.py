@@ -28,7 +28,7 @@ ROWS = (
     "sft rl advantages_table report",
     "runs",
     "trained",
-    "programs replay",
+    "programs replay reward_check",
     "report/gradients report/command",
     "cli",
     "__main__",

@@ -135,6 +135,13 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id")
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
+    rewards = command(
+        "check-rewards",
+        _check_rewards,
+        "what the reward functions give to gold answers and to wrong ones; no model is needed",
+        "check-rewards examples/maze.yaml",
+    )
+    rewards.add_argument("config", help="a YAML file")
     replay = command(
         "replay",
         _replay,
@@ -142,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "replay runs/maze-maxrl-s0/skipped/step_000012_update_0.npz",
     )
     replay.add_argument("file", help="RUN/skipped/step_N_update_M.npz")
-    for sub in (train, sft, evaluate, generate, export, replay):
+    for sub in (train, sft, evaluate, generate, export, rewards, replay):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
     for sub in (train, sft, evaluate):
         _add_processes(sub)
@@ -445,6 +452,14 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     export_model(trained.model, trained.tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers and tunix-like load it")
+
+
+def _check_rewards(arguments: argparse.Namespace) -> int:
+    config = load(arguments.config, arguments.overrides)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed on a device
+    from tunix_like import reward_check
+
+    return reward_check.print_report(config)
 
 
 def _replay(arguments: argparse.Namespace) -> None:
