@@ -54,7 +54,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["tunix_like*"]),
-    package_data={"tunix_like": ["base_config.yaml", "py.typed", "report/static/*"]},
+    package_data={"tunix_like": ["base_config.yaml", "py.typed", "report/static/*", "starts/*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["tunix-like = tunix_like.cli:main"]},

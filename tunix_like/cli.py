@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_like import console
+from tunix_like import console, starting
 from tunix_like.config_file import load
 from tunix_like.errors import NotSaved, UserError
 
@@ -116,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    init = command("init", _init, "write a commented YAML and a reward file to start from", "init mine --like gsm8k")
+    init.add_argument("name", help="what the files and the run are called")
+    init.add_argument("--like", choices=starting.KINDS, default="own", help="own: a JSONL file of yours (the default)")
     train = command("train", _train, "train from a YAML; the same command resumes", "train examples/maze.yaml")
     train.add_argument("--dry-run", action="store_true", help="check everything but the weights, show what would run")
     sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
@@ -452,6 +455,11 @@ def _export(arguments: argparse.Namespace) -> None:
         return
     export_model(trained.model, trained.tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers and tunix-like load it")
+
+
+def _init(arguments: argparse.Namespace) -> None:
+    files = starting.write_start(arguments.name, arguments.like, Path())
+    console.say(f"wrote {', '.join(map(str, files))}; the head of {files[0]} says what to do next")
 
 
 def _check_rewards(arguments: argparse.Namespace) -> int:

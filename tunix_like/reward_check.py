@@ -50,11 +50,10 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried]]:
     problems = [_problem(number, source) for number in range(min(ROWS, len(source.train)))]
     prompts = [problem.text for problem in problems]
     kinds = {"no text": [""] * len(prompts), "the prompt again": prompts, f"'{NONSENSE}'": [NONSENSE] * len(prompts)}
-    answers = [problem.columns.get("answer") for problem in problems]
-    if all(isinstance(answer, str) for answer in answers):
+    answers = [str(problem.columns["answer"]) for problem in problems if isinstance(problem.columns.get("answer"), str)]
+    if len(answers) == len(problems):
         others = [_other(answers, number) for number in range(len(answers))]
-        own = {GOLD: answers} | ({} if None in others else {OTHER: others})
-        kinds = own | kinds
+        kinds = {GOLD: answers} | ({OTHER: others} if len(set(answers)) > 1 else {}) | kinds
     try:
         return problems, [
             Tried(kind, texts, score_completions(rewards, problems, texts, 1)) for kind, texts in kinds.items()
@@ -70,10 +69,10 @@ def _problem(number: int, source: DataSource) -> Problem:
     return Problem(number, text, [], {name: value for name, value in row.items() if name != "prompt"})
 
 
-def _other(answers: Sequence[Any], number: int) -> str | None:
-    """The next answer that differs, the first following the last; None where all are equal."""
+def _other(answers: Sequence[str], number: int) -> str:
+    """The next answer that differs, the first following the last; the same where all are equal."""
     following = (*answers[number + 1 :], *answers[:number])
-    return next((answer for answer in following if answer != answers[number]), None)
+    return next((answer for answer in following if answer != answers[number]), answers[number])
 
 
 def print_report(config: Config) -> int:
