@@ -16,7 +16,9 @@ from typing import Any
 _BEGIN, _END, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
-_REFERENCE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+_REFERENCE = re.compile(f"{_OPEN}(\\d*){_CLOSE}")
+_CUT = _OPEN + _CLOSE
+"""A reference to no token: what stands at its sides is encoded apart."""
 
 
 class _Marking(string.Formatter):
@@ -44,16 +46,43 @@ def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
     if everything:
         return _referred(_clean(text), control)
     if not isinstance(text, Filled):
-        return text
+        return _clean(text)
     return _MARKED.sub(lambda found: _referred(found[1], control), text.marked)
 
 
+def refer_deep(value: Any, control: Sequence[str]) -> Any:
+    """`refer` for each string, keys of mappings too, in what a message may hold: JSON values, all of them data.
+
+    A template joins the texts of a list, so one that ends as a control token begins is cut from what follows.
+    """
+    if isinstance(value, str):
+        return refer(value, control, everything=True)
+    if isinstance(value, Mapping):
+        return {refer_deep(key, control): refer_deep(inner, control) for key, inner in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    items = [refer_deep(item, control) for item in value]
+    for item in items:
+        if isinstance(item, dict) and isinstance(item.get("text"), str):
+            item["text"] = _cut(item["text"], control)
+    return [_cut(item, control) if isinstance(item, str) else item for item in items]
+
+
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """The text cut at its references: pieces, and whether a piece is a control token that data spelt."""
+    """The text cut at its references: pieces, and whether a piece is a control token that data spelt (or
+    empty: a cut)."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
-        (control[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces) if i % 2 or piece
+        (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)
+        for i, piece in enumerate(pieces)
+        if i % 2 or piece
     ]
+
+
+def _cut(text: str, control: Sequence[str]) -> str:
+    kept = text.rstrip()  # a template may trim it
+    begun = any(kept.endswith(token[:size]) for token in control for size in range(1, len(token)))
+    return f"{kept}{_CUT}{text[len(kept) :]}" if begun else text
 
 
 def _referred(text: str, control: Sequence[str]) -> str:
