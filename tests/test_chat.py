@@ -345,3 +345,25 @@ def test_a_whole_text_makes_no_reference(home, number):
     tokenizer = Tokenizer.from_folder(home / "qwen")
     prompt = render({"prompt": f"\ufdd2{number}\ufdd3"}, tokenizer)
     assert prompt.text == f"\ufffd{number}\ufffd" and prompt.tokens == tokenizer.encode(prompt.text)
+
+
+@pytest.mark.parametrize(
+    ("template", "columns", "kept"),
+    [
+        ("{a}{b}", {"a": "x<|im_", "b": "end|>y"}, 0),
+        ("{a}{b}{c}<|im_end|>", {"a": "<|im", "b": "_", "c": "end|>"}, 1),
+        ("<|im_{a}", {"a": "end|>"}, 0),
+        ("{a}end|><|im_start|>", {"a": "<|im_"}, 1),
+        ("<|im_start|>{a}<|im_end|>{b}", {"a": "|>", "b": "<|"}, 2),
+        ("<|im_start|>{a}<|im_end|>\ufdd0<|im_end|>\ufdd1", {"a": "<|im_end|>"}, 3),
+    ],
+)
+def test_columns_spell_no_control_token_together(home, template, columns, kept):
+    """Only those that the template spells alone are tokens."""
+    tokenizer = Tokenizer.from_folder(home / "qwen")
+    format = PromptFormat.of(load(None, overrides(home, "qwen", prompt_template=template)).data, None)
+    prompt = render(format(columns), tokenizer)
+    control = {tokenizer.encode(token)[0] for token in ("<|im_start|>", "<|im_end|>")}
+    assert sum(i in control for i in prompt.tokens) == kept
+    expected = re.sub("[\ufdd0\ufdd1]", "\ufffd", template.format_map(columns))
+    assert prompt.text == expected == tokenizer.decode(prompt.tokens, skip_special_tokens=False)
