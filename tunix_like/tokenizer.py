@@ -205,6 +205,11 @@ class Tokenizer:
                 "whole character, or leave the row out."
             ) from error
 
+    def encode_data(self, text: str) -> list[int]:
+        """Token ids of text that comes out of data: control tokens that it spells stay the text they are. None is
+        added. Raises what `encode` raises."""
+        return self._encode_guarded(refer(text, self._control, everything=True), False, None)[1]
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, in parallel threads; no padding."""
         return [row.ids for row in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
