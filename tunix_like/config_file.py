@@ -299,7 +299,19 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text. A key given twice raises."""
+    """YAML with the numbers of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text. A key given twice raises, and
+    so do aliases, which nest without end and grow without measure, and tags."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        mark = typing.cast(Any, event).start_mark
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"'*{event.anchor}' is an alias; write the value out (text that begins with * needs quotes)"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if getattr(event, "tag", None) is not None:
+            problem = "a tag (!...) is not taken; write a plain value (text that begins with ! needs quotes)"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
