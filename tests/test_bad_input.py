@@ -4,6 +4,8 @@ compiled or written wherever no completion is needed to know it, and with nothin
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import tunix_like
 from tests.tiny_model import HF
-from tunix_like import cli
+from tunix_like import cli, runs
 from tunix_like.config_file import load, save
 from tunix_like.data import reverse_text
 from tunix_like.metrics import rows as metric_rows
@@ -77,6 +79,11 @@ FILES = {
     "no_config/tokenizer.json": "{}",
     "run_without_checkpoint/config.yaml": OWN_DATA,
     "run_without_checkpoint/model/config.json": "{}",
+    "cut/config.yaml": "model: {path: mod",
+    "emptied/config.yaml": "",
+    "emptied/model/config.json": "{}",
+    "emptied/checkpoints/1/_CHECKPOINT_METADATA": "{}",
+    "emptied/checkpoints/1/state/_METADATA": "{}",
     "run/checkpoints/1/_CHECKPOINT_METADATA": "{}",
     "run/checkpoints/1/state/_METADATA": "{}",
 }
@@ -136,6 +143,7 @@ def listing(folder):
 
 REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
+EMPTIED = ["emptied/config.yaml: this file is empty", "A run writes this file itself", "put a copy of it back"]
 
 # what is typed -> what must be in the one line that comes back
 MISTAKES = {
@@ -409,6 +417,12 @@ MISTAKES = {
         (*OWN, "training.output_dir=run", "optimizer.learning_rate=1e-3"),
         ["run holds a run with another config", "optimizer.learning_rate: 1e-06 -> 0.001", "training.output_dir="],
     ),
+    "run whose config is empty": ((*OWN, "training.output_dir=emptied"), EMPTIED),
+    "run whose config is empty, evaluated": (("eval", "emptied"), EMPTIED),
+    "run whose config is cut": (
+        (*OWN, "training.output_dir=cut"),
+        ["cut/config.yaml, line 1: ", "A run writes this file itself", "put a copy of it back"],
+    ),
     "run without a checkpoint": (("eval", "run_without_checkpoint"), ["no checkpoint yet", "checkpoint_every_n_steps"]),
     "no run": (("eval", "nowhere", "data.name=maze"), ["nowhere: no such folder", "Give a model folder"]),
     "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
@@ -429,6 +443,40 @@ def test_one_line_before_anything_is_compiled(name, place, monkeypatch, capsys, 
     for word in words:
         assert word in error, error
     assert listing(place) == before, "a mistake leaves no trace"
+
+
+@pytest.mark.parametrize("name", ["010", "2026-11-21", "1:30"])
+def test_a_saved_config_is_read_as_it_is_written(name, place, monkeypatch, capsys, nothing_runs, tmp_path):
+    """What `save` writes without quotes is text for the start that resumes: only the changed key is named."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "run", "run")
+    shutil.copy(place / "good.jsonl", name)
+    shutil.copy(place / "own.yaml", "own.yaml")
+    given = [f"data.path={name}", "training.output_dir=run", f"model.path={place / 'model'}"]
+    save(runs.check_config(load("own.yaml", given))[0], "run/config.yaml")
+    assert f"path: {name}\n" in Path("run/config.yaml").read_text()
+    assert cli.main([*OWN, *given, "optimizer.learning_rate=1e-3"]) == 2
+    said = capsys.readouterr().err
+    assert "optimizer.learning_rate: 1e-06 -> 0.001" in said and "data.path" not in said, said
+
+
+def test_a_start_that_is_cut_short_loses_no_config(tmp_path, monkeypatch):
+    """Killed while it writes: the old file stands; what it leaves in an empty folder is no reason to refuse it."""
+    file = tmp_path / "run" / "config.yaml"
+    file.parent.mkdir()
+    save(load(None), file)
+    before = file.read_text(), file.stat().st_mtime_ns
+    save(load(None), file)
+    assert (file.read_text(), file.stat().st_mtime_ns) == before, "the same is not written again"
+    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        save(load(None, ["training.seed=7"]), file)
+    monkeypatch.undo()
+    assert (file.read_text(), file.stat().st_mtime_ns) == before and len(listing(file.parent)) == 2
+    file.unlink()
+    parts = runs.assemble(load(REVERSE, ["training.seed=7"]), abstract=True)
+    runs.claim(file.parent, parts)
+    assert load(file).training.seed == 7 and not any(name.endswith(".tmp") for name in listing(file.parent))
 
 
 def test_a_long_prompt_is_skipped_and_counted(place, monkeypatch, capsys, nothing_runs):

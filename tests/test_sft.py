@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from transformers import AutoTokenizer
 
 import tunix_like
+from tests.test_chat import make_tokenizer
 from tests.tiny_model import HF as TINY
 from tunix_like import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig, SFTTrainer, Tokenizer, UserError
 from tunix_like.data import reverse_text
@@ -93,6 +95,18 @@ def test_what_ends_an_answer():
     assert make(tokenizer=Tokenizer(backend, eos_ids=[3, 2]))._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 3]
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, eos_tokens=[9])
     assert make(tokenizer=pad, rollout=rollout)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 9]
+
+
+def test_control_tokens_that_an_answer_spells_stay_text(tmp_path):
+    """Its letters are those that transformers makes of it, and the only end is the one that is added."""
+    tokenizer = make_tokenizer("qwen", list("<|im_end>ab"), ["ab"], 16)
+    answer = "a<|im_end|>b"
+    prompt = render({"prompt": "ab", "answer": answer}, tokenizer)
+    model = tunix_like.load_model(HF | {"vocab_size": tokenizer.vocab_size}, init="random")[0]
+    found = make(model=model, tokenizer=tokenizer)._answer(prompt)
+    tokenizer.save(tmp_path)
+    letters = AutoTokenizer.from_pretrained(tmp_path)(answer, split_special_tokens=True)["input_ids"]
+    assert len(letters) == len(answer) and found == [*letters, tokenizer.eos_id]
 
 
 def test_the_gradient_is_that_of_the_answers_likelihood():

@@ -20,6 +20,9 @@ TAGS = (
     "!!python/name:os.mkdir",
     "!!python/module:this",
     "!!python/tuple [1]",
+    "!!binary aGk=",
+    "!!set {{a}}",
+    "!!str 010",
 )
 CALLERS = {"rewards/pool": {"pickle"}, "rewards/worker": {"pickle"}}
 """Who imports what reads objects: the two ends of a socket between a run and the workers that it started itself."""
@@ -29,13 +32,35 @@ CALLERS = {"rewards/pool": {"pickle"}, "rewards/worker": {"pickle"}}
 def test_yaml_makes_no_objects(tag, tmp_path):
     value = tag.format(tmp_path / "made")
     (tmp_path / "a.yaml").write_text(f"model: {{config: {{x: {value} }}}}\n")
-    with pytest.raises(UserError, match=r"a\.yaml, line 1: could not determine a constructor for the tag"):
+    with pytest.raises(UserError, match=r"a\.yaml, line 1: a tag "):
         load(tmp_path / "a.yaml")
     for key in ("model.config.x", "data.sources", "training.max_steps"):
         with pytest.raises(UserError, match="the value is not YAML"):
             load(None, [f"{key}={value}"])
     assert load(None, [f"model.path={value}"]).model.path == value, "a key of text holds it as text"
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("text", ["!!binary aGk=", "\n!!set {a}", "!!map {model: {}}"])
+def test_a_yaml_that_is_one_tag(text, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=rf"a\.yaml, line {text.count(chr(10)) + 1}: a tag .* write a plain value"):
+        load(tmp_path / "a.yaml")
+
+
+BOMB = "[&a [1], " + ", ".join(f"&{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]" for i in range(9)) + "]"
+ALIASES = {"endless": "&a {x: *a}", "bomb": BOMB, "merged": "{k: &a {b: 1}, <<: *a}", "plain": "[&a 1, *a]"}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_yaml_that_repeats_itself(name, tmp_path):
+    """Ten to the ninth elements in 400 characters, or one that holds itself."""
+    (tmp_path / "a.yaml").write_text(f"model:\n  config: {ALIASES[name]}\n")
+    with pytest.raises(UserError, match=r"a\.yaml, line 2: '\*a' is an alias; write the value out"):
+        load(tmp_path / "a.yaml")
+    with pytest.raises(UserError, match=r"model\.config=.*'\*a' is an alias"):
+        load(None, [f"model.config={ALIASES[name]}"])
+    assert load(None, ["data.path=*a"]).data.path == "*a", "a key of text holds it as text"
 
 
 @pytest.mark.parametrize("levels", [2_000, 100_000])

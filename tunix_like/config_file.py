@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 import re
 import types
 import typing
@@ -73,8 +74,38 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def save(config: Config, path: str | Path) -> None:
-    """Writes every key to a YAML file; `load` of that file gives an equal config."""
-    Path(path).write_text(yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False), encoding="utf-8")
+    """Writes every key to a YAML file; `load` of that file gives an equal config.
+
+    A file that says the same already is left alone, any other replaced in one move: a kill leaves the old or the new.
+    """
+    path = Path(path)
+    data = yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False).encode()
+    if path.is_file() and path.read_bytes() == data:
+        return
+    temporary = temporary_of(path)
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def temporary_of(path: Path) -> Path:
+    """Where `save` writes before it replaces the file; a killed process may leave it behind."""
+    return path.with_name(f"{path.name}.tmp")
+
+
+def read_yaml(path: str | Path) -> Mapping[Any, Any]:
+    """The keys of a file that `save` wrote, read as `load` reads them, unchecked.
+
+    Raises:
+      UserError: the file cannot be read, is not such YAML, or holds no key.
+    """
+    cure = "A run writes this file itself: put a copy of it back, or use another folder."
+    try:
+        values = _read(Path(path))
+    except UserError as error:
+        raise UserError(f"{error} {cure}") from None
+    if not values:
+        raise UserError(f"{path}: this file is empty. {cure}")
+    return values
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -299,7 +330,19 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text. A key given twice raises."""
+    """YAML with the numbers of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text. A key given twice raises, and
+    so do aliases, which nest without end and grow without measure, and tags."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        mark = typing.cast(Any, event).start_mark
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"'*{event.anchor}' is an alias; write the value out (text that begins with * needs quotes)"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if getattr(event, "tag", None) is not None:
+            problem = "a tag (!...) is not taken; write a plain value (text that begins with ! needs quotes)"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

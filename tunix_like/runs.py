@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import yaml
 from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig, RewardsConfig, number_problem, shortened
-from tunix_like.config_file import as_dict, differences, save
+from tunix_like.config_file import as_dict, differences, read_yaml, save, temporary_of
 from tunix_like.data import (
     DataSource,
     check_parts,
@@ -305,8 +304,7 @@ def claim(folder: Path, parts: Parts) -> None:
 def _claim(folder: Path, parts: Parts, begun: bool) -> None:
     file = folder / "config.yaml"
     if file.exists():
-        held = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changed = differences(held, as_dict(parts.config))
+        changed = differences(read_yaml(file), as_dict(parts.config))
         fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
         free = [line for line in changed if line.startswith(CHANGEABLE)]
         if fixed and begun:  # without one, nothing is lost by starting over
@@ -315,7 +313,7 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
                 "Use the same values to resume it, or training.output_dir=<another folder> to start anew."
                 + ("\nThese differ too, and may:\n  " + "\n  ".join(free) if free else "")
             )
-    elif folder.exists() and any(path.name != LOCK for path in folder.iterdir()):
+    elif folder.exists() and any(path.name not in (LOCK, temporary_of(file).name) for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no run; choose another training.output_dir.")
     folder.mkdir(parents=True, exist_ok=True)
     save(parts.config, file)

@@ -232,7 +232,7 @@ class SFTTrainer:
         )
 
     def _answer(self, prompt: Prompt) -> list[int]:
-        return [*self.tokenizer.encode(prompt.columns["answer"], add_special_tokens=False), self.eos_id]
+        return [*self.tokenizer.encode_data(prompt.columns["answer"]), self.eos_id]
 
     def evaluate(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)

@@ -23,7 +23,7 @@ import tokenizers
 
 from tunix_like.errors import UserError
 from tunix_like.json_files import read_object
-from tunix_like.untrusted import parts, refer
+from tunix_like.untrusted import parts, refer, refer_deep
 
 if TYPE_CHECKING:
     from tunix_like.types import Message
@@ -205,6 +205,11 @@ class Tokenizer:
                 "whole character, or leave the row out."
             ) from error
 
+    def encode_data(self, text: str) -> list[int]:
+        """Token ids of text that comes out of data: control tokens that it spells stay the text they are. None is
+        added. Raises what `encode` raises."""
+        return self._encode_guarded(refer(text, self._control, everything=True), False, None)[1]
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, in parallel threads; no padding."""
         return [row.ids for row in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
@@ -259,8 +264,8 @@ class Tokenizer:
 
         A list of messages is always rendered; a string is wrapped as a user message and rendered when
         `apply_chat_template`, else encoded as it is. Rendered text brings its own special tokens, so none are added.
-        Control tokens that a message spells, or a column that a prompt template inserted, stay the text they are; in a
-        string that is the whole prompt they are what they say.
+        Control tokens that a message spells in any of its fields, or a column that a prompt template inserted, stay the
+        text they are; in a string that is the whole prompt they are what they say.
 
         Args:
           most: of a prompt with more ids than that, some more than that may be returned, not all: a text of 100,000
@@ -276,12 +281,7 @@ class Tokenizer:
             doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
             return text, ids[1:] if doubled else ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        guarded = [
-            {**turn, "content": refer(turn["content"], self._control, everything=True)}
-            if isinstance(turn["content"], str)
-            else turn
-            for turn in _plain(messages)
-        ]
+        guarded = refer_deep(_plain(messages), self._control)
         return self._encode_guarded(self.render(guarded), add_special_tokens=False, most=most)
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import Config, LoraConfig
-from tunix_like.config_file import load
+from tunix_like.config_file import load, read_yaml
 from tunix_like.data import load_source, template_variables
 from tunix_like.errors import UserError
 from tunix_like.evaluate import Evaluator, ks_of
@@ -82,6 +82,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
     file = place / "config.yaml"  # a run of the Python interface has none
     adapters = (place / "model" / ADAPTER_CONFIG).is_file()
     if file.is_file():
+        read_yaml(file)  # an empty one would be all defaults to `load`
         config = load(file, overrides)
     else:
         config = _config_without_file(path, [*(_named_base(place) if adapters else ()), *overrides], need_data)

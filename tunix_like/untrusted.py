@@ -8,6 +8,7 @@ module knows no tokenizer.
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,9 @@ from typing import Any
 _BEGIN, _END, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
-_REFERENCE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+_REFERENCE = re.compile(f"{_OPEN}(\\d*){_CLOSE}")
+_CUT = _OPEN + _CLOSE
+"""A reference to no token: what stands at its sides is encoded apart."""
 
 
 class _Marking(string.Formatter):
@@ -25,43 +28,68 @@ class _Marking(string.Formatter):
 
 
 class Filled(str):
-    """A template with its values; `marked` says which parts of it were values."""
+    """A template with its values; `values` says where in it they stand, each from its begin to before its end."""
 
-    marked: str
+    values: list[tuple[int, int]]
 
 
 def fill(template: str, values: Mapping[str, Any]) -> Filled:
     """`template.format_map(values)`, which remembers what was inserted."""
-    marked = _Marking().vformat(template, (), values)
-    filled = Filled(_MARKED.sub(r"\1", marked))
-    filled.marked = marked
+    pieces = _MARKED.split(_Marking().vformat(_clean(template), (), values))  # template, value, template, ...
+    filled, ends = Filled("".join(pieces)), list(itertools.accumulate(map(len, pieces)))
+    filled.values = list(zip(ends[::2], ends[1::2], strict=False))
     return filled
 
 
 def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
-    """The text with references in the place of the `control` tokens that data brought: anywhere where `everything` is
-    data, else in what filled a template."""
-    if everything:
-        return _referred(_clean(text), control)
-    if not isinstance(text, Filled):
-        return text
-    return _MARKED.sub(lambda found: _referred(found[1], control), text.marked)
+    """The text with references in the place of the `control` tokens that data brought, or a part of one: anywhere
+    where `everything` is data, else in what filled a template."""
+    clean = _clean(text)
+    if not any(token in clean for token in control):
+        return clean
+    values = [(0, len(clean))] if everything else text.values if isinstance(text, Filled) else []
+
+    def replace(token: re.Match[str]) -> str:
+        brought = any(begin < token.end() and token.start() < end for begin, end in values)
+        return f"{_OPEN}{control.index(token[0])}{_CLOSE}" if brought else token[0]
+
+    longest = sorted(control, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest)), replace, clean)
+
+
+def refer_deep(value: Any, control: Sequence[str]) -> Any:
+    """`refer` for each string, keys of mappings too, in what a message may hold: JSON values, all of them data.
+
+    A template joins the texts of a list, so one that ends as a control token begins is cut from what follows.
+    """
+    if isinstance(value, str):
+        return refer(value, control, everything=True)
+    if isinstance(value, Mapping):
+        return {refer_deep(key, control): refer_deep(inner, control) for key, inner in value.items()}
+    if not isinstance(value, list | tuple):
+        return value
+    items = [refer_deep(item, control) for item in value]
+    for item in items:
+        if isinstance(item, dict) and isinstance(item.get("text"), str):
+            item["text"] = _cut(item["text"], control)
+    return [_cut(item, control) if isinstance(item, str) else item for item in items]
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """The text cut at its references: pieces, and whether a piece is a control token that data spelt."""
+    """The text cut at its references: pieces, and whether a piece is a control token that data spelt (or
+    empty: a cut)."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
-        (control[int(piece)], True) if i % 2 else (piece, False) for i, piece in enumerate(pieces) if i % 2 or piece
+        (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)
+        for i, piece in enumerate(pieces)
+        if i % 2 or piece
     ]
 
 
-def _referred(text: str, control: Sequence[str]) -> str:
-    if not any(token in text for token in control):
-        return text
-    longest = sorted(control, key=len, reverse=True)
-    found = re.compile("|".join(map(re.escape, longest)))
-    return found.sub(lambda token: f"{_OPEN}{control.index(token[0])}{_CLOSE}", text)
+def _cut(text: str, control: Sequence[str]) -> str:
+    kept = text.rstrip()  # a template may trim it
+    begun = any(kept.endswith(token[:size]) for token in control for size in range(1, len(token)))
+    return f"{kept}{_CUT}{text[len(kept) :]}" if begun else text
 
 
 def _clean(text: str) -> str:

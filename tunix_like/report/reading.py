@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tunix_like import metrics
+from tunix_like.config_file import read_yaml
 from tunix_like.errors import UserError
 from tunix_like.rl.pass_rates import PASS_RATES
 
@@ -82,15 +81,7 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: this is no YAML ({type(error).__name__}); it is written by the run itself.") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{file}: expected the sections of a config; it is written by the run itself.")
-    return dict(_flat(tree))
+    return dict(_flat(read_yaml(file))) if file.is_file() else {}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
