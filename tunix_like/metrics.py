@@ -67,14 +67,22 @@ class MetricsLog:
         Rows without `key` stay. The file is replaced in one move: a kill leaves the old one or the new one.
 
         Raises:
-          UserError: a line before the last is not a JSON object.
+          UserError: a line before the last is not a JSON object, or there is no room for the new file.
         """
         if self._path is None or not self._path.exists():
             return
         kept = [row for row in rows(self._path.parent) if row.get(key) is None or row[key] <= last]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(temporary, self._path)
+        try:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise UserError(
+                f"{self._path} cannot be cut back to the checkpoint ({error}). Is the disk full or the folder not "
+                "writable? Make room and start again; nothing is lost."
+            ) from error
 
 
 def _append(path: Path, text: str) -> None:

@@ -293,8 +293,11 @@ class RLPhase:
         """Keeps the updates that were skipped, then stops the run where its numbers are not to be trusted."""
         for number in self.watch(rows):
             if self.rollouts is not None:
-                file = keep(self.rollouts.parent / FOLDER, updates[number])
-                logger.warning("what the skipped update was made from is kept: tunix-like replay %s", file)
+                try:
+                    file = keep(self.rollouts.parent / FOLDER, updates[number])
+                    logger.warning("what the skipped update was made from is kept: tunix-like replay %s", file)
+                except OSError as error:
+                    logger.warning("what the skipped update was made from cannot be written: %s", error)
         self.watch.check()
         self.gap_watch(rows)
 
