@@ -60,10 +60,11 @@ class Watched(Checkpoints):
         super().save(step, state, iterator, meta)
 
 
-def go(phase, folder, *, every=2, seen=None) -> int:
+def go(phase, folder, *, every=2, seen=None, **more) -> int:
     with Watched(folder / "checkpoints", 10) as checkpoints:
         on_row = (lambda row: None) if seen is None else seen.append
-        return run(phase, checkpoints=checkpoints, log=MetricsLog(folder), checkpoint_every=every, on_row=on_row)
+        kinds = {"checkpoint_every": every, "on_row": on_row} | more
+        return run(phase, checkpoints=checkpoints, log=MetricsLog(folder), **kinds)
 
 
 def saved(folder) -> list[int]:
@@ -229,6 +230,17 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
     assert saved(tmp_path) == [2, 4, 5]
 
 
+def test_a_signal_in_the_last_step_stops_where_another_phase_follows(tmp_path):
+    """That one must not begin: its scheduler has warned. The next start finds this phase done and goes on."""
+    with pytest.raises(Stopped) as stopped:
+        go(Counting(at={5: term}), tmp_path, another_follows=True)
+    assert stopped.value.message == "stopped by a signal after step 5, which is saved" and saved(tmp_path) == [2, 4, 5]
+    assert go(Counting(), tmp_path, another_follows=True) == 5 and sums(tmp_path) == ALL
+    with pytest.raises(Interrupted):
+        at = {3: lambda: os.kill(os.getpid(), signal.SIGINT)}
+        go(Counting(end_at=6, at=at), tmp_path / "early", another_follows=True)
+
+
 def test_a_signal_without_checkpoints_stops_too():
     with pytest.raises(Stopped) as stopped:
         run(
@@ -303,6 +315,7 @@ def test_a_last_checkpoint_that_is_not_written_is_an_error(tmp_path, caplog, dis
     with pytest.raises(NotSaved, match="step 3") as refused:
         plain(phase, tmp_path)
     disk.free()
+    assert refused.value.stopped == stop, "which whoever would go on to another phase must know"
     assert refused.value.status == 74 and phase.seen == [1, 2, 3] and "last 1 rows could not be written" in caplog.text
     assert saved(tmp_path) == [1, 2]
     again = Counting()

@@ -1,6 +1,9 @@
 """Supervised fine-tuning: what the loss counts, where it stops, what it asks of its rows, and resuming."""
 
 import functools
+import os
+import signal
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,22 @@ from flax import nnx
 
 import tunix_like
 from tests.tiny_model import HF as TINY
-from tunix_like import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig, SFTTrainer, Tokenizer, UserError
+from tunix_like import (
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTTrainer,
+    Tokenizer,
+    UserError,
+    cli,
+    sft,
+)
+from tunix_like.config import Config
 from tunix_like.data import reverse_text
 from tunix_like.data.stream import render
+from tunix_like.errors import NotSaved
+from tunix_like.loop import Stopped
 from tunix_like.metrics import rows as metric_rows
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.losses import aggregation_weights
@@ -153,6 +169,46 @@ def test_one_that_stopped_early_stays_so(tmp_path):
     again = make(20, evaluate=lambda params: pytest.fail("evaluated again"), sft=sft, output_dir=str(tmp_path))
     assert again.train(ROWS) == {}
     jax.tree.map(np.testing.assert_array_equal, params_of(again.model), params_of(first.model))
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Fine-tuning as the commands do it, with a trainer that only keeps what it is given; `ends` is what it raises."""
+    seen = SimpleNamespace(made=None, trained=None, ends=None)
+
+    def made(**arguments):
+        seen.made = arguments
+        return SimpleNamespace(train=train)
+
+    def train(rows, **arguments):
+        seen.trained = arguments
+        if seen.ends is not None:
+            raise seen.ends
+
+    monkeypatch.setattr(sft, "SFTTrainer", made)
+    parts = SimpleNamespace(model=None, tokenizer=None, mesh=None, config=Config(sft=SFTConfig(max_steps=1)))
+    parts.source = SimpleNamespace(train=ROWS, eval=[])
+    seen.run = lambda follows: cli._fine_tune(parts, tmp_path, another_follows=follows)
+    seen.parts = parts
+    return seen
+
+
+def test_a_command_goes_on_to_the_next_phase_unless_it_is_told_to_stop(command):
+    """What was not saved is no reason to stop, as the next phase saves it too; a signal is."""
+    for follows in (True, False):
+        assert command.run(follows) is None and command.trained["another_follows"] == follows
+    command.ends = NotSaved("step 1")
+    assert command.run(True) is command.ends
+    command.ends.stopped = True
+    with pytest.raises(NotSaved, match="step 1"):
+        command.run(True)
+
+
+def test_a_signal_in_the_last_step_stops_where_more_training_follows():
+    term = lambda row: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    assert make(1).train(ROWS, on_row=term)["sft/step"] == 1
+    with pytest.raises(Stopped):
+        make(1).train(ROWS, on_row=term, another_follows=True)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config_file import differences
-from tunix_like.errors import UserError
+from tunix_like.errors import NotSaved, UserError
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.lora import check_base
 from tunix_like.processes import gather
@@ -95,6 +95,7 @@ def run(
     checkpoint_every: int,
     on_row: Callable[[dict[str, Any]], None],
     before_save: Callable[[], None] = lambda: None,
+    another_follows: bool = False,
 ) -> int:
     """Runs a phase to its end, from its newest checkpoint if there is one. Returns the number of the last step.
 
@@ -103,6 +104,8 @@ def run(
 
     Args:
       before_save: called before each checkpoint; raises where none may be written.
+      another_follows: another phase comes after this one, so that a signal in the last step stops it too; else that
+        step is the end anyway, and the signal changes nothing.
 
     Raises:
       UserError: the checkpoint belongs to another run, or every one is damaged.
@@ -110,7 +113,7 @@ def run(
       Stopped, Interrupted: SIGTERM or SIGINT asked for the end; the state is saved.
     """
     with contextlib.closing(log):
-        done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save)
+        done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
         if checkpoints is not None:
             checkpoints.wait()
     return done
@@ -123,6 +126,7 @@ def _run(
     checkpoint_every: int,
     on_row: Callable[[dict[str, Any]], None],
     before_save: Callable[[], None],
+    another_follows: bool,
 ) -> int:
     done, over = resume(phase, checkpoints, log)
     if over or _complete(phase, done):
@@ -147,18 +151,26 @@ def _run(
             if checkpoints is not None and (last or stop or skipped or done % checkpoint_every == 0):
                 before_save()
                 save(phase, checkpoints, done, over)
+            if stop and (another_follows or not last):
+                _end(stop, done, checkpoints)
             if last:
                 return done
-            if stop:
-                if checkpoints is not None:
-                    checkpoints.wait()
-                raise (Interrupted if stop == signal.SIGINT else Stopped)(done, checkpoints is not None)
     if final := phase.evaluate(done, last=True):  # the data was used up: only now is the last step known
         _write(log, on_row, {phase.step_key: done} | final)
     if checkpoints is not None and done and checkpoints.latest_step() != done:
         before_save()
         save(phase, checkpoints, done, False)
     return done
+
+
+def _end(stop: int, done: int, checkpoints: Checkpoints | None) -> NoReturn:
+    if checkpoints is not None:
+        try:
+            checkpoints.wait()
+        except NotSaved as error:
+            error.stopped = True
+            raise
+    raise (Interrupted if stop == signal.SIGINT else Stopped)(done, checkpoints is not None)
 
 
 def _complete(phase: Phase, done: int) -> bool:

@@ -133,11 +133,17 @@ class SFTTrainer:
         *,
         shuffle: bool = True,
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+        another_follows: bool = False,
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last
-        row of metrics (`sft/...`). Raises what `Learner.train` raises."""
+        row of metrics (`sft/...`). Raises what `Learner.train` raises.
+
+        Args:
+          another_follows: more training comes after this in the same process, so that SIGTERM or SIGINT in the last
+            step raises as in any other; else it changes nothing there.
+        """
         with owned(self.training.output_dir) as check_owner:
-            return self._train(rows, shuffle, on_row, check_owner)
+            return self._train(rows, shuffle, on_row, check_owner, another_follows)
 
     def _train(
         self,
@@ -145,6 +151,7 @@ class SFTTrainer:
         shuffle: bool,
         on_row: Callable[[dict[str, Any]], None],
         check_owner: Callable[[], None],
+        another_follows: bool,
     ) -> dict[str, Any]:
         check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
         if "answer" not in rows[0]:
@@ -178,6 +185,7 @@ class SFTTrainer:
                 checkpoint_every=every,
                 on_row=keep,
                 before_save=check_owner,
+                another_follows=another_follows,
             )
         finally:
             if checkpoints is not None:
