@@ -162,6 +162,15 @@ def test_resumed_is_uninterrupted(tmp_path):
         make(6, output_dir=str(tmp_path / "parts"), seed=1).train(ROWS)
 
 
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, caplog):
+    make(3, output_dir=str(tmp_path), checkpoint_every_n_steps=1).train(ROWS)
+    (file,) = (tmp_path / "sft_checkpoints" / "3" / "state" / "d").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    again, began = make(3, output_dir=str(tmp_path)), []
+    again.train(ROWS, on_row=lambda row: began.append(row["sft/step"]))
+    assert began == [3] and "step 2 is used instead" in caplog.text
+
+
 def test_one_that_stopped_early_stays_so(tmp_path):
     sft = {"stop_at_success": 0.5, "eval_every_n_steps": 2}
     first = make(20, evaluate=lambda params: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))

@@ -169,7 +169,7 @@ class SFTTrainer:
             forever=True,
         )
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
-        checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 1)
+        checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 2)  # one may be damaged
         last: dict[str, Any] = {}
 
         def keep(row: dict[str, Any]) -> None:
