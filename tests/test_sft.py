@@ -23,6 +23,7 @@ from tunix_like import (
     Tokenizer,
     UserError,
     cli,
+    processes,
     sft,
 )
 from tunix_like.config import Config
@@ -134,16 +135,17 @@ def test_the_gradient_is_that_of_the_answers_likelihood():
 def test_stops_at_success():
     calls = []
 
-    def evaluate(params):
-        calls.append(params["norm"]["scale"].shape)
+    def evaluate(params, step):
+        assert params["norm"]["scale"].size
+        calls.append(step)
         return {"eval/pass@1": 0.2 * len(calls)}
 
     sft = {"stop_at_success": 0.4, "eval_every_n_steps": 3}
     last = make(20, evaluate=evaluate, sft=sft).train(ROWS)
-    assert (last["sft/step"], last["sft/eval/pass@1"], len(calls)) == (6, 0.4, 2)
+    assert (last["sft/step"], last["sft/eval/pass@1"], calls) == (6, 0.4, [3, 6])
     calls.clear()
     last = make(4, evaluate=evaluate).train(ROWS)
-    assert len(calls) == 1 and last["sft/step"] == 4, "without a target only the end is evaluated"
+    assert calls == [4] and last["sft/step"] == 4, "without a target only the end is evaluated"
 
 
 def test_resumed_is_uninterrupted(tmp_path):
@@ -173,9 +175,9 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, cap
 
 def test_one_that_stopped_early_stays_so(tmp_path):
     sft = {"stop_at_success": 0.5, "eval_every_n_steps": 2}
-    first = make(20, evaluate=lambda params: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))
+    first = make(20, evaluate=lambda params, step: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))
     assert first.train(ROWS)["sft/step"] == 2
-    again = make(20, evaluate=lambda params: pytest.fail("evaluated again"), sft=sft, output_dir=str(tmp_path))
+    again = make(20, evaluate=lambda params, step: pytest.fail("evaluated again"), sft=sft, output_dir=str(tmp_path))
     assert again.train(ROWS) == {}
     jax.tree.map(np.testing.assert_array_equal, params_of(again.model), params_of(first.model))
 
@@ -211,6 +213,23 @@ def test_a_command_goes_on_to_the_next_phase_unless_it_is_told_to_stop(command):
     command.ends.stopped = True
     with pytest.raises(NotSaved, match="step 1"):
         command.run(True)
+
+
+def test_an_evaluation_of_a_command_knows_its_step(command, monkeypatch, tmp_path):
+    """At step 0 rewards that all fail end the run, later (a judge that is down for a moment) they do not; the first of
+    several processes writes the completions."""
+    asked = []
+
+    def evaluator(params, *, rollouts, step):
+        asked.append((params, rollouts, step))
+        return SimpleNamespace(metrics={"eval/pass@1": 0.5})
+
+    command.parts.source.eval, command.parts.evaluator = ROWS, lambda config: evaluator
+    for first, folder in ((True, tmp_path / "rollouts" / "eval"), (False, None)):
+        monkeypatch.setattr(processes, "is_first", lambda first=first: first)
+        command.run(False)
+        assert command.made["evaluate"]("weights", 25) == {"eval/pass@1": 0.5}
+        assert asked.pop() == ("weights", folder, 25)
 
 
 def test_a_signal_in_the_last_step_stops_where_more_training_follows():

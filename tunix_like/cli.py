@@ -252,6 +252,7 @@ def _learner(parts: Parts, folder: Path) -> Learner:
 def _fine_tune(parts: Parts, folder: Path, another_follows: bool) -> NotSaved | None:
     """Supervised fine-tuning into the run's folder, on the run's model, in place. Returns what kept its last checkpoint
     from being written, which is no reason to stop; a signal is one."""
+    from tunix_like import processes
     from tunix_like.sft import SFTTrainer
 
     config = parts.config
@@ -259,8 +260,8 @@ def _fine_tune(parts: Parts, folder: Path, another_follows: bool) -> NotSaved | 
     if len(parts.source.eval):
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
-        kept = folder / "rollouts" / "eval"
-        evaluate = lambda params: evaluator(params, rollouts=kept).metrics  # noqa: E731
+        kept = folder / "rollouts" / "eval" if processes.is_first() else None
+        evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
     trainer = SFTTrainer(
         model=parts.model,
         tokenizer=parts.tokenizer,

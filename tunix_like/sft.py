@@ -81,7 +81,7 @@ class SFTTrainer:
         cut, and then without an end-of-sequence token).
       training_config: seed, folder and checkpoints, as for a learner; the folder gets `sft_checkpoints/`.
       mesh: devices to train on; one when left out.
-      evaluate: `f(params) -> metrics` (names as they shall be logged under `sft/`), called every
+      evaluate: `f(params, step) -> metrics` (names as they shall be logged under `sft/`), called every
         `sft.eval_every_n_steps`; `sft.stop_at_success` looks at its `eval/pass@1`.
     """
 
@@ -96,7 +96,7 @@ class SFTTrainer:
         rollout_config: RolloutConfig | None = None,
         training_config: RLTrainingConfig | None = None,
         mesh: Mesh | None = None,
-        evaluate: Callable[[Any], dict[str, float]] | None = None,
+        evaluate: Callable[[Any, int], dict[str, float]] | None = None,
     ):
         self.config = sft_config
         self.rollout = rollout_config or RolloutConfig()
@@ -246,7 +246,7 @@ class SFTTrainer:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
         if self._evaluate is None or not due:
             return {}
-        return {f"sft/{name}": value for name, value in self._evaluate(self.params).items()}
+        return {f"sft/{name}": value for name, value in self._evaluate(self.params, step).items()}
 
     def finished(self, row: dict[str, Any]) -> bool:
         target = self.config.stop_at_success
