@@ -159,6 +159,12 @@ def test_the_data_is_used_up(tmp_path):
     assert go(phase, tmp_path) == 3
     assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert rows(tmp_path)[-1] == {"count/step": 3, "eval/sum": 6.0}
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        assert go(Counting(None, data=3, evaluate_every=100), tmp_path) == 3
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before, "a further start finds it there"
+    assert go(Counting(None, data=4, evaluate_every=100), tmp_path) == 4
+    assert [row["count/step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 3, 4, 4], "of its own step alone"
 
 
 def test_data_that_ends_with_a_checkpoint_is_saved_once(tmp_path):

@@ -23,7 +23,7 @@ from tunix_like.config_file import differences
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.lora import check_base
-from tunix_like.processes import gather
+from tunix_like.processes import by_first, gather
 
 logger = logging.getLogger("tunix_like")
 
@@ -155,12 +155,18 @@ def _run(
                 _end(stop, done, checkpoints)
             if last:
                 return done
-    if final := phase.evaluate(done, last=True):  # the data was used up: only now is the last step known
+    # The data was used up: only now is the last step known, unless an earlier start came this far.
+    if not by_first(lambda: _evaluated(phase, log, done)) and (final := phase.evaluate(done, last=True)):
         _write(log, on_row, {phase.step_key: done} | final)
     if checkpoints is not None and done and checkpoints.latest_step() != done:
         before_save()
         save(phase, checkpoints, done, False)
     return done
+
+
+def _evaluated(phase: Phase, log: MetricsLog, done: int) -> bool:
+    """Whether there is a row of this step that holds an evaluation alone."""
+    return any(f"{phase.name}/step_time_sec" not in row for row in log.of_step(phase.step_key, done))
 
 
 def _end(stop: int, done: int, checkpoints: Checkpoints | None) -> NoReturn:

@@ -61,6 +61,10 @@ class MetricsLog:
         if self._unwritten:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
+    def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
+        """The rows on disk whose `key` is `step`; without a folder there are none."""
+        return [] if self._path is None else [row for row in rows(self._path.parent) if row.get(key) == step]
+
     def cut(self, key: str, last: int) -> None:
         """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn.
 
