@@ -28,13 +28,17 @@ class Counting:
     def __init__(self, total=5, *, at=None, data=None, evaluate_every=None, end_at=None, **identity):
         self.total, self.at, self.data = total, at or {}, data
         self.evaluate_every, self.end_at, self.identity = evaluate_every, end_at, {"seed": 1, "lr": 0.1} | identity
-        self.sum, self.seen, self.loaded = jnp.zeros(()), [], None
+        self.sum, self.seen, self.loaded, self.cut_after = jnp.zeros(()), [], None, None
 
     def state(self):
         return {"sum": self.sum}
 
     def load_state(self, state, step):
         self.sum, self.loaded = state["sum"], step
+
+    def cut(self, step):
+        assert not self.seen, "before the first step"
+        self.cut_after = step
 
     def advance(self, step):
         if self.data is not None and step > self.data:
@@ -125,7 +129,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2]
     again, seen = Counting(evaluate_every=4), []
     assert go(again, tmp_path, seen=seen) == 5
-    assert again.loaded == 2 and again.seen == [3, 4, 5]
+    assert again.loaded == again.cut_after == 2 and again.seen == [3, 4, 5]
     assert sums(tmp_path) == ALL and [row["count/step"] for row in seen] == [3, 4, 5]
     assert [row["count/step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4, 5], "no second evaluation at step 0"
 
@@ -134,8 +138,10 @@ def test_rows_without_a_checkpoint_are_cut_too(tmp_path):
     with pytest.raises(RuntimeError):
         go(Counting(at={2: fail}), tmp_path)
     MetricsLog(tmp_path).write({"other/step": 9})
-    go(Counting(), tmp_path)
+    again = Counting()
+    go(again, tmp_path)
     assert sums(tmp_path) == ALL and rows(tmp_path)[0] == {"other/step": 9}
+    assert again.cut_after == -1, "and what the phase wrote"
 
 
 def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path, caplog):
@@ -359,6 +365,8 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="is of another run. There and now:\n  lr: 0.1 -> 0.2\nUse") as refused:
         go(other, tmp_path)
     assert str(tmp_path / "checkpoints") in str(refused.value)
-    assert other.seen == [] and saved(tmp_path) == [2] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
+    assert (
+        other.seen == [] and other.cut_after is None and saved(tmp_path) == [2] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
+    )
     with pytest.raises(UserError, match=r"new: .\(absent\). -> 7"):
         go(Counting(new=7), tmp_path)

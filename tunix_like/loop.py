@@ -76,6 +76,9 @@ class Phase(Protocol):
     def load_state(self, state: Any, step: int) -> None:
         """Takes back the pytree saved after `step`."""
 
+    def cut(self, step: int) -> None:
+        """Removes what it wrote itself of the steps after `step` (-1: of all), which will be done again."""
+
     def advance(self, step: int) -> dict[str, Any] | None:
         """Does step `step` (from 1); returns its metrics (numbers, and lists of them) without prefix, or None when the
         data is used up."""
@@ -189,6 +192,7 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     step = checkpoints.newest() if checkpoints is not None else None
     if checkpoints is None or step is None:
         log.cut(phase.step_key, -1)
+        phase.cut(-1)
         return 0, False
     meta = checkpoints.meta(step)
     check_base(checkpoints.folder, meta["identity"], phase.identity)
@@ -197,6 +201,7 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     ]
     _check_same_run(checkpoints, *own)
     log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
+    phase.cut(step)
     if meta["total"] != phase.total and not _complete(phase, step):
         message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"
         logger.warning(message, phase.total, meta["total"])

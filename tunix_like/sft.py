@@ -204,6 +204,9 @@ class SFTTrainer:
     def load_state(self, state: Any, step: int) -> None:
         self.trained, self.opt_state = state["params"], state["opt_state"]
 
+    def cut(self, step: int) -> None:
+        """It writes no files of its own."""
+
     def advance(self, step: int) -> dict[str, float] | None:
         with scope(self.mesh):
             return self._advance(step)

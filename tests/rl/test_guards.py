@@ -95,6 +95,23 @@ def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, cap
     assert list((tmp_path / "skipped").iterdir()) == []
 
 
+@pytest.mark.parametrize(("last", "left"), [(-1, []), (2, ["000001", "000002"]), (11, ["000001", "000002", "000011"])])
+def test_files_of_steps_that_will_be_done_again_are_removed(tmp_path, last, left):
+    """Completions and skipped updates; what else is there stays. A folder that is not there is no error."""
+    phase = SimpleNamespace(rollouts=tmp_path / "rollouts")
+    RLPhase.cut(phase, last)
+    names = {"rollouts": "step_{}.jsonl", "skipped": "step_{}_update_1.npz"}
+    for folder, name in names.items():
+        (tmp_path / folder).mkdir()
+        for step in ("000001", "000002", "000011", "000012"):
+            (tmp_path / folder / name.format(step)).touch()
+    (tmp_path / "rollouts" / "reward_failure.txt").touch()
+    RLPhase.cut(phase, last)
+    for folder, name in names.items():
+        kept = {"reward_failure.txt"} if folder == "rollouts" else set()
+        assert {path.name for path in (tmp_path / folder).iterdir()} == kept | {name.format(step) for step in left}
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"not an archive"])
 def test_a_file_that_is_no_skipped_update(tmp_path, content):
     file = tmp_path / "skipped" / "x.npz"

@@ -37,7 +37,7 @@ from tunix_like.rl.packing import Packed, choose_layout, pack, token_places
 from tunix_like.rl.pass_rates import count_groups, sum_advantages
 from tunix_like.rl.rollouts import (
     Rollout,
-    cut_rollouts,
+    cut_steps,
     pass_rate_bins,
     repeat_columns,
     saved_on_failure,
@@ -131,8 +131,11 @@ class RLPhase:
         if self.iterator is None:
             read = self.collector.drawn // self.batch_size
             next(itertools.islice(self.batches, read, read), None)
+
+    def cut(self, step: int) -> None:
         if self.rollouts is not None:
-            cut_rollouts(self.rollouts, step)
+            cut_steps(self.rollouts, step)
+            cut_steps(self.rollouts.parent / FOLDER, step)
 
     def finished(self, row: dict[str, Any]) -> bool:
         return False

@@ -265,10 +265,11 @@ def nothing_scored(scores: Scores) -> str:
     return f"no completion could be scored; check rewards.functions. The first of them: {scores.first_failure}\n"
 
 
-def cut_rollouts(folder: Path, last: int) -> None:
-    """Removes the files of steps after `last`, which a resumed run will do again."""
-    for file in folder.glob("step_*.jsonl"):
-        if int(file.stem.removeprefix("step_")) > last:
+def cut_steps(folder: Path, last: int) -> None:
+    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run will do
+    again."""
+    for file in folder.glob("step_*"):
+        if int(file.stem.split("_")[1]) > last:
             file.unlink()
 
 
