@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -202,6 +203,21 @@ def test_a_full_disk_loses_the_new_step_alone(tmp_path, caplog, most):
         checkpoints.save(2, state)
         checkpoints.wait()
         assert os.listdir(tmp_path) == ["2"] and checkpoints.newest() == 2
+
+
+def test_a_folder_that_cannot_be_listed_either(tmp_path, monkeypatch, caplog):
+    """As on a file system that went away: that the step is not there is still known at the end."""
+    with Checkpoints(tmp_path / "c", 1) as checkpoints:
+
+        def gone():
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(checkpoints, "_unfinished", gone)
+        monkeypatch.setattr(checkpoints._checkpointer, "wait_until_finished", gone)
+        checkpoints.save(1, make_state())
+        with pytest.raises(NotSaved, match=r"the checkpoint of step 1 could not be written .*Stale file handle"):
+            checkpoints.wait()
+    assert "step 1 could not be written" in caplog.text
 
 
 def two_steps(folder, keep=2):

@@ -28,13 +28,17 @@ class Counting:
     def __init__(self, total=5, *, at=None, data=None, evaluate_every=None, end_at=None, **identity):
         self.total, self.at, self.data = total, at or {}, data
         self.evaluate_every, self.end_at, self.identity = evaluate_every, end_at, {"seed": 1, "lr": 0.1} | identity
-        self.sum, self.seen, self.loaded = jnp.zeros(()), [], None
+        self.sum, self.seen, self.loaded, self.cut_after = jnp.zeros(()), [], None, None
 
     def state(self):
         return {"sum": self.sum}
 
     def load_state(self, state, step):
         self.sum, self.loaded = state["sum"], step
+
+    def cut(self, step):
+        assert not self.seen, "before the first step"
+        self.cut_after = step
 
     def advance(self, step):
         if self.data is not None and step > self.data:
@@ -60,10 +64,11 @@ class Watched(Checkpoints):
         super().save(step, state, iterator, meta)
 
 
-def go(phase, folder, *, every=2, seen=None) -> int:
+def go(phase, folder, *, every=2, seen=None, **more) -> int:
     with Watched(folder / "checkpoints", 10) as checkpoints:
         on_row = (lambda row: None) if seen is None else seen.append
-        return run(phase, checkpoints=checkpoints, log=MetricsLog(folder), checkpoint_every=every, on_row=on_row)
+        kinds = {"checkpoint_every": every, "on_row": on_row} | more
+        return run(phase, checkpoints=checkpoints, log=MetricsLog(folder), **kinds)
 
 
 def saved(folder) -> list[int]:
@@ -124,7 +129,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2]
     again, seen = Counting(evaluate_every=4), []
     assert go(again, tmp_path, seen=seen) == 5
-    assert again.loaded == 2 and again.seen == [3, 4, 5]
+    assert again.loaded == again.cut_after == 2 and again.seen == [3, 4, 5]
     assert sums(tmp_path) == ALL and [row["count/step"] for row in seen] == [3, 4, 5]
     assert [row["count/step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4, 5], "no second evaluation at step 0"
 
@@ -133,8 +138,10 @@ def test_rows_without_a_checkpoint_are_cut_too(tmp_path):
     with pytest.raises(RuntimeError):
         go(Counting(at={2: fail}), tmp_path)
     MetricsLog(tmp_path).write({"other/step": 9})
-    go(Counting(), tmp_path)
+    again = Counting()
+    go(again, tmp_path)
     assert sums(tmp_path) == ALL and rows(tmp_path)[0] == {"other/step": 9}
+    assert again.cut_after == -1, "and what the phase wrote"
 
 
 def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path, caplog):
@@ -158,6 +165,12 @@ def test_the_data_is_used_up(tmp_path):
     assert go(phase, tmp_path) == 3
     assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert rows(tmp_path)[-1] == {"count/step": 3, "eval/sum": 6.0}
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        assert go(Counting(None, data=3, evaluate_every=100), tmp_path) == 3
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before, "a further start finds it there"
+    assert go(Counting(None, data=4, evaluate_every=100), tmp_path) == 4
+    assert [row["count/step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 3, 4, 4], "of its own step alone"
 
 
 def test_data_that_ends_with_a_checkpoint_is_saved_once(tmp_path):
@@ -227,6 +240,17 @@ def test_a_signal_between_two_questions_is_not_lost(tmp_path, monkeypatch):
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
     assert go(Counting(at={5: term}), tmp_path) == 5
     assert saved(tmp_path) == [2, 4, 5]
+
+
+def test_a_signal_in_the_last_step_stops_where_another_phase_follows(tmp_path):
+    """That one must not begin: its scheduler has warned. The next start finds this phase done and goes on."""
+    with pytest.raises(Stopped) as stopped:
+        go(Counting(at={5: term}), tmp_path, another_follows=True)
+    assert stopped.value.message == "stopped by a signal after step 5, which is saved" and saved(tmp_path) == [2, 4, 5]
+    assert go(Counting(), tmp_path, another_follows=True) == 5 and sums(tmp_path) == ALL
+    with pytest.raises(Interrupted):
+        at = {3: lambda: os.kill(os.getpid(), signal.SIGINT)}
+        go(Counting(end_at=6, at=at), tmp_path / "early", another_follows=True)
 
 
 def test_a_signal_without_checkpoints_stops_too():
@@ -303,6 +327,7 @@ def test_a_last_checkpoint_that_is_not_written_is_an_error(tmp_path, caplog, dis
     with pytest.raises(NotSaved, match="step 3") as refused:
         plain(phase, tmp_path)
     disk.free()
+    assert refused.value.stopped == stop, "which whoever would go on to another phase must know"
     assert refused.value.status == 74 and phase.seen == [1, 2, 3] and "last 1 rows could not be written" in caplog.text
     assert saved(tmp_path) == [1, 2]
     again = Counting()
@@ -340,6 +365,8 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="is of another run. There and now:\n  lr: 0.1 -> 0.2\nUse") as refused:
         go(other, tmp_path)
     assert str(tmp_path / "checkpoints") in str(refused.value)
-    assert other.seen == [] and saved(tmp_path) == [2] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
+    assert (
+        other.seen == [] and other.cut_after is None and saved(tmp_path) == [2] and sums(tmp_path) == {1: 1, 2: 3, 3: 6}
+    )
     with pytest.raises(UserError, match=r"new: .\(absent\). -> 7"):
         go(Counting(new=7), tmp_path)

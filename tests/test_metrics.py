@@ -75,6 +75,20 @@ def test_a_kill_while_cutting_leaves_the_old_file(tmp_path, monkeypatch):
     assert rows(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
+def test_a_full_disk_while_cutting_leaves_the_old_file_and_says_what_to_do(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step in (1, 2):
+        log.write({"step": step})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"metrics\.jsonl cannot be cut .*Make room and start again"):
+            log.cut("step", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert rows(tmp_path) == [{"step": 1}, {"step": 2}] and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
 def test_rows_that_cannot_be_written_are_kept_until_they_can(tmp_path, caplog):
     """And a row is written as a whole or not at all: what a full disk took of it is cut off again."""
     log = MetricsLog(tmp_path)

@@ -1,6 +1,9 @@
 """Supervised fine-tuning: what the loss counts, where it stops, what it asks of its rows, and resuming."""
 
 import functools
+import os
+import signal
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +16,23 @@ from transformers import AutoTokenizer
 import tunix_like
 from tests.test_chat import make_tokenizer
 from tests.tiny_model import HF as TINY
-from tunix_like import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig, SFTTrainer, Tokenizer, UserError
+from tunix_like import (
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTConfig,
+    SFTTrainer,
+    Tokenizer,
+    UserError,
+    cli,
+    processes,
+    sft,
+)
+from tunix_like.config import Config
 from tunix_like.data import reverse_text
 from tunix_like.data.stream import render
+from tunix_like.errors import NotSaved
+from tunix_like.loop import Stopped
 from tunix_like.metrics import rows as metric_rows
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.losses import aggregation_weights
@@ -132,16 +149,17 @@ def test_the_gradient_is_that_of_the_answers_likelihood():
 def test_stops_at_success():
     calls = []
 
-    def evaluate(params):
-        calls.append(params["norm"]["scale"].shape)
+    def evaluate(params, step):
+        assert params["norm"]["scale"].size
+        calls.append(step)
         return {"eval/pass@1": 0.2 * len(calls)}
 
     sft = {"stop_at_success": 0.4, "eval_every_n_steps": 3}
     last = make(20, evaluate=evaluate, sft=sft).train(ROWS)
-    assert (last["sft/step"], last["sft/eval/pass@1"], len(calls)) == (6, 0.4, 2)
+    assert (last["sft/step"], last["sft/eval/pass@1"], calls) == (6, 0.4, [3, 6])
     calls.clear()
     last = make(4, evaluate=evaluate).train(ROWS)
-    assert len(calls) == 1 and last["sft/step"] == 4, "without a target only the end is evaluated"
+    assert calls == [4] and last["sft/step"] == 4, "without a target only the end is evaluated"
 
 
 def test_resumed_is_uninterrupted(tmp_path):
@@ -160,13 +178,79 @@ def test_resumed_is_uninterrupted(tmp_path):
         make(6, output_dir=str(tmp_path / "parts"), seed=1).train(ROWS)
 
 
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, caplog):
+    make(3, output_dir=str(tmp_path), checkpoint_every_n_steps=1).train(ROWS)
+    (file,) = (tmp_path / "sft_checkpoints" / "3" / "state" / "d").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    again, began = make(3, output_dir=str(tmp_path)), []
+    again.train(ROWS, on_row=lambda row: began.append(row["sft/step"]))
+    assert began == [3] and "step 2 is used instead" in caplog.text
+
+
 def test_one_that_stopped_early_stays_so(tmp_path):
     sft = {"stop_at_success": 0.5, "eval_every_n_steps": 2}
-    first = make(20, evaluate=lambda params: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))
+    first = make(20, evaluate=lambda params, step: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))
     assert first.train(ROWS)["sft/step"] == 2
-    again = make(20, evaluate=lambda params: pytest.fail("evaluated again"), sft=sft, output_dir=str(tmp_path))
+    again = make(20, evaluate=lambda params, step: pytest.fail("evaluated again"), sft=sft, output_dir=str(tmp_path))
     assert again.train(ROWS) == {}
     jax.tree.map(np.testing.assert_array_equal, params_of(again.model), params_of(first.model))
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """Fine-tuning as the commands do it, with a trainer that only keeps what it is given; `ends` is what it raises."""
+    seen = SimpleNamespace(made=None, trained=None, ends=None)
+
+    def made(**arguments):
+        seen.made = arguments
+        return SimpleNamespace(train=train)
+
+    def train(rows, **arguments):
+        seen.trained = arguments
+        if seen.ends is not None:
+            raise seen.ends
+
+    monkeypatch.setattr(sft, "SFTTrainer", made)
+    parts = SimpleNamespace(model=None, tokenizer=None, mesh=None, config=Config(sft=SFTConfig(max_steps=1)))
+    parts.source = SimpleNamespace(train=ROWS, eval=[])
+    seen.run = lambda follows: cli._fine_tune(parts, tmp_path, another_follows=follows)
+    seen.parts = parts
+    return seen
+
+
+def test_a_command_goes_on_to_the_next_phase_unless_it_is_told_to_stop(command):
+    """What was not saved is no reason to stop, as the next phase saves it too; a signal is."""
+    for follows in (True, False):
+        assert command.run(follows) is None and command.trained["another_follows"] == follows
+    command.ends = NotSaved("step 1")
+    assert command.run(True) is command.ends
+    command.ends.stopped = True
+    with pytest.raises(NotSaved, match="step 1"):
+        command.run(True)
+
+
+def test_an_evaluation_of_a_command_knows_its_step(command, monkeypatch, tmp_path):
+    """At step 0 rewards that all fail end the run, later (a judge that is down for a moment) they do not; the first of
+    several processes writes the completions."""
+    asked = []
+
+    def evaluator(params, *, rollouts, step):
+        asked.append((params, rollouts, step))
+        return SimpleNamespace(metrics={"eval/pass@1": 0.5})
+
+    command.parts.source.eval, command.parts.evaluator = ROWS, lambda config: evaluator
+    for first, folder in ((True, tmp_path / "rollouts" / "eval"), (False, None)):
+        monkeypatch.setattr(processes, "is_first", lambda first=first: first)
+        command.run(False)
+        assert command.made["evaluate"]("weights", 25) == {"eval/pass@1": 0.5}
+        assert asked.pop() == ("weights", folder, 25)
+
+
+def test_a_signal_in_the_last_step_stops_where_more_training_follows():
+    term = lambda row: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    assert make(1).train(ROWS, on_row=term)["sft/step"] == 1
+    with pytest.raises(Stopped):
+        make(1).train(ROWS, on_row=term, another_follows=True)
 
 
 @pytest.mark.parametrize(

@@ -123,14 +123,15 @@ class Checkpoints:
         return [path for path in self.folder.iterdir() if path.name.startswith(begin)]
 
     def _give_up(self, error: Exception) -> None:
-        if is_first():
-            for path in self._unfinished():
-                shutil.rmtree(path, ignore_errors=True)
         self._failure = (
             f"{self.folder}: the checkpoint of step {self._step} could not be written ({_short(error)}). Is the "
             "disk full or the folder not writable? The checkpoints before it are kept."
         )
         logger.warning("%s", self._failure)
+        if is_first():
+            with contextlib.suppress(OSError):  # the folder may be what cannot be read
+                for path in self._unfinished():
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _settle(self) -> None:
         if self._writer is not None:

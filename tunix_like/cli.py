@@ -228,7 +228,7 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     with run_lock.owned(folder):
         runs.claim(folder, parts)
-        unsaved = _fine_tune(parts, folder) if parts.config.sft.max_steps else None
+        unsaved = _fine_tune(parts, folder, another_follows=True) if parts.config.sft.max_steps else None
         learner, data = _learner(parts, folder), parts.config.data
         try:
             learner.train(parts.source.train, parts.source.eval, batch_size=data.batch_size, shuffle=data.shuffle)
@@ -259,9 +259,10 @@ def _learner(parts: Parts, folder: Path) -> Learner:
     )
 
 
-def _fine_tune(parts: Parts, folder: Path) -> NotSaved | None:
+def _fine_tune(parts: Parts, folder: Path, another_follows: bool) -> NotSaved | None:
     """Supervised fine-tuning into the run's folder, on the run's model, in place. Returns what kept its last checkpoint
-    from being written, which is no reason to stop."""
+    from being written, which is no reason to stop; a signal is one."""
+    from tunix_like import processes
     from tunix_like.sft import SFTTrainer
 
     config = parts.config
@@ -269,8 +270,8 @@ def _fine_tune(parts: Parts, folder: Path) -> NotSaved | None:
     if len(parts.source.eval):
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
-        kept = folder / "rollouts" / "eval"
-        evaluate = lambda params: evaluator(params, rollouts=kept).metrics  # noqa: E731
+        kept = folder / "rollouts" / "eval" if processes.is_first() else None
+        evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
     trainer = SFTTrainer(
         model=parts.model,
         tokenizer=parts.tokenizer,
@@ -290,8 +291,11 @@ def _fine_tune(parts: Parts, folder: Path) -> NotSaved | None:
                 console.say(console.step_line("sft", step, total, row))
 
         try:
-            trainer.train(parts.source.train, shuffle=config.data.shuffle, on_row=on_row)
+            kinds = {"shuffle": config.data.shuffle, "another_follows": another_follows}
+            trainer.train(parts.source.train, on_row=on_row, **kinds)
         except NotSaved as error:
+            if error.stopped:
+                raise
             return error
     return None
 
@@ -308,7 +312,7 @@ def _sft(arguments: argparse.Namespace) -> None:
     _announce(parts, folder)
     with run_lock.owned(folder):
         runs.claim(folder, parts)
-        unsaved = _fine_tune(parts, folder)
+        unsaved = _fine_tune(parts, folder, another_follows=False)
     if unsaved is not None:
         raise unsaved
     console.say(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")

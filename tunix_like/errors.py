@@ -14,9 +14,14 @@ class UserError(ValueError):
 
 
 class NotSaved(UserError):
-    """The newest checkpoint could not be written; those before it are whole."""
+    """The newest checkpoint could not be written; those before it are whole.
+
+    Attributes:
+      stopped: a signal had asked for the end.
+    """
 
     status = 74  # EX_IOERR of sysexits.h
+    stopped = False
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

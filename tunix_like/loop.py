@@ -13,17 +13,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config_file import differences
-from tunix_like.errors import UserError
+from tunix_like.errors import NotSaved, UserError
 from tunix_like.metrics import MetricsLog
 from tunix_like.models.lora import check_base
-from tunix_like.processes import gather
+from tunix_like.processes import by_first, gather
 
 logger = logging.getLogger("tunix_like")
 
@@ -76,6 +76,9 @@ class Phase(Protocol):
     def load_state(self, state: Any, step: int) -> None:
         """Takes back the pytree saved after `step`."""
 
+    def cut(self, step: int) -> None:
+        """Removes what it wrote itself of the steps after `step` (-1: of all), which will be done again."""
+
     def advance(self, step: int) -> dict[str, Any] | None:
         """Does step `step` (from 1); returns its metrics (numbers, and lists of them) without prefix, or None when the
         data is used up."""
@@ -95,6 +98,7 @@ def run(
     checkpoint_every: int,
     on_row: Callable[[dict[str, Any]], None],
     before_save: Callable[[], None] = lambda: None,
+    another_follows: bool = False,
 ) -> int:
     """Runs a phase to its end, from its newest checkpoint if there is one. Returns the number of the last step.
 
@@ -103,6 +107,8 @@ def run(
 
     Args:
       before_save: called before each checkpoint; raises where none may be written.
+      another_follows: another phase comes after this one, so that a signal in the last step stops it too; else that
+        step is the end anyway, and the signal changes nothing.
 
     Raises:
       UserError: the checkpoint belongs to another run, or every one is damaged.
@@ -110,7 +116,7 @@ def run(
       Stopped, Interrupted: SIGTERM or SIGINT asked for the end; the state is saved.
     """
     with contextlib.closing(log):
-        done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save)
+        done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
         if checkpoints is not None:
             checkpoints.wait()
     return done
@@ -123,6 +129,7 @@ def _run(
     checkpoint_every: int,
     on_row: Callable[[dict[str, Any]], None],
     before_save: Callable[[], None],
+    another_follows: bool,
 ) -> int:
     done, over = resume(phase, checkpoints, log)
     if over or _complete(phase, done):
@@ -147,18 +154,32 @@ def _run(
             if checkpoints is not None and (last or stop or skipped or done % checkpoint_every == 0):
                 before_save()
                 save(phase, checkpoints, done, over)
+            if stop and (another_follows or not last):
+                _end(stop, done, checkpoints)
             if last:
                 return done
-            if stop:
-                if checkpoints is not None:
-                    checkpoints.wait()
-                raise (Interrupted if stop == signal.SIGINT else Stopped)(done, checkpoints is not None)
-    if final := phase.evaluate(done, last=True):  # the data was used up: only now is the last step known
+    # The data was used up: only now is the last step known, unless an earlier start came this far.
+    if not by_first(lambda: _evaluated(phase, log, done)) and (final := phase.evaluate(done, last=True)):
         _write(log, on_row, {phase.step_key: done} | final)
     if checkpoints is not None and done and checkpoints.latest_step() != done:
         before_save()
         save(phase, checkpoints, done, False)
     return done
+
+
+def _evaluated(phase: Phase, log: MetricsLog, done: int) -> bool:
+    """Whether there is a row of this step that holds an evaluation alone."""
+    return any(f"{phase.name}/step_time_sec" not in row for row in log.of_step(phase.step_key, done))
+
+
+def _end(stop: int, done: int, checkpoints: Checkpoints | None) -> NoReturn:
+    if checkpoints is not None:
+        try:
+            checkpoints.wait()
+        except NotSaved as error:
+            error.stopped = True
+            raise
+    raise (Interrupted if stop == signal.SIGINT else Stopped)(done, checkpoints is not None)
 
 
 def _complete(phase: Phase, done: int) -> bool:
@@ -171,6 +192,7 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     step = checkpoints.newest() if checkpoints is not None else None
     if checkpoints is None or step is None:
         log.cut(phase.step_key, -1)
+        phase.cut(-1)
         return 0, False
     meta = checkpoints.meta(step)
     check_base(checkpoints.folder, meta["identity"], phase.identity)
@@ -179,6 +201,7 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     ]
     _check_same_run(checkpoints, *own)
     log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
+    phase.cut(step)
     if meta["total"] != phase.total and not _complete(phase, step):
         message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"
         logger.warning(message, phase.total, meta["total"])

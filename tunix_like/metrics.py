@@ -61,20 +61,32 @@ class MetricsLog:
         if self._unwritten:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
+    def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
+        """The rows on disk whose `key` is `step`; without a folder there are none."""
+        return [] if self._path is None else [row for row in rows(self._path.parent) if row.get(key) == step]
+
     def cut(self, key: str, last: int) -> None:
         """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn.
 
         Rows without `key` stay. The file is replaced in one move: a kill leaves the old one or the new one.
 
         Raises:
-          UserError: a line before the last is not a JSON object.
+          UserError: a line before the last is not a JSON object, or there is no room for the new file.
         """
         if self._path is None or not self._path.exists():
             return
         kept = [row for row in rows(self._path.parent) if row.get(key) is None or row[key] <= last]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(temporary, self._path)
+        try:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise UserError(
+                f"{self._path} cannot be cut back to the checkpoint ({error}). Is the disk full or the folder not "
+                "writable? Make room and start again; nothing is lost."
+            ) from error
 
 
 def _append(path: Path, text: str) -> None:

@@ -81,7 +81,7 @@ class SFTTrainer:
         cut, and then without an end-of-sequence token).
       training_config: seed, folder and checkpoints, as for a learner; the folder gets `sft_checkpoints/`.
       mesh: devices to train on; one when left out.
-      evaluate: `f(params) -> metrics` (names as they shall be logged under `sft/`), called every
+      evaluate: `f(params, step) -> metrics` (names as they shall be logged under `sft/`), called every
         `sft.eval_every_n_steps`; `sft.stop_at_success` looks at its `eval/pass@1`.
     """
 
@@ -96,7 +96,7 @@ class SFTTrainer:
         rollout_config: RolloutConfig | None = None,
         training_config: RLTrainingConfig | None = None,
         mesh: Mesh | None = None,
-        evaluate: Callable[[Any], dict[str, float]] | None = None,
+        evaluate: Callable[[Any, int], dict[str, float]] | None = None,
     ):
         self.config = sft_config
         self.rollout = rollout_config or RolloutConfig()
@@ -133,11 +133,17 @@ class SFTTrainer:
         *,
         shuffle: bool = True,
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+        another_follows: bool = False,
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last
-        row of metrics (`sft/...`). Raises what `Learner.train` raises."""
+        row of metrics (`sft/...`). Raises what `Learner.train` raises.
+
+        Args:
+          another_follows: more training comes after this in the same process, so that SIGTERM or SIGINT in the last
+            step raises as in any other; else it changes nothing there.
+        """
         with owned(self.training.output_dir) as check_owner:
-            return self._train(rows, shuffle, on_row, check_owner)
+            return self._train(rows, shuffle, on_row, check_owner, another_follows)
 
     def _train(
         self,
@@ -145,6 +151,7 @@ class SFTTrainer:
         shuffle: bool,
         on_row: Callable[[dict[str, Any]], None],
         check_owner: Callable[[], None],
+        another_follows: bool,
     ) -> dict[str, Any]:
         check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
         if "answer" not in rows[0]:
@@ -162,7 +169,7 @@ class SFTTrainer:
             forever=True,
         )
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
-        checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 1)
+        checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 2)  # one may be damaged
         last: dict[str, Any] = {}
 
         def keep(row: dict[str, Any]) -> None:
@@ -178,6 +185,7 @@ class SFTTrainer:
                 checkpoint_every=every,
                 on_row=keep,
                 before_save=check_owner,
+                another_follows=another_follows,
             )
         finally:
             if checkpoints is not None:
@@ -195,6 +203,9 @@ class SFTTrainer:
 
     def load_state(self, state: Any, step: int) -> None:
         self.trained, self.opt_state = state["params"], state["opt_state"]
+
+    def cut(self, step: int) -> None:
+        """It writes no files of its own."""
 
     def advance(self, step: int) -> dict[str, float] | None:
         with scope(self.mesh):
@@ -238,7 +249,7 @@ class SFTTrainer:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
         if self._evaluate is None or not due:
             return {}
-        return {f"sft/{name}": value for name, value in self._evaluate(self.params).items()}
+        return {f"sft/{name}": value for name, value in self._evaluate(self.params, step).items()}
 
     def finished(self, row: dict[str, Any]) -> bool:
         target = self.config.stop_at_success

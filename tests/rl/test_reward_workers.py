@@ -4,6 +4,8 @@ function had said None."""
 from __future__ import annotations
 
 import json
+import os
+import resource
 import time
 
 import jax
@@ -19,8 +21,10 @@ from tunix_like import EvalConfig, MaxRLConfig, MaxRLLearner, RLTrainingConfig, 
 from tunix_like.config import Config, DataConfig, RewardsConfig
 from tunix_like.data import load_source, reverse_text
 from tunix_like.metrics import rows as metric_rows
-from tunix_like.rewards import pooled
+from tunix_like.rewards import Scores, pooled
 from tunix_like.rewards.pool import PooledFunction
+from tunix_like.rl.rollouts import FirstFailure, saved_on_failure
+from tunix_like.types import Problem
 
 
 def train(reward, rows, folder, eval_rows=None):
@@ -105,6 +109,37 @@ def test_a_function_that_raises_later_is_counted_and_the_run_goes_on(tmp_path):
     assert [row["train/reward/unscored_frac"] for row in rows] == [0, 1 / 2]
     kept = json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()[0])
     assert "reward" in kept and "KeyError" in (tmp_path / "rollouts" / "reward_failure.txt").read_text()
+
+
+def failed(text):
+    return Scores(np.array([np.nan]), {}, np.array([False]), np.array([True]), text)
+
+
+def test_a_failure_in_bytes_that_are_no_text_is_shown(tmp_path, caplog):
+    """A file name in Latin-1, as Python passes it on: half a character, which no UTF-8 file takes."""
+    FirstFailure()(failed("ValueError: " + os.fsdecode(b"caf\xe9.txt")), tmp_path)
+    shown = (tmp_path / "reward_failure.txt").read_text(encoding="utf-8")
+    assert shown == "ValueError: caf\\udce9.txt\n" and shown in caplog.text.encode().decode()
+
+
+@pytest.fixture
+def full_disk():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_a_failure_is_shown_all_the_same(tmp_path, caplog, full_disk):
+    FirstFailure()(failed("ValueError: no verifier"), tmp_path / "rollouts")
+    assert "ValueError: no verifier" in caplog.text and "reward_failure.txt, which cannot be written" in caplog.text
+
+
+def test_on_a_full_disk_the_error_of_scoring_stays_what_it_was(tmp_path, caplog, full_disk):
+    problems = [Problem(0, "p", [1], {})]
+    with pytest.raises(UserError, match="^no verifier$"), saved_on_failure(tmp_path, 3, problems, ["a", "b"]):
+        raise UserError("no verifier")
+    assert "the completions of step 3 are not written" in caplog.text
 
 
 def test_which_functions_run_in_workers(tmp_path, monkeypatch):

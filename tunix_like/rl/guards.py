@@ -100,13 +100,18 @@ class Skipped(NamedTuple):
 
 
 def keep(folder: Path, skipped: Skipped) -> Path:
-    """Writes all that an update was made from, but for the weights, to `folder/step_<n>_update_<m>.npz`."""
+    """Writes all that an update was made from, but for the weights, to `folder/step_<n>_update_<m>.npz`. Raises
+    OSError where it cannot, and leaves no half file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{skipped.step:06d}_update_{skipped.update}.npz"
     arrays = {f"batch/{name}": value for name, value in skipped.batch._asdict().items()}
     arrays |= {name: getattr(skipped, name) for name in ("live", "in_update", "old_logprobs", "ref_logprobs")}
     numbers = json.dumps({"step": skipped.step, "update": skipped.update})
-    np.savez(file, numbers=numbers, **{name: value for name, value in arrays.items() if value is not None})
+    try:
+        np.savez(file, numbers=numbers, **{name: value for name, value in arrays.items() if value is not None})
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
     return file
 
 

@@ -37,7 +37,7 @@ from tunix_like.rl.packing import Packed, choose_layout, pack, token_places
 from tunix_like.rl.pass_rates import count_groups, sum_advantages
 from tunix_like.rl.rollouts import (
     Rollout,
-    cut_rollouts,
+    cut_steps,
     pass_rate_bins,
     repeat_columns,
     saved_on_failure,
@@ -131,8 +131,11 @@ class RLPhase:
         if self.iterator is None:
             read = self.collector.drawn // self.batch_size
             next(itertools.islice(self.batches, read, read), None)
+
+    def cut(self, step: int) -> None:
         if self.rollouts is not None:
-            cut_rollouts(self.rollouts, step)
+            cut_steps(self.rollouts, step)
+            cut_steps(self.rollouts.parent / FOLDER, step)
 
     def finished(self, row: dict[str, Any]) -> bool:
         return False
@@ -293,8 +296,11 @@ class RLPhase:
         """Keeps the updates that were skipped, then stops the run where its numbers are not to be trusted."""
         for number in self.watch(rows):
             if self.rollouts is not None:
-                file = keep(self.rollouts.parent / FOLDER, updates[number])
-                logger.warning("what the skipped update was made from is kept: tunix-like replay %s", file)
+                try:
+                    file = keep(self.rollouts.parent / FOLDER, updates[number])
+                    logger.warning("what the skipped update was made from is kept: tunix-like replay %s", file)
+                except OSError as error:
+                    logger.warning("what the skipped update was made from cannot be written: %s", error)
         self.watch.check()
         self.gap_watch(rows)
 

@@ -211,13 +211,18 @@ def write_rollouts(
 def saved_on_failure(
     folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
 ) -> Iterator[None]:
-    """Around scoring: where it fails, the completions are written to `folder` (None: nowhere) and the error says so."""
+    """Around scoring: where it fails, the completions are written to `folder` (None: nowhere) and the error says so.
+    Where they cannot be (a full disk), that is warned of, and the error is as it was."""
     try:
         yield
     except UserError as error:
         if folder is None:
             raise
-        file = write_rollouts(folder, step, problems, texts, {})
+        try:
+            file = write_rollouts(folder, step, problems, texts, {})
+        except OSError as full:
+            logger.warning("%s: the completions of step %d are not written (%s)", folder, step, full)
+            raise error from None
         raise UserError(f"{error} The completions are in {file}.") from error
 
 
@@ -228,22 +233,28 @@ class FirstFailure:
         self._shown = False
 
     def __call__(self, scores: Scores, folder: Path | None) -> None:
-        """Warns of the first failure of these scores, and writes it to `folder/reward_failure.txt` (None: nowhere)."""
+        """Warns of the first failure of these scores, and writes it to `folder/reward_failure.txt` (None: nowhere).
+        Half a character, which UTF-8 lacks, is written as its number: `\\udce9`."""
         if scores.first_failure is None or self._shown:
             return
         self._shown = True
+        text = scores.first_failure.encode("utf-8", "backslashreplace")
         place = ""
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "reward_failure.txt").write_text(scores.first_failure + "\n", encoding="utf-8")
-            place = f" It is also in {folder / 'reward_failure.txt'}."
+            file = folder / "reward_failure.txt"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(text + b"\n")
+                place = f" It is also in {file}."
+            except OSError as error:
+                place = f" It is not in {file}, which cannot be written ({error})."
         logger.warning(
             "%d of %d completions are unscored because a reward function failed; further ones are counted in the "
             "metrics (timeout_frac, error_frac), and this is the first.%s\n%s",
             int((scores.timeouts | scores.errors).sum()),
             len(scores.total),
             place,
-            scores.first_failure,
+            text.decode("utf-8"),
         )
 
 
@@ -254,10 +265,11 @@ def nothing_scored(scores: Scores) -> str:
     return f"no completion could be scored; check rewards.functions. The first of them: {scores.first_failure}\n"
 
 
-def cut_rollouts(folder: Path, last: int) -> None:
-    """Removes the files of steps after `last`, which a resumed run will do again."""
-    for file in folder.glob("step_*.jsonl"):
-        if int(file.stem.removeprefix("step_")) > last:
+def cut_steps(folder: Path, last: int) -> None:
+    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run will do
+    again."""
+    for file in folder.glob("step_*"):
+        if int(file.stem.split("_")[1]) > last:
             file.unlink()
 
 
