@@ -332,17 +332,11 @@ def _closing_table(folder: Path, parts: Parts) -> None:
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
     limit, settings = len(parts.source.eval), parts.config.eval
-    names = [name for name in after if name.startswith("eval/")]
-    rows = [(name.removeprefix("eval/"), *(_number(name, row.get(name)) for row in (before, after))) for name in names]
+    first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
+    rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
     size = min(settings.max_problems or limit, limit)
-    title = f"{parts.learner.__name__}, {size} held-out problems, {settings.samples} samples each"
+    title = f"{parts.learner.__name__}, {size} held-out problems, {settings.samples} samples each, with 95% intervals"
     console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
-
-
-def _number(name: str, value: Any) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    return f"{value:.1%}" if "pass@" in name or name.endswith(("_frac", "_ratio")) else f"{value:.3g}"
 
 
 def _picture(parts: Parts, learner: Learner) -> None:
@@ -384,9 +378,8 @@ def _eval(arguments: argparse.Namespace) -> None:
     evaluator = evaluator_of(trained)
     with console.progress("eval", len(evaluator.problems)) as advance:
         result = evaluator(trained.params, advance)
-    rows = [(name.removeprefix("eval/"), _number(name, value)) for name, value in result.metrics.items()]
     title = f"{trained.origin}: {len(evaluator.problems)} problems, {evaluator.config.samples} samples each"
-    console.table(title, ["", "value"], rows)
+    console.table(f"{title}, with 95% intervals", ["", "value"], list(console.evaluation_cells(result.metrics).items()))
 
 
 def _generate(arguments: argparse.Namespace) -> None:

@@ -228,7 +228,9 @@ def test_bad_index(tmp_path):
         load(tmp_path)
     for text in ("{", "{}", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
         (tmp_path / INDEX).write_text(text)
-        with pytest.raises(UserError, match="index.json: (no valid weight index|not valid JSON|expected a JSON object)"):
+        with pytest.raises(
+            UserError, match="index.json: (no valid weight index|not valid JSON|expected a JSON object)"
+        ):
             load(tmp_path)
 
 
