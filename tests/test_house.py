@@ -27,7 +27,7 @@ ROWS = (
     "sft rl advantages_table",
     "runs",
     "trained",
-    "programs replay",
+    "programs replay eval_command",
     "cli",
     "__main__",
 )

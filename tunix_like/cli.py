@@ -120,7 +120,15 @@ def _parser() -> argparse.ArgumentParser:
     sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
-    evaluate = command("eval", _eval, "unbiased pass@k of a run or a model", "eval runs/maze-maxrl-s0 eval.samples=64")
+    evaluate = command(
+        "eval",
+        _eval,
+        "pass@k, avg@n and maj@k of a run or a model, with intervals",
+        "eval runs/maze-maxrl-s0 eval.samples=64",
+    )
+    evaluate.add_argument(
+        "--out", metavar="FILE.jsonl", help="write every problem with its completions; the summary goes beside it"
+    )
     generate = command(
         "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
     )
@@ -372,14 +380,9 @@ def _complete(
 
 def _eval(arguments: argparse.Namespace) -> None:
     _setup_jax()
-    from tunix_like.trained import evaluator_of, open_trained
+    from tunix_like import eval_command
 
-    trained = open_trained(arguments.source, arguments.overrides, need_data=True)
-    evaluator = evaluator_of(trained)
-    with console.progress("eval", len(evaluator.problems)) as advance:
-        result = evaluator(trained.params, advance)
-    title = f"{trained.origin}: {len(evaluator.problems)} problems, {evaluator.config.samples} samples each"
-    console.table(f"{title}, with 95% intervals", ["", "value"], list(console.evaluation_cells(result.metrics).items()))
+    eval_command.evaluate(arguments.source, arguments.overrides, arguments.out)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
