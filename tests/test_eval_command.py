@@ -104,3 +104,14 @@ def test_bad_input(place, monkeypatch, capsys, argv, words):
     assert cli.main(["eval", "model", *SETTINGS, *argv]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and all(word in error for word in words), error
+
+
+def test_a_model_and_a_file(place, monkeypatch, capsys):
+    """Evaluated here, with the settings of the file, it is the same; with fewer samples it shares metrics still."""
+    monkeypatch.chdir(place)
+    said_by(capsys, "model", *SETTINGS, "--out", "before.jsonl")
+    said = said_by(capsys, "--compare", "before.jsonl", "model", *SETTINGS)
+    assert "A: before.jsonl\nB: model\n6 problems" in said
+    lines = re.findall(r"(\S+@\d) +[│|].*[│|] +(\S+) \[(\S+), (\S+)\] +[│|] +(\d) / (\d)", said)
+    assert {name for name, *_ in lines} == {"pass@1", "pass@2", "pass@4", "avg@4", "maj@1", "maj@2", "maj@4"}
+    assert all(float(each[1].strip("%")) == 0 and each[4:] == ("0", "0") for each in lines)

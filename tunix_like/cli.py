@@ -138,8 +138,15 @@ def _parser() -> argparse.ArgumentParser:
         help="text; a chat message where the run has a system prompt or data.apply_chat_template; no prompt_template",
     )
     export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
+    evaluate.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="instead of one source two, or two files of --out: what B does better, problem by problem",
+    )
     for sub in (evaluate, generate, export):
-        sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id")
+        several: dict[str, Any] = {"nargs": "?"} if sub is evaluate else {}
+        sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id", **several)
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
     replay = command(
@@ -382,7 +389,21 @@ def _eval(arguments: argparse.Namespace) -> None:
     _setup_jax()
     from tunix_like import eval_command
 
-    eval_command.evaluate(arguments.source, arguments.overrides, arguments.out)
+    source, overrides = arguments.source, arguments.overrides
+    if arguments.compare is None:
+        if source is None:
+            raise UserError("eval: name a run or a model, or two of them: --compare A B.")
+        return eval_command.evaluate(source, overrides, arguments.out)
+    if source is not None and "=" in source:
+        source, overrides = None, [source, *overrides]
+    if source is not None or arguments.out is not None:
+        extra = f"--out {arguments.out}" if source is None else source
+        raise UserError(
+            f"eval --compare A B: leave {extra} out; to keep what is measured, evaluate each with --out and compare "
+            "the files."
+        )
+    a, b = arguments.compare
+    return eval_command.compare(a, b, overrides)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunix_like import console
+from tunix_like import console, eval_compare
 from tunix_like.errors import UserError
 from tunix_like.evaluate import Evaluation, Evaluator
 from tunix_like.processes import by_first
@@ -45,6 +45,30 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
     if files is not None:
         by_first(lambda: _write(files, problem_rows(found), summary_of(found)))
         console.say(f"wrote every problem to {files[0]}, the summary to {files[1]}")
+
+
+def compare(a: str, b: str, overrides: Sequence[str]) -> None:
+    """Prints what B does better and worse than A on the same problems; each is a run, a model, or a file of `--out`.
+
+    Overrides hold for both that are evaluated here.
+
+    Raises:
+      UserError: as `evaluate`; a file that is none; overrides for files alone; problems that differ.
+    """
+    files = {name: Path(name) for name in (a, b) if Path(name).is_file() or name.endswith(".jsonl")}
+    if overrides and a in files and b in files:
+        raise UserError(f"--compare: {overrides[0]} changes nothing in files that are there already; leave it out.")
+    rows = {name: eval_compare.read_problems(file) for name, file in files.items()}
+    for name in (a, b):
+        if name not in rows:
+            rows[name] = problem_rows(measured(name, overrides))
+    eval_compare.check_same(rows[a], rows[b], (a, b))
+    found = eval_compare.differences(rows[a], rows[b])
+    if not found:
+        raise UserError(f"--compare: {a} and {b} have no metric in common; evaluate both with the same eval.k.")
+    console.say(f"A: {a}\nB: {b}")
+    title = f"{len(rows[a])} problems, paired, with 95% intervals"
+    console.table(title, ["", "A", "B", "B - A", "B better / worse"], eval_compare.cells(found))
 
 
 def measured(source: str, overrides: Sequence[str]) -> Measured:
