@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -115,3 +116,23 @@ def test_a_model_and_a_file(place, monkeypatch, capsys):
     lines = re.findall(r"(\S+@\d) +[│|].*[│|] +(\S+) \[(\S+), (\S+)\] +[│|] +(\d) / (\d)", said)
     assert {name for name, *_ in lines} == {"pass@1", "pass@2", "pass@4", "avg@4", "maj@1", "maj@2", "maj@4"}
     assert all(float(each[1].strip("%")) == 0 and each[4:] == ("0", "0") for each in lines)
+
+
+def test_presets(place, monkeypatch, capsys):
+    """Greedy takes the token of the largest logit at every place; overrides are stronger than a preset."""
+    monkeypatch.chdir(place)
+    said = said_by(capsys, "model", *SETTINGS[:2], *SETTINGS[4:], "--preset", "greedy", "--out", "greedy.jsonl")
+    rows, summary = read(place, "greedy")
+    assert "6 problems, 1 samples each" in said and summary["temperature"] == 0
+    model, tokenizer = tunix_like.load_model(place / "model")
+    for row in rows[:2]:
+        tokens = tokenizer.encode(row["prompt"])
+        drawn: list[int] = []
+        while len(drawn) < 4 and not set(drawn) & set(tokenizer.eos_ids):
+            drawn.append(int(model(jnp.asarray([tokens + drawn]))[0, -1].argmax()))
+        assert row["completions"] == [tokenizer.decode(drawn)]
+    settings = [word for word in SETTINGS if "samples" not in word]
+    said_by(capsys, "model", *settings, "eval.samples=2", "eval.top_p=0.5", "--preset", "sampled", "--out", "two.jsonl")
+    rows, summary = read(place, "two")
+    assert (summary["samples"], summary["top_p"], summary["temperature"]) == (2, 0.5, 1.0)
+    assert [name for name in rows[0]["values"] if "pass" in name] == ["pass@1", "pass@2"]

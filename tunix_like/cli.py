@@ -139,6 +139,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
     evaluate.add_argument(
+        "--preset",
+        choices=("greedy", "sampled"),
+        help="greedy: the most likely completion alone; sampled: 16 at temperature 1; unset: the run's `eval` section",
+    )
+    evaluate.add_argument(
         "--compare",
         nargs=2,
         metavar=("A", "B"),
@@ -390,12 +395,13 @@ def _eval(arguments: argparse.Namespace) -> None:
     from tunix_like import eval_command
 
     source, overrides = arguments.source, arguments.overrides
+    if arguments.compare is not None and source is not None and "=" in source:  # the first override, taken for it
+        source, overrides = None, [source, *overrides]
+    overrides = [*eval_command.PRESETS.get(arguments.preset, ()), *overrides]
     if arguments.compare is None:
         if source is None:
             raise UserError("eval: name a run or a model, or two of them: --compare A B.")
         return eval_command.evaluate(source, overrides, arguments.out)
-    if source is not None and "=" in source:
-        source, overrides = None, [source, *overrides]
     if source is not None or arguments.out is not None:
         extra = f"--out {arguments.out}" if source is None else source
         raise UserError(

@@ -21,6 +21,12 @@ from tunix_like.trained import Trained, evaluator_of, open_trained
 
 SPLIT = "data.split="
 
+PRESETS = {
+    "greedy": ("eval.temperature=0", "eval.top_p=1", "eval.samples=1", "eval.k=null"),
+    "sampled": ("eval.temperature=1", "eval.top_p=1", "eval.samples=16", "eval.k=null"),
+}
+"""Ways to sample whatever the run's own config says, as overrides; those of the command line are stronger."""
+
 
 class Measured(NamedTuple):
     """What was evaluated, on which split of its data, and what came of it."""
