@@ -14,8 +14,9 @@ import tokenizers
 from tunix_like.config import EvalConfig
 from tunix_like.errors import UserError
 from tunix_like.evaluate import Evaluator, eval_problems, ks_of
+from tunix_like.rewards import ANSWERS as ANSWERS_OF
 from tunix_like.rewards import REWARDS as REWARD_FNS
-from tunix_like.rewards import Scores
+from tunix_like.rewards import Scores, register_reward_fn
 from tunix_like.rl.rollouts import Rollout, rollout_metrics
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Completions, Sampler
@@ -243,3 +244,12 @@ def test_votes_and_intervals_of_an_evaluation(tokenizer):
         rewards=[("by_source", REWARD_FNS["by_source"], 1.0)],
     )("weights")
     assert mixed.answers == [ANSWERS[0], None] and mixed.metrics["eval/maj@1"] == pytest.approx(3 / 4)
+
+
+def test_a_registered_reward_tells_its_answers(tokenizer):
+    try:
+        register_reward_fn("first letter", answer=lambda text: text[:1])(score)
+        own = dataclasses.replace(make(tokenizer), rewards=[("first letter", score, 1.0)])
+        assert own("weights").answers == [[text[:1] for text in texts] for texts in ANSWERS]
+    finally:
+        del REWARD_FNS["first letter"], ANSWERS_OF["first letter"]
