@@ -1,9 +1,8 @@
-"""pass@k against every subset, and an evaluation whose sampler and answers are written down."""
+"""An evaluation whose sampler and answers are written down."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 
@@ -14,8 +13,10 @@ import tokenizers
 
 from tunix_like.config import EvalConfig
 from tunix_like.errors import UserError
-from tunix_like.evaluate import Evaluator, eval_problems, ks_of, pass_at_k
-from tunix_like.rewards import Scores
+from tunix_like.evaluate import Evaluator, eval_problems, ks_of
+from tunix_like.rewards import ANSWERS as ANSWERS_OF
+from tunix_like.rewards import REWARDS as REWARD_FNS
+from tunix_like.rewards import Scores, register_reward_fn
 from tunix_like.rl.rollouts import Rollout, rollout_metrics
 from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Completions, Sampler
@@ -73,25 +74,11 @@ def make(tokenizer, sampler=None, problems=(0, 1, 2, 3, 4), threshold=1.0, **set
     )
 
 
-def test_pass_at_k_is_a_mean_over_subsets():
-    for samples in range(1, 8):
-        for successes in range(samples + 1):
-            for k in range(1, samples + 1):
-                subsets = list(itertools.combinations(range(samples), k))
-                expected = np.mean([min(subset) < successes for subset in subsets])
-                assert pass_at_k(samples, successes, k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_pass_at_k_of_many_samples():
-    exact = 1 - math.comb(2000, 256) / math.comb(2048, 256)
-    assert pass_at_k(2048, 48, 256) == pytest.approx(exact, rel=1e-9)
-
-
 def test_which_k():
-    assert ks_of(EvalConfig(samples=16)) == [1, 4, 16]
-    assert ks_of(EvalConfig(samples=15)) == [1, 4]
+    assert ks_of(EvalConfig(samples=16)) == [1, 2, 4, 8, 16]
+    assert ks_of(EvalConfig(samples=15)) == [1, 2, 4, 8]
     assert ks_of(EvalConfig(samples=1)) == [1]
-    assert ks_of(EvalConfig(samples=8, k=[8, 1, 3])) == [1, 3, 8]
+    assert ks_of(EvalConfig(samples=8, k=[8, 1, 3, 1])) == [1, 3, 8]
     for bad in ([0], [1, 9], [-1]):
         message = f"eval.k: got {bad[-1]}; each k must lie between 1 and eval.samples .8"
         with pytest.raises(UserError, match=message):
@@ -228,3 +215,41 @@ def test_the_problems_of_an_evaluation(tokenizer):
     assert len(eval_problems(rows, tokenizer, 3, None)) == 4
     with pytest.raises(UserError, match="none of 5 evaluation prompts has 1 to rollout.max_prompt_length=0 tokens"):
         eval_problems(rows, tokenizer, 0, None)
+
+
+def test_votes_and_intervals_of_an_evaluation(tokenizer):
+    """maj@k where a registered reward tells the answers, in a mix where the row's own does; ends around each mean."""
+    assert not [name for name in make(tokenizer)("weights").metrics if "maj@" in name]
+    evaluator = make(tokenizer, problems=[0, 1])
+    problems = [dataclasses.replace(p, columns={"answer": "no"}) for p in evaluator.problems]
+    own = dataclasses.replace(evaluator, problems=problems, rewards=[("exact_match", REWARD_FNS["exact_match"], 1.0)])
+    found = own("weights")
+    assert found.answers == ANSWERS[:2] and found.successes.tolist() == [3, 1]
+    assert found.metrics["eval/maj@1"] == found.metrics["eval/pass@1"] == found.metrics["eval/avg@4"] == 0.5
+    assert found.metrics["eval/maj@4"] == 0.5, "no wins the first, yes the second"
+    np.testing.assert_allclose(found.values["maj@2"], [3 / 4, 1 / 4], atol=1e-6)
+    for name in found.values:
+        ends = [found.metrics[f"eval/{end}/{name}"] for end in ("low", "high")]
+        np.testing.assert_allclose(ends, [found.values[name].min(), found.values[name].max()])
+
+    def exact_match(prompts, completions, answer):
+        return [1.0] * len(completions)
+
+    named_alike = dataclasses.replace(own, rewards=[("exact_match", exact_match, 1.0)])
+    assert named_alike("weights").answers == [None, None]
+    columns = [{"answer": "no", "grid": "###\n#S#\n###", "source_reward": name} for name in ("exact_match", "maze")]
+    mixed = dataclasses.replace(
+        own,
+        problems=[dataclasses.replace(p, columns=c) for p, c in zip(problems, columns, strict=True)],
+        rewards=[("by_source", REWARD_FNS["by_source"], 1.0)],
+    )("weights")
+    assert mixed.answers == [ANSWERS[0], None] and mixed.metrics["eval/maj@1"] == pytest.approx(3 / 4)
+
+
+def test_a_registered_reward_tells_its_answers(tokenizer):
+    try:
+        register_reward_fn("first letter", answer=lambda text: text[:1])(score)
+        own = dataclasses.replace(make(tokenizer), rewards=[("first letter", score, 1.0)])
+        assert own("weights").answers == [[text[:1] for text in texts] for texts in ANSWERS]
+    finally:
+        del REWARD_FNS["first letter"], ANSWERS_OF["first letter"]

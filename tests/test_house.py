@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
-    "types errors console checksums untrusted",
-    "json_files starting",
+    "types errors console checksums untrusted eval_statistics",
+    "json_files starting eval_compare",
     "config tokenizer user_code speed processes",
     "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
     "checkpoints doctor sampling/logits rl/packing",
@@ -28,7 +28,7 @@ ROWS = (
     "sft rl advantages_table report",
     "runs",
     "trained",
-    "programs replay reward_check",
+    "programs replay reward_check eval_command",
     "report/gradients report/command",
     "cli",
     "__main__",

@@ -124,7 +124,15 @@ def _parser() -> argparse.ArgumentParser:
     sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
-    evaluate = command("eval", _eval, "unbiased pass@k of a run or a model", "eval runs/maze-maxrl-s0 eval.samples=64")
+    evaluate = command(
+        "eval",
+        _eval,
+        "pass@k, avg@n and maj@k of a run or a model, with intervals",
+        "eval runs/maze-maxrl-s0 eval.samples=64",
+    )
+    evaluate.add_argument(
+        "--out", metavar="FILE.jsonl", help="write every problem with its completions; the summary goes beside it"
+    )
     generate = command(
         "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
     )
@@ -134,8 +142,20 @@ def _parser() -> argparse.ArgumentParser:
         help="text; a chat message where the run has a system prompt or data.apply_chat_template; no prompt_template",
     )
     export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
+    evaluate.add_argument(
+        "--preset",
+        choices=("greedy", "sampled"),
+        help="greedy: the most likely completion alone; sampled: 16 at temperature 1; unset: the run's `eval` section",
+    )
+    evaluate.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="instead of one source two, or two files of --out: what B does better, problem by problem",
+    )
     for sub in (evaluate, generate, export):
-        sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id")
+        several: dict[str, Any] = {"nargs": "?"} if sub is evaluate else {}
+        sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id", **several)
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
     rewards = command(
@@ -362,17 +382,11 @@ def _closing_table(folder: Path, parts: Parts) -> None:
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
     limit, settings = len(parts.source.eval), parts.config.eval
-    names = [name for name in after if name.startswith("eval/")]
-    rows = [(name.removeprefix("eval/"), *(_number(name, row.get(name)) for row in (before, after))) for name in names]
+    first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
+    rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
     size = min(settings.max_problems or limit, limit)
-    title = f"{parts.learner.__name__}, {size} held-out problems, {settings.samples} samples each"
+    title = f"{parts.learner.__name__}, {size} held-out problems, {settings.samples} samples each, with 95% intervals"
     console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
-
-
-def _number(name: str, value: Any) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    return f"{value:.1%}" if "pass@" in name or name.endswith(("_frac", "_ratio")) else f"{value:.3g}"
 
 
 def _picture(parts: Parts, learner: Learner) -> None:
@@ -408,15 +422,24 @@ def _complete(
 
 def _eval(arguments: argparse.Namespace) -> None:
     _setup_jax()
-    from tunix_like.trained import evaluator_of, open_trained
+    from tunix_like import eval_command
 
-    trained = open_trained(arguments.source, arguments.overrides, need_data=True)
-    evaluator = evaluator_of(trained)
-    with console.progress("eval", len(evaluator.problems)) as advance:
-        result = evaluator(trained.params, advance)
-    rows = [(name.removeprefix("eval/"), _number(name, value)) for name, value in result.metrics.items()]
-    title = f"{trained.origin}: {len(evaluator.problems)} problems, {evaluator.config.samples} samples each"
-    console.table(title, ["", "value"], rows)
+    source, overrides = arguments.source, arguments.overrides
+    if arguments.compare is not None and source is not None and "=" in source:  # the first override, taken for it
+        source, overrides = None, [source, *overrides]
+    overrides = [*eval_command.PRESETS.get(arguments.preset, ()), *overrides]
+    if arguments.compare is None:
+        if source is None:
+            raise UserError("eval: name a run or a model, or two of them: --compare A B.")
+        return eval_command.evaluate(source, overrides, arguments.out)
+    if source is not None or arguments.out is not None:
+        extra = f"--out {arguments.out}" if source is None else source
+        raise UserError(
+            f"eval --compare A B: leave {extra} out; to keep what is measured, evaluate each with --out and compare "
+            "the files."
+        )
+    a, b = arguments.compare
+    return eval_command.compare(a, b, overrides)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

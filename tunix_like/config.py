@@ -325,7 +325,7 @@ class SFTConfig(_Checked):
 class EvalConfig(_Checked):
     section = "eval"
     samples: int = key(16, doc="completions per held-out problem", at_least=1)
-    k: list[int] | None = key(doc="the k of pass@k; unset: powers of 4 up to eval.samples")
+    k: list[int] | None = key(doc="the k of pass@k and maj@k; unset: 1, 2, 4, ... up to eval.samples")
     max_problems: int | None = key(doc="evaluate only this many held-out problems; unset: all", at_least=1)
     batch_size: int = key(32, doc="problems sampled at once", at_least=1)
     temperature: float = key(1.0, doc="sampling temperature of evaluation; 0 is greedy", at_least=0)

@@ -59,6 +59,28 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
     return "  ".join(parts)
 
 
+def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
+    """A metric for a table, shares in percent, with its interval where both ends are known: `61.2% [58.7, 63.6]`."""
+    if not _is_number(value):
+        return "-"
+    share = ("@" in name and not name.startswith("avg@")) or name.endswith(("_frac", "_ratio"))
+    ends = ""
+    if _is_number(low) and _is_number(high):
+        ends = f" [{low * 100:.1f}, {high * 100:.1f}]" if share else f" [{low:.3g}, {high:.3g}]"
+    return (f"{value:.1%}" if share else f"{value:.3g}") + ends
+
+
+def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Of metrics `eval/<name>` a cell each by name, in their order; `eval/low/<name>` and `eval/high/<name>` are the
+    ends of an interval."""
+    found = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
+    return {
+        name: figure(name, value, found.get(f"low/{name}"), found.get(f"high/{name}"))
+        for name, value in found.items()
+        if not name.startswith(("low/", "high/"))
+    }
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Prints a table; a column whose cells all start like numbers is aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]

@@ -1,4 +1,4 @@
-"""Evaluation: sample held-out problems several times and report unbiased pass@k.
+"""Evaluation: sample held-out problems several times, score them, and say how good they are and how sure that is.
 
 It knows how to sample and score; it does not know what training is.
 """
@@ -8,19 +8,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from tunix_like.config import EvalConfig
+from tunix_like.data.source import REWARD_COLUMN
 from tunix_like.data.stream import render, usable
 from tunix_like.errors import UserError
-from tunix_like.rewards import Scores
+from tunix_like.eval_statistics import intervals, mean_known, problem_values
+from tunix_like.rewards import ANSWERS, REWARDS, Scores
+from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rl.rollouts import (
     FirstFailure,
     WeightedReward,
@@ -41,30 +43,35 @@ EVAL_KEY = 2
 
 
 class Evaluation(NamedTuple):
-    """Metrics (`eval/...`), and per problem the counts and the sampled texts with their rewards."""
+    """Metrics (`eval/...`), and per problem: what they are means of (`pass@1`, ...; NaN: not known), the sampled texts,
+    their rewards (NaN: not scored), which succeed, and their answers (None: no reward tells them).
+
+    Of every mean there are the ends of its 95 % interval, `eval/low/<name>` and `eval/high/<name>`.
+    """
 
     metrics: dict[str, float]
-    successes: Int[np.ndarray, "N"]
-    scored: Int[np.ndarray, "N"]
+    values: dict[str, Float[np.ndarray, "N"]]
     texts: list[list[str]]
-    rewards: list[list[float]]
+    rewards: Float[np.ndarray, "N n"]
+    succeeded: Bool[np.ndarray, "N n"]
+    answers: list[list[Hashable] | None]
 
+    @property
+    def scored(self) -> Int[np.ndarray, "N"]:
+        return (~np.isnan(self.rewards)).sum(axis=1)
 
-def pass_at_k(samples: int, successes: int, k: int) -> float:
-    """The unbiased estimate of pass@k from `samples` draws: `1 - C(n-c, k) / C(n, k)` (Chen et al., arXiv
-    2107.03374)."""
-    if samples - successes < k:
-        return 1.0
-    return 1.0 - math.prod((samples - successes - i) / (samples - i) for i in range(k))
+    @property
+    def successes(self) -> Int[np.ndarray, "N"]:
+        return self.succeeded.sum(axis=1)
 
 
 def ks_of(config: EvalConfig) -> list[int]:
-    """The k of pass@k: those of the config, else 1, 4, 16, ... up to the number of samples."""
+    """The k of pass@k and maj@k: those of the config, else 1, 2, 4, ... up to the number of samples."""
     if config.k is None:
-        return [4**i for i in range(16) if 4**i <= config.samples]
+        return [2**i for i in range(config.samples.bit_length())]
     if bad := [k for k in config.k if not 1 <= k <= config.samples]:
         raise UserError(f"eval.k: got {bad[0]}; each k must lie between 1 and eval.samples ({config.samples}).")
-    return sorted(config.k)
+    return sorted(set(config.k))
 
 
 def eval_problems(
@@ -88,8 +95,9 @@ class Evaluator:
     A completion succeeds when its total reward reaches `success_threshold`. Completions that could not be scored are
     left out of their problem's count (and reported as `eval/unscored_frac`; those for which a reward function was late
     or failed as `eval/timeout_frac` and `eval/error_frac` too); a problem with fewer than k scored ones is left out of
-    pass@k. With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The same `key` draws the same
-    random numbers at every call.
+    pass@k and maj@k. maj@k is there for problems whose answers a reward tells (`rewards.ANSWERS`; of several rewards
+    the first that does). With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The same `key`
+    draws the same random numbers at every call.
     """
 
     sampler: Sampler
@@ -144,38 +152,51 @@ class Evaluator:
             raise UserError(f"evaluation: {nothing_scored(found)}")
         lengths = np.concatenate([out.lengths for out, _ in parts])
         finished = np.concatenate([out.finished for out, _ in parts])
-        sources = groups_by_source(problems)
-        return _summary(found, lengths, finished, texts, config, self.success_threshold, sources)
+        return self._summary(found, lengths, finished, texts)
+
+    def _answer_function(self, problem: Problem) -> Callable[[str], Hashable | None] | None:
+        """What tells the answer of a completion of this problem, if anything does."""
+        for name, function, _ in self.rewards:
+            if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
+                continue  # a function of the user's that is called like a registered one
+            own = problem.columns.get(REWARD_COLUMN) if name == "by_source" else name
+            if own in ANSWERS:
+                return ANSWERS[own]
+        return None
+
+    def _answers(self, texts: list[list[str]]) -> list[list[Hashable] | None]:
+        tellers = map(self._answer_function, self.problems)
+        return [
+            None if tell is None else [tell(text) for text in own] for tell, own in zip(tellers, texts, strict=True)
+        ]
+
+    def _summary(
+        self,
+        scores: Scores,
+        lengths: Int[np.ndarray, "N n"],
+        finished: Bool[np.ndarray, "N n"],
+        texts: list[list[str]],
+    ) -> Evaluation:
+        total: np.ndarray = scores.total.reshape(lengths.shape)
+        known = ~np.isnan(total)
+        succeeded = known & succeeds(np.nan_to_num(total, nan=-np.inf), self.success_threshold)
+        answers = self._answers(texts)
+        values = problem_values(total, succeeded, answers, ks_of(self.config))
+        metrics = {f"eval/{name}": mean_known(each) for name, each in values.items()}
+        metrics |= {
+            "eval/rewards/mean": float(total[known].mean()) if known.any() else float("nan"),
+            "eval/mean_length": float(lengths.mean()),
+            "eval/clipped_ratio": 1.0 - float(finished.mean()),
+            "eval/unscored_frac": 1.0 - float(known.mean()),
+            "eval/timeout_frac": float(scores.timeouts.mean()),
+            "eval/error_frac": float(scores.errors.mean()),
+        }
+        for label, own in groups_by_source(self.problems).items():
+            metrics |= {f"eval/{name}/{label}": mean_known(values[name][own]) for name in _passes(values)}
+        for name, ends in intervals(values).items():
+            metrics |= {f"eval/{end}/{name}": value for end, value in zip(("low", "high"), ends, strict=True)}
+        return Evaluation(metrics, values, texts, total, succeeded, answers)
 
 
-def _summary(
-    scores: Scores,
-    lengths: Int[np.ndarray, "N n"],
-    finished: Bool[np.ndarray, "N n"],
-    texts: list[list[str]],
-    config: EvalConfig,
-    success_threshold: float,
-    sources: Mapping[str, Bool[np.ndarray, "N"]],
-) -> Evaluation:
-    total: np.ndarray = scores.total.reshape(lengths.shape)
-    known = ~np.isnan(total)
-    scored = known.sum(axis=1)
-    successes = (known & succeeds(np.nan_to_num(total, nan=-np.inf), success_threshold)).sum(axis=1)
-
-    def mean_pass(k: int, of: np.ndarray) -> float:
-        counts = zip(scored[of], successes[of], strict=True)
-        values = [pass_at_k(int(n), int(c), k) for n, c in counts if n >= k]
-        return float(np.mean(values)) if values else float("nan")
-
-    everything = np.ones(len(scored), bool)
-    metrics = {f"eval/pass@{k}": mean_pass(k, everything) for k in ks_of(config)}
-    metrics |= {
-        "eval/rewards/mean": float(total[known].mean()) if known.any() else float("nan"),
-        "eval/mean_length": float(lengths.mean()),
-        "eval/clipped_ratio": 1.0 - float(finished.mean()),
-        "eval/unscored_frac": 1.0 - float(known.mean()),
-        "eval/timeout_frac": float(scores.timeouts.mean()),
-        "eval/error_frac": float(scores.errors.mean()),
-    }
-    metrics |= {f"eval/pass@{k}/{label}": mean_pass(k, own) for label, own in sources.items() for k in ks_of(config)}
-    return Evaluation(metrics, successes, scored, texts, total.tolist())
+def _passes(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith("pass@")]

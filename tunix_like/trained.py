@@ -5,6 +5,7 @@ This module finds what belongs to the weights (config, description, the base of 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,13 +144,16 @@ def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -
     return load(None, overrides)
 
 
-def evaluator_of(trained: Trained) -> Evaluator:
-    """The evaluator of a trained model's config: its data's held-out rows, its rewards, its `eval` section."""
+def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
+    """The evaluator of a trained model's config: its data's held-out rows (or those it trains on), its rewards, its
+    `eval` section."""
     config = trained.config
     ks_of(config.eval)
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
+    if on_training_rows:
+        source = dataclasses.replace(source, eval=source.train)
     if not len(source.eval):
         raise UserError(
             f"data.name={config.data.name} keeps no held-out rows. Evaluate on rows that were not trained on: "

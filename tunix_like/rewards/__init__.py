@@ -1,17 +1,18 @@
 """What a completion is worth: reward functions, the registry that names them, and the scoring of a batch.
 
-Public names: `REWARDS`, `register_reward_fn`, `resolve`, `verl_compatible`, `Scores`, `score`, `check_arguments`,
-`pooled`, `close_pools`. It does NOT know estimators, models or where rows come from.
+Public names: `REWARDS`, `ANSWERS`, `register_reward_fn`, `resolve`, `verl_compatible`, `Scores`, `score`,
+`check_arguments`, `pooled`, `close_pools`. It does NOT know estimators, models or where rows come from.
 """
 
 from __future__ import annotations
 
 from tunix_like.rewards import by_source, math, maze, text
 from tunix_like.rewards.pool import close_pools, pooled
-from tunix_like.rewards.registry import REWARDS, register_reward_fn, resolve, verl_compatible
+from tunix_like.rewards.registry import ANSWERS, REWARDS, register_reward_fn, resolve, verl_compatible
 from tunix_like.rewards.scoring import Scores, check_arguments, score
 
 __all__ = [
+    "ANSWERS",
     "REWARDS",
     "Scores",
     "check_arguments",
@@ -24,6 +25,6 @@ __all__ = [
 ]
 
 register_reward_fn("maze")(maze.maze)
-register_reward_fn("gsm8k")(math.gsm8k)
-register_reward_fn("exact_match")(text.exact_match)
+register_reward_fn("gsm8k", math.vote)(math.gsm8k)
+register_reward_fn("exact_match", str.strip)(text.exact_match)
 register_reward_fn("by_source")(by_source.by_source)

@@ -87,6 +87,19 @@ def final_answer(completion: str) -> str | None:
     return max(marks)[1] if marks else None
 
 
+def vote(completion: str) -> Fraction | str | None:
+    """What a completion answers, so that answers which mean the same number are equal; None where there is none.
+
+    A plain number is its value (a percent sign is passed over, as grading reads it both ways); anything else is its
+    text without white space, and two ways to write one formula are two answers.
+    """
+    answer = final_answer(completion)
+    if answer is None or len(answer) > LONGEST_ANSWER:
+        return None
+    number = parse_number(answer)
+    return "".join(answer.split()) if number is None else number[0]
+
+
 def _braced(text: str, start: int) -> str | None:
     """What stands between an opened brace and the one that closes it; None if that one is far or missing."""
     depth = 1

@@ -6,7 +6,7 @@ It knows where a function comes from. It does NOT call reward functions (`scorin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix_like.errors import UserError, nearest
@@ -20,9 +20,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 REWARDS: dict[str, RewardFunction] = {}
 """Every registered reward function, by name."""
 
+ANSWERS: dict[str, Callable[[str], Hashable | None]] = {}
+"""By the name of a reward: what a completion answers, for majority votes. Equal answers vote alike; None is no vote."""
 
-def register_reward_fn(name: str) -> Callable[[_F], _F]:
+
+def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | None = None) -> Callable[[_F], _F]:
     """Decorator that makes a reward function known as `name`.
+
+    Args:
+      answer: what a completion answers (see `ANSWERS`), for maj@k; None: there is no maj@k of this reward.
 
     Raises:
       UserError: the name is taken, or holds a colon (those are files and modules).
@@ -36,6 +42,8 @@ def register_reward_fn(name: str) -> Callable[[_F], _F]:
         if name in REWARDS:
             raise UserError(f"register_reward_fn: the name '{name}' is taken; choose another.")
         REWARDS[name] = function
+        if answer is not None:
+            ANSWERS[name] = answer
         return function
 
     return register

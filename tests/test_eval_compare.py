@@ -1,0 +1,109 @@
+"""Two evaluations side by side: differences against resampling by hand, and what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from tunix_like import cli
+from tunix_like.errors import UserError
+from tunix_like.eval_compare import cells, check_same, differences
+from tunix_like.eval_statistics import RESAMPLES
+
+
+def rows(values, gold=None, prompt="p"):
+    """A row for each value of pass@1, with a gold answer as its column where there are any."""
+    return [
+        {"problem": i, "prompt": f"{prompt}{i}", "columns": {} if gold is None else {"gold": gold[i]},
+         "values": {"pass@1": value}}
+        for i, value in enumerate(values)
+    ]  # fmt: skip
+
+
+def write(file, rows):
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def test_differences_are_paired():
+    """Against resampling problems by hand: much narrower than of unpaired ones where both find the same ones hard."""
+    rng = np.random.default_rng(5)
+    a = rng.random(60)
+    b = np.clip(a + 0.05 + 0.02 * rng.standard_normal(60), 0, 1)
+    b[:2] = a[:2]
+    (found,) = differences(rows([None, *a[1:]]), rows(b))
+    drawn = np.random.default_rng(0).integers(60, size=(RESAMPLES, 60))
+    change = np.where(np.arange(60) == 0, np.nan, b - a)
+    low, high = np.quantile([np.nanmean(change[each]) for each in drawn], [0.025, 0.975])
+    assert (found.low, found.high) == pytest.approx((low, high)) and found.high - found.low < 0.02
+    assert (found.a, found.b) == pytest.approx((a[1:].mean(), b[1:].mean())), "only what both know"
+    assert found.difference == pytest.approx(found.b - found.a)
+    assert (found.won, found.lost) == ((b > a + 1e-9).sum(), (b < a - 1e-9).sum()) and found.won + found.lost == 58
+
+
+def test_cells_and_metrics_of_only_one():
+    a, b = rows([1.0, 0.0, 0.5, 0.5]), rows([1.0, 1.0, 1.0, 0.0])
+    for row in a:
+        row["values"]["avg@4"] = 0.5
+    for row in b:
+        row["values"]["avg@8"] = 0.5
+    ((name, left, right, change, counts),) = cells(differences(a, b))
+    assert (name, left, right, counts) == ("pass@1", "50.0%", "75.0%", "2 / 1")
+    assert change.startswith("+25.0% [-")
+    assert math.isnan(differences(a[:1], b[:1])[0].low), "one problem has no interval"
+
+
+def test_the_same_problems():
+    check_same(rows([1], ["7"], prompt="<user>"), rows([0], ["7"], prompt="<|im_start|>user"), ("a", "b"))
+    for other, words in (
+        (rows([0, 0], ["7", "9"]), "problem 1 is not the same in a and b: 'p1' and 'p1'"),
+        (rows([0, 0], prompt="q"), "problem 0 is not the same"),
+        (rows([0], ["7"]), "a has 2 problems, b 1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_same(rows([1, 1], ["7", "8"]), other, ("a", "b"))
+    with pytest.raises(UserError, match="problem 0 is not the same"):
+        check_same(rows([1]), rows([1], prompt="q"), ("a", "b"))
+
+
+def test_two_files(tmp_path, capsys):
+    one = write(tmp_path / "a.jsonl", rows([1.0, 0.0, None], prompt="line\u2028separator"))
+    two = write(tmp_path / "b.jsonl", rows([1.0, 1.0, 1.0], prompt="line\u2028separator"))
+    assert cli.main(["eval", "--compare", one, two]) == 0
+    said = capsys.readouterr().out
+    assert f"A: {one}\nB: {two}\n3 problems, paired" in said
+    assert all(cell in said for cell in ("50.0%", "100.0%", "+50.0% [0.0, 100.0]", "1 / 0"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--compare", "a.jsonl", "nothing.jsonl"), ["nothing.jsonl: cannot be read", "eval --out"]),
+        (("--compare", "a.jsonl", "torn.jsonl"), ["torn.jsonl:2: not valid JSON"]),
+        (("--compare", "a.jsonl", "other.jsonl"), ["other.jsonl:1: no problem of an evaluation, it lacks 'problem'"]),
+        (("--compare", "a.jsonl", "text.jsonl"), ["text.jsonl:1: values['pass@1'] is no number but 'x'"]),
+        (("--compare", "a.jsonl", "empty.jsonl"), ["empty.jsonl is empty"]),
+        (("--compare", "a.jsonl", "b.jsonl"), ["problem 0 is not the same in a.jsonl and b.jsonl"]),
+        (("--compare", "a.jsonl", "avg.jsonl"), ["have no metric in common"]),
+        (("--compare", "a.jsonl", "a.jsonl", "eval.samples=4"), ["eval.samples=4 changes nothing in files"]),
+        (("a.jsonl", "--compare", "a.jsonl", "a.jsonl"), ["leave a.jsonl out"]),
+        (("--compare", "a.jsonl", "a.jsonl", "--out", "c.jsonl"), ["leave --out c.jsonl out", "with --out"]),
+        ((), ["name a run or a model, or two of them"]),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, capsys, argv, words):
+    monkeypatch.chdir(tmp_path)
+    first = rows([1.0])
+    write(tmp_path / "a.jsonl", first)
+    write(tmp_path / "b.jsonl", rows([1.0], prompt="q"))
+    write(tmp_path / "avg.jsonl", [first[0] | {"values": {"avg@4": 1.0}}])
+    write(tmp_path / "text.jsonl", [first[0] | {"values": {"pass@1": "x"}}])
+    write(tmp_path / "other.jsonl", [{"prompt": "p", "completion": "c"}])
+    (tmp_path / "torn.jsonl").write_text(json.dumps(first[0]) + '\n{"problem": 1')
+    (tmp_path / "empty.jsonl").write_text("")
+    assert cli.main(["eval", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and all(word in error for word in words), error

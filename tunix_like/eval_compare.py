@@ -1,0 +1,115 @@
+"""Two evaluations of the same problems: the paired difference of every metric, with its interval.
+
+It knows the file that `eval --out` writes. It does NOT sample: runs and models are evaluated by `eval_command`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tunix_like.console import figure
+from tunix_like.errors import UserError
+from tunix_like.eval_statistics import intervals, mean_known
+
+CURE = "Give a file that `tunix-like eval --out` has written."
+_KINDS = {"problem": int, "prompt": str, "columns": dict, "values": dict}
+
+
+class Difference(NamedTuple):
+    """Of one metric: both means and B - A with its 95 % interval, over the problems of which both know it; on how many
+    of these B is better and worse."""
+
+    name: str
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    won: int
+    lost: int
+
+
+def read_problems(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file that `eval --out` has written.
+
+    Raises:
+      UserError: it cannot be read, is empty, or a line is no such row (file and line).
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({error}). {CURE}") from None
+    if lines == [""]:
+        raise UserError(f"{file} is empty. {CURE}")
+    return [_row(line, f"{file}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({error}). {CURE}") from None
+    for name, kind in _KINDS.items():
+        if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+            raise UserError(f"{where}: no problem of an evaluation, it lacks '{name}'. {CURE}")
+    for name, value in row["values"].items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"{where}: values['{name}'] is no number but {value!r:.80}. {CURE}")
+    return row
+
+
+def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> None:
+    """Problems are the same where their columns are; where rows have none, where their prompts are. (Two models
+    may write one prompt in different chat templates.)
+
+    Raises:
+      UserError: naming the first that is not the same, or the numbers of problems.
+    """
+    for one, other in zip(a, b, strict=False):
+        same = one["columns"] == other["columns"] and (bool(one["columns"]) or one["prompt"] == other["prompt"])
+        if not same:
+            raise UserError(
+                f"--compare: problem {one['problem']} is not the same in {names[0]} and {names[1]}: "
+                f"{one['prompt']!r:.200} and {other['prompt']!r:.200}. Evaluate both on the same data, with prompts "
+                "that fit into rollout.max_prompt_length of both."
+            )
+    if len(a) != len(b):
+        raise UserError(
+            f"--compare: {names[0]} has {len(a)} problems, {names[1]} {len(b)}; evaluate both on the same number "
+            "(eval.max_problems)."
+        )
+
+
+def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[Difference]:
+    """B - A of each metric that both have, paired by problem: resampled problems bring the values of both."""
+    names = [name for name in a[0]["values"] if name in b[0]["values"]]
+    left, right = (
+        {name: np.array([row["values"].get(name) for row in rows], np.float64) for name in names} for rows in (a, b)
+    )
+    change = {name: right[name] - left[name] for name in names}
+    ends = intervals(change)
+    found = []
+    for name, each in change.items():
+        known = ~np.isnan(each)
+        means = mean_known(left[name][known]), mean_known(right[name][known]), mean_known(each)
+        found.append(Difference(name, *means, *ends[name], int((each > 1e-9).sum()), int((each < -1e-9).sum())))
+    return found
+
+
+def cells(found: Sequence[Difference]) -> list[tuple[str, str, str, str, str]]:
+    """Rows of a table: metric, A, B, B - A, problems won and lost."""
+    return [
+        (
+            each.name,
+            figure(each.name, each.a),
+            figure(each.name, each.b),
+            "+" * (each.difference > 0) + figure(each.name, each.difference, each.low, each.high),
+            f"{each.won} / {each.lost}",
+        )
+        for each in found
+    ]
