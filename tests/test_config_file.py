@@ -134,6 +134,7 @@ def test_bad_files(tmp_path, text, words):
         ("sft.optimizer=null", ["sft.optimizer is a section"]),
         ("algorithm.num_generation=4", ["'algorithm.num_generation'", "Did you mean 'algorithm.num_generations'?"]),
         ("algoritm.k=4", ["'algoritm.k'", "Did you mean 'algorithm.k'?"]),
+        ("trainng.max_steps=20", ["'trainng.max_steps'", "Did you mean 'training.max_steps'?"]),
         ("algorithm.k=four", ["algorithm.k", "'four'", "integer"]),
         ("algorithm.k=", ["algorithm.num_generations", "integer"]),
         ("rewards.functions=[{", ["rewards.functions", "not YAML"]),

@@ -32,6 +32,13 @@ def test_a_step_in_one_line():
     )
 
 
+def test_completions_without_a_reward_are_told_where_there_are_some():
+    known = {"train/rewards/mean": 0.5, "train/reward/timeout_frac": 0.0}
+    assert console.step_line("train", 1, 9, known) == "train 1/9  reward 0.500"
+    known |= {"train/reward/unscored_frac": 0.25, "train/reward/timeout_frac": 0.17, "train/reward/error_frac": 0.08}
+    assert console.step_line("train", 1, 9, known) == "train 1/9  reward 0.500  unscored 25%  late 17%  failed 8%"
+
+
 def test_what_is_absent_or_no_number_is_left_out():
     assert console.step_line("sft", 3, None, {"sft/loss": 1.5, "rewards/mean": None, "eval/pass@1": float("nan")}) == (
         "sft 3  loss 1.5"

@@ -33,7 +33,7 @@ def damage(folder: Path) -> str | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{FILE} cannot be read"
     if missing := [path for path in expected if not path.is_file()]:
-        return f"{missing[0].relative_to(folder)} is missing"
+        return f"{missing[0].relative_to(folder)}, which {FILE} names, is missing"
     try:
         found = _digests(list(expected))
     except OSError as error:

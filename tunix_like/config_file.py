@@ -270,6 +270,9 @@ def _hint(name: str, leaves: Mapping[str, Any]) -> str:
     here = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
     near = [f"{section}.{key}" for key in difflib.get_close_matches(last, here, n=1)]
+    if not here:  # a section misspelt: `trainng.max_steps` is not `sft.max_steps`
+        meant = (f"{each}.{last}" for each in difflib.get_close_matches(section, sections, n=3))
+        near = [name for name in meant if name in leaves][:1]
     near = near or [leaf for leaf in leaves if leaf.endswith(f".{last}")]
     near = near or difflib.get_close_matches(name, [*leaves, *sections], n=1)
     hint = f"Did you mean '{near[0]}'? " if near else ""

@@ -48,10 +48,13 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
             ("pass@1", "pass@1", "{:.1%}"),
             ("completions/mean_length", "length", "{:.1f}"),
             ("completions/clipped_ratio", "clipped", "{:.0%}"),
+            ("reward/unscored_frac", "unscored", "{:.0%}"),
+            ("reward/timeout_frac", "late", "{:.0%}"),
+            ("reward/error_frac", "failed", "{:.0%}"),
             ("loss", "loss", "{:.4g}"),
             ("perf/generation_tokens_per_sec", "tok/s", "{:,.0f}"),
         )
-        if key in known
+        if key in known and (known[key] or not key.startswith("reward/"))
     ]
     if "step_time_sec" in known:
         parts.append(f"{known['step_time_sec']:.2f} s{_split(known)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import threading
 import time
@@ -243,6 +244,10 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
     def ask(number: int, frame: Any) -> None:
         asked.append(number)
         signal.signal(number, previous[number])
+        # A logger may be in the midst of a line that this interrupts, and would wait for itself.
+        said = f"{signal.Signals(number).name}: the step under way is finished and saved; a second one ends at once\n"
+        with contextlib.suppress(OSError):
+            os.write(2, said.encode())
 
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -98,11 +98,12 @@ def check_prompts(
     lengths = spread(range(count), lambda places: [length(place) for place in places])
     bad = next((place for place, found in enumerate(lengths) if found == 0 or found > max_prompt_length), None)
     if bad is not None and overlong == "error":
-        raise UserError(
-            f"{what} row {bad}: its prompt has {lengths[bad]} tokens, rollout.max_prompt_length is "
-            f"{max_prompt_length}. {'Raise it' if lengths[bad] else 'Leave the row out'}, or set "
-            "data.overlong_prompts=skip."
+        problem = (
+            f"has {lengths[bad]} tokens, rollout.max_prompt_length is {max_prompt_length}. Raise it"
+            if lengths[bad]
+            else "is empty. Leave the row out"
         )
+        raise UserError(f"{what} row {bad} (the first is 0): its prompt {problem}, or set data.overlong_prompts=skip.")
     long, empty = sum(found > max_prompt_length for found in lengths), lengths.count(0)
     if lengths.count(-1) == count:
         raise UserError(f"the {what} data is empty: its filter takes out all of the first {count} rows.")
