@@ -201,6 +201,13 @@ class Violation(AssertionError):
     """A configuration or a file that ended in anything but one line of ours."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes a value that occurs twice out twice: an alias would be refused for being one."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 class TooLate(BaseException):
     """The alarm went off. No `Exception`, which code under test may turn into a message of ours."""
 
@@ -252,7 +259,7 @@ def run(case: Case, folder: Path) -> str | None:
             holder = _holder(tree, place)
             holder[place[-1]] = value
     file = folder / "fuzz.yaml"
-    file.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="surrogatepass")
+    file.write_text(yaml.dump(tree, Dumper=_Dumper, allow_unicode=True), encoding="utf-8", errors="surrogatepass")
     out, error = io.StringIO(), io.StringIO()
     try:
         with limits(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -299,4 +306,8 @@ def _named(place: Place, value: Any, said: str) -> bool:
 
 def _flow(value: Any) -> str:
     """A value as it is typed."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True).removesuffix("...\n").strip()
+    return (
+        yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
+        .removesuffix("...\n")
+        .strip()
+    )
