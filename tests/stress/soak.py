@@ -241,9 +241,8 @@ def main() -> int:
         parser.error("--steps: at least 300, a multiple of 50")
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="soak_"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "xla")
-    os.environ["MALLOC_ARENA_MAX"] = (
-        "2"  # else glibc keeps what threads freed in an arena of each, which looks like a leak
-    )
+    # else glibc keeps what threads have freed in an arena of each, which looks like a leak
+    os.environ["MALLOC_ARENA_MAX"] = "2"
     soak(folder / "short", 2 * WINDOW, arguments.overrides, lambda *cells: None)
     say = functools.partial(print, flush=True)
     say(*(f"| {name}" for name in COLUMNS), "|")
