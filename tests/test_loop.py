@@ -198,7 +198,7 @@ def test_a_signal_saves_and_stops(tmp_path, capfd, number, kind):
         go(phase, tmp_path)
     assert isinstance(stopped.value, KeyboardInterrupt) or stopped.value.code == EXIT_STOPPED == 75
     assert stopped.value.message == "stopped by a signal after step 3, which is saved"
-    said = f"{signal.Signals(number).name}: the step under way is finished and saved; a second one ends at once\n"
+    said = f"{signal.Signals(number).name}: the step under way is finished first; a second one ends at once\n"
     assert capfd.readouterr().err.count(said) == 1, "said as it arrives"
     assert phase.seen == [1, 2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert signal.getsignal(number) is before

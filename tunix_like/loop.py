@@ -245,7 +245,7 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
         asked.append(number)
         signal.signal(number, previous[number])
         # A logger may be in the midst of a line that this interrupts, and would wait for itself.
-        said = f"{signal.Signals(number).name}: the step under way is finished and saved; a second one ends at once\n"
+        said = f"{signal.Signals(number).name}: the step under way is finished first; a second one ends at once\n"
         with contextlib.suppress(OSError):
             os.write(2, said.encode())
 
