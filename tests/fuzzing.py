@@ -279,6 +279,7 @@ def run(case: Case, folder: Path) -> str | None:
 _FELT_ELSEWHERE = {
     "advantage_estimator": ("{section}.k", "{section}.ddof"),
     "eval_size": ("data.sources[0]", "data.sources[1]"),
+    "maze_size": ("rollout.max_prompt_length",),
     "prompt_template": ("rollout.max_prompt_length",),
     "system_prompt": ("rollout.max_prompt_length",),
     **dict.fromkeys(["hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"], ("mesh.shape",)),

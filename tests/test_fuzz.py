@@ -83,6 +83,8 @@ HUGE = {
     "rows of one of several sources": ("mix", ("data", "sources", 1, "train_size"), 10**9),
     "empty path": ("jsonl", ("model", "path"), ""),
     "empty folder": ("maxrl", ("training", "output_dir"), " "),
+    "fields that are no text": ("maxrl", ("model", "config", "rope_scaling"), {"": 3e16, 1: False, "x": False}),
+    "a kind that is a list": ("maxrl", ("model", "config", "rope_scaling"), {"rope_type": ["llama3"]}),
 }
 
 

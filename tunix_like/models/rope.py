@@ -75,14 +75,19 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"rope_theta": checked("rope_theta", thetas[0])} if thetas else {}
 
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _KINDS:
-        raise UserError(f"rope_type {kind!r} is not supported; only 'default', 'linear' and 'llama3' are.")
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise UserError(
+            f"rope_scaling / rope_parameters: rope_type {kind!r} is not supported; only 'default', 'linear' and "
+            "'llama3' are."
+        )
     scaling = _KINDS[kind]
     wanted = {} if scaling is None else {each.name: ROPE_NAMES[each.name] for each in dataclasses.fields(scaling)}
-    unknown = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()})
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
+    unknown = sorted(map(str, set(rope) - known))  # YAML has keys that are no text
     if unknown or rope.get("partial_rotary_factor", 1) != 1:
         raise UserError(
-            f"rotary field(s) not supported with rope_type {kind!r}: {', '.join(unknown) or 'partial_rotary_factor'}."
+            f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
+            f"{', '.join(map(repr, unknown)) or 'partial_rotary_factor'}."
         )
     missing = [hf for hf in wanted.values() if rope.get(hf) is None]
     if missing:
