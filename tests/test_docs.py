@@ -67,6 +67,7 @@ def test_commands_parse(text):
             continue
         inside = shown.replace('"', "") if shown.count('"') % 2 else shown  # a command within the quotes of another
         arguments = cli._parse(shlex.split(inside, comments=True))
+        assert callable(arguments.run), "anything it does not know ends in a status"
         named = getattr(arguments, "config", None)
         if named and named.startswith("examples/"):
             load(ROOT / named, [each for each in arguments.overrides if not each.startswith("rewards")])

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tunix_like.sampling.logits import SamplingParams
     from tunix_like.sampling.sampler import Sampler
     from tunix_like.tokenizer import Tokenizer
+
+AddCommand = Callable[[str, Any, str, str], argparse.ArgumentParser]
+"""`f(name, run, summary, example)` adds a command."""
 
 OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/base_config.yaml for all of them"
 
@@ -116,6 +119,15 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    _add_training(command)
+    _add_trained(command)
+    _add_looking(command)
+    _add_checking(command)
+    return parser
+
+
+def _add_training(command: AddCommand) -> None:
+    """The commands that begin and make a run."""
     init = command("init", _init, "write a commented YAML and a reward file to start from", "init mine --like gsm8k")
     init.add_argument("name", help="what the files and the run are called")
     init.add_argument("--like", choices=starting.KINDS, default="own", help="own: a JSONL file of yours (the default)")
@@ -124,6 +136,13 @@ def _parser() -> argparse.ArgumentParser:
     sft = command("sft", _sft, "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
+        sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+        _add_processes(sub)
+
+
+def _add_trained(command: AddCommand) -> None:
+    """The commands that use what was trained."""
+    source = "run folder, RUN/checkpoints/STEP, model folder or hub id"
     evaluate = command(
         "eval",
         _eval,
@@ -133,15 +152,6 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--out", metavar="FILE.jsonl", help="write every problem with its completions; the summary goes beside it"
     )
-    generate = command(
-        "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
-    )
-    generate.add_argument(
-        "--prompt",
-        required=True,
-        help="text; a chat message where the run has a system prompt or data.apply_chat_template; no prompt_template",
-    )
-    export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
     evaluate.add_argument(
         "--preset",
         choices=("greedy", "sampled"),
@@ -153,40 +163,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar=("A", "B"),
         help="instead of one source two, or two files of --out: what B does better, problem by problem",
     )
-    for sub in (evaluate, generate, export):
-        several: dict[str, Any] = {"nargs": "?"} if sub is evaluate else {}
-        sub.add_argument("source", help="run folder, RUN/checkpoints/STEP, model folder or hub id", **several)
+    evaluate.add_argument("source", nargs="?", help=source)
+    generate = command(
+        "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
+    )
+    generate.add_argument(
+        "--prompt",
+        required=True,
+        help="text; a chat message where the run has a system prompt or data.apply_chat_template; no prompt_template",
+    )
+    generate.add_argument("source", help=source)
+    export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
+    export.add_argument("source", help=source)
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
-    rewards = command(
-        "check-rewards",
-        _check_rewards,
-        "what the reward functions give to gold answers and to wrong ones; no model is needed",
-        "check-rewards examples/maze.yaml",
-    )
-    rewards.add_argument("config", help="a YAML file")
-    replay = command(
-        "replay",
-        _replay,
-        "look again at an update that was skipped because it was no number",
-        "replay runs/maze-maxrl-s0/skipped/step_000012_update_0.npz",
-    )
-    replay.add_argument("file", help="RUN/skipped/step_N_update_M.npz")
-    for sub in (train, sft, evaluate, generate, export, rewards, replay):
+    for sub in (evaluate, generate, export):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
-    for sub in (train, sft, evaluate):
-        _add_processes(sub)
-    advantages = command(
-        "advantages",
-        _advantages,
-        "what every estimator makes of a group's rewards",
-        "advantages 1,0,0,0 k=2 --plot w.png",
-    )
-    advantages.add_argument("rewards", help="1,0,0,0; more groups of the same size after ';'; none: not scored")
-    advantages.add_argument(
-        "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
-    )
-    advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
+    _add_processes(evaluate)
+
+
+def _add_looking(command: AddCommand) -> None:
+    """The commands that show what a run did, or an estimator would do."""
     report = command(
         "report",
         _report,
@@ -202,6 +199,36 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the gradient norms of the prompts of N batches, by pass rate, under each newest checkpoint",
     )
     report.add_argument("--png", metavar="FOLDER", help="write the figures too, as PNG files for papers")
+    replay = command(
+        "replay",
+        _replay,
+        "look again at an update that was skipped because it was no number",
+        "replay runs/maze-maxrl-s0/skipped/step_000012_update_0.npz",
+    )
+    replay.add_argument("file", help="RUN/skipped/step_N_update_M.npz")
+    replay.add_argument("overrides", nargs="*", help=OVERRIDES)
+    advantages = command(
+        "advantages",
+        _advantages,
+        "what every estimator makes of a group's rewards",
+        "advantages 1,0,0,0 k=2 --plot w.png",
+    )
+    advantages.add_argument("rewards", help="1,0,0,0; more groups of the same size after ';'; none: not scored")
+    advantages.add_argument(
+        "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
+    )
+    advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
+
+
+def _add_checking(command: AddCommand) -> None:
+    """The commands that look at a config or a machine before anything is trained."""
+    rewards = command(
+        "check-rewards",
+        _check_rewards,
+        "what the reward functions give to gold answers and to wrong ones; no model is needed",
+        "check-rewards examples/maze.yaml",
+    )
+    rewards.add_argument("config", help="a YAML file")
     doctor = command(
         "doctor",
         _doctor,
@@ -211,8 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--config", help="a YAML file whose programs are compiled from shapes alone")
     doctor.add_argument("--devices", help="KIND-N, NxKIND or N: v5e-8, 8xh100, 8")
-    doctor.add_argument("overrides", nargs="*", help=OVERRIDES)
-    return parser
+    for sub in (rewards, doctor):
+        sub.add_argument("overrides", nargs="*", help=OVERRIDES)
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:

@@ -110,7 +110,7 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """The dotted keys in which two `as_dict` results differ, each as `key: value in a -> value in b`."""
-    left, right = dict(_flat(a)), dict(_flat(b))
+    left, right = dict(flat(a)), dict(flat(b))
     return [
         f"{name}: {left.get(name, '(absent)')!r} -> {right.get(name, '(absent)')!r}"
         for name in [*left, *(name for name in right if name not in left)]
@@ -324,10 +324,11 @@ def _assign_inside(tree: ConfigDict, free: str, rest: str, value: Any) -> None:
     _assign(tree, free, whole)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings with their dotted names; an empty mapping is a leaf."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like import metrics
-from tunix_like.config_file import read_yaml
+from tunix_like.config_file import flat, read_yaml
 from tunix_like.errors import UserError
 from tunix_like.rl.pass_rates import PASS_RATES
 
@@ -81,15 +81,7 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    return dict(_flat(read_yaml(file))) if file.is_file() else {}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return dict(flat(read_yaml(file))) if file.is_file() else {}
 
 
 def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
