@@ -217,7 +217,8 @@ def _converted(value: Any, hint: Any, name: str) -> Any:
         except TypeError:
             continue
     shown = "null" if value is None else f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
-    raise UserError(f"{name}: got {shown}; expected: {_describe(hint)}.")
+    meaning = next((f" ({key.doc})" for key in keys() if name.endswith(key.name)), "")
+    raise UserError(f"{name}: got {shown}; expected: {_describe(hint)}{meaning}.")
 
 
 def _fit(value: Any, hint: Any) -> Any:
@@ -265,7 +266,7 @@ def _flatten(
 
 
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
-    """The nearest valid key: a near miss in the same section, else the same name elsewhere, else anything close."""
+    """The nearest valid keys: a near miss in the same section, else the same name elsewhere, else anything close."""
     section, _, last = name.rpartition(".")
     here = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
@@ -275,7 +276,7 @@ def _hint(name: str, leaves: Mapping[str, Any]) -> str:
         near = [name for name in meant if name in leaves][:1]
     near = near or [leaf for leaf in leaves if leaf.endswith(f".{last}")]
     near = near or difflib.get_close_matches(name, [*leaves, *sections], n=1)
-    hint = f"Did you mean '{near[0]}'? " if near else ""
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
     return f"{hint}Keys of {section}: {', '.join(here)}." if here else f"{hint}Sections: {', '.join(sections)}."
 
 
