@@ -86,10 +86,10 @@ def test_a_run_without_a_checkpoint_starts_its_curve_over(tmp_path):
 class Recorder:
     """A tool that keeps what it is told."""
 
-    told, ends = [], []
+    told, ends, at_once = [], [], False
 
     def __init__(self, place):
-        self.place = place
+        self.place, self.first = place, place.mark + 1
 
     def log(self, number, key, row):
         assert threading.current_thread() is not threading.main_thread()
@@ -108,8 +108,10 @@ def recorder(monkeypatch):
     return Recorder
 
 
-def test_a_tool_is_told_each_step_once(tmp_path, recorder):
-    """By one id, over two kills that go back; what was told before the kill is not told again."""
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_tool_is_told_each_step_once(tmp_path, recorder, monkeypatch, at_once):
+    """By one id, over two failures that go back; what was told before is not told again."""
+    monkeypatch.setattr(Recorder, "at_once", at_once)
     killed(Counting(at={4: fail}), tmp_path, ["wandb"])
     killed(Counting(at={3: fail}), tmp_path, ["wandb"])
     assert [told[1:3] for told in recorder.told] == [(1, 1), (2, 2), (3, 3)]
@@ -117,6 +119,24 @@ def test_a_tool_is_told_each_step_once(tmp_path, recorder):
     run_id = json.loads((tmp_path / "tracking.json").read_text())["run"]
     assert recorder.told == [(run_id, i, i, total) for i, total in enumerate([1, 3, 6, 10, 15], 1)]
     assert recorder.ends == [True, False], "the second was killed before it had anything to tell"
+
+
+def test_a_kill_that_takes_rows_with_it_leaves_no_gap(tmp_path, recorder, monkeypatch):
+    """Of a tool that keeps nothing before its end: what it may lack comes from `metrics.jsonl`."""
+    monkeypatch.setattr(trackers.Tool, "close", lambda self, failed: 0)
+    killed(Counting(at={4: fail}), tmp_path, ["wandb"])
+    monkeypatch.undo()
+    monkeypatch.setitem(trackers.TOOLS, "wandb", Recorder)
+    monkeypatch.setattr(loggers, "check_loggers", lambda names: None)
+    del recorder.told[:]
+    go(Counting(), tmp_path, ["wandb"])
+    assert [told[1:] for told in recorder.told] == [(i, i, total) for i, total in enumerate([1, 3, 6, 10, 15], 1)]
+
+
+def test_a_tool_that_comes_later_gets_the_whole_curve(tmp_path, recorder):
+    killed(Counting(at={4: fail}), tmp_path, [])
+    go(Counting(), tmp_path, ["wandb"])
+    assert [told[1] for told in recorder.told] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_without_a_checkpoint_gets_another_id(tmp_path, recorder):

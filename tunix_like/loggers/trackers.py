@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tunix_like.json_files import read_object
+from tunix_like.metrics import rows
 
 logger = logging.getLogger("tunix_like")
 
@@ -66,16 +67,19 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Place(NamedTuple):
-    """What a tool is told of the run: a stable id, the run folder, the hyperparameters."""
+    """What a tool is told of the run: a stable id, the run folder, the hyperparameters, how many rows it surely has."""
 
     id: str
     folder: Path
     settings: dict[str, Any]
+    mark: int
 
 
 class Wandb:
     """A run of Weights & Biases. Its own step is the number of the row, which never goes back: it drops what does. The
     axes of the charts are the run's steps."""
+
+    at_once = False  # a killed process takes with it what is not sent yet, and offline all that is not in a full block
 
     def __init__(self, place: Place) -> None:
         import wandb
@@ -94,6 +98,7 @@ class Wandb:
             reinit="create_new",  # a run that the user has open stays theirs
             settings={"console": environment.get("WANDB_CONSOLE", "off")},  # else it takes over the process's output
         )
+        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online the server knows
         for names, step in (("sft/*", "sft/step"), ("train/*", "step"), ("eval/*", "step")):
             self._run.define_metric(names, step_metric=step)
 
@@ -107,11 +112,14 @@ class Wandb:
 class Trackio:
     """A run of trackio, found again by its name, which therefore ends in the id."""
 
+    at_once = True  # within half a second
+
     def __init__(self, place: Place) -> None:
         import trackio
 
         project = os.environ.get("TRACKIO_PROJECT", "tunix_like")
         name = f"{place.folder.name}-{place.id}"
+        self.first = place.mark + 1
         self._run = trackio.init(project=project, name=name, resume="allow", config=place.settings, embed=False)
 
     def log(self, number: int, key: str, row: dict[str, float]) -> None:
@@ -128,52 +136,61 @@ class Trackers:
     """Tools that keep a run elsewhere, by one id that stays in the run folder.
 
     Neither tool takes back what it was told (Weights & Biases truncates a run only for some accounts). A run that goes
-    back to a checkpoint does the same steps again, to the bit, so their rows are not told twice: the curve goes on
-    where it had ended. A run without a checkpoint starts over, under another id.
+    back to a checkpoint does the same steps again, to the bit, so what a tool has is not told again: the curve goes on
+    where it had ended. Rows of `metrics.jsonl` that a tool lacks are told first. A run without a checkpoint starts
+    over, under another id.
+
+    `tracking.json` holds the id, and for each tool how many rows it has: where it keeps them at once, all that were in
+    `metrics.jsonl` when the run was started again; else those of the last end that it took part in.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
-        self._names, self._folder, self._settings = names, folder, settings
-        self._told, self._key = 0, ""
+        self._names, self._file, self._settings = names, folder / FILE, settings
+        self._known: dict[str, Any] = {}
         self._threads: list[Tool] = []
 
     def __str__(self) -> str:
         return " and ".join(self._names)
 
     def begin(self, start: Start) -> None:
-        file = self._folder / FILE
-        known: dict[str, Any] = {"run": secrets.token_hex(4), "rows": 0}
-        if start.kept and file.is_file():
-            known = read_object(file, "Remove it to go on in a new curve.")
-        self._told = max(known["rows"], start.seen if start.kept else 0)
-        self._key = start.key
-        known["rows"] = self._told
-        text = json.dumps(known)
-        if not file.is_file() or file.read_text(encoding="utf-8") != text:
-            temporary = file.with_suffix(".tmp")
+        self._known = {"run": secrets.token_hex(4)}
+        if start.kept and self._file.is_file():
+            self._known = read_object(self._file, "Remove it to go on in a new curve.")
+        for name in self._names:
+            if name in self._known and TOOLS[name].at_once:
+                self._known[name] = max(self._known[name], start.seen)
+            self._known.setdefault(name, 0)
+        self._save()
+        place = Place(self._known["run"], self._file.parent, self._settings, 0)
+        self._threads = [Tool(name, place._replace(mark=self._known[name]), start) for name in self._names]
+
+    def _save(self) -> None:
+        text = json.dumps(self._known)
+        if not self._file.is_file() or self._file.read_text(encoding="utf-8") != text:
+            temporary = self._file.with_suffix(".tmp")
             temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, file)
-        place = Place(known["run"], self._folder, self._settings)
-        self._threads = [Tool(name, place, start.key) for name in self._names]
+            os.replace(temporary, self._file)
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        if number > self._told:
-            for thread in self._threads:
-                thread.write(number, scalars(row))
+        for thread in self._threads:
+            thread.write(number, scalars(row))
 
     def close(self, failed: bool) -> None:
         for thread in self._threads:
-            thread.close(failed)
+            self._known[thread.name] = max(self._known[thread.name], thread.close(failed))
+        if self._threads:
+            self._save()
 
 
 class Tool:
     """One tool in a thread of its own: whatever it waits for, the run does not. What it raises is warned of, and ends
     the thread."""
 
-    def __init__(self, name: str, place: Place, key: str) -> None:
-        self._name, self._place, self._key = name, place, key
+    def __init__(self, name: str, place: Place, start: Start) -> None:
+        self.name, self._place, self._start = name, place, start
         self._rows: queue.Queue[tuple[int, dict[str, float]] | bool] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self._done = 0
 
     def write(self, number: int, row: dict[str, float]) -> None:
         if self._thread.ident is None:
@@ -181,20 +198,29 @@ class Tool:
         if self._thread.is_alive():
             self._rows.put((number, row))
 
-    def close(self, failed: bool) -> None:
-        if self._thread.ident is None:
-            return
-        self._rows.put(failed)
-        self._thread.join(FINISH_SECONDS)
-        if self._thread.is_alive():
-            logger.warning("%s: not done after %g s; it is left alone", self._name, FINISH_SECONDS)
+    def close(self, failed: bool) -> int:
+        """Returns the number of the last row that the tool surely has, 0 if that is not known."""
+        if self._thread.ident is not None:
+            self._rows.put(failed)
+            self._thread.join(FINISH_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("%s: not done after %g s; it is left alone", self.name, FINISH_SECONDS)
+        return self._done
 
     def _work(self) -> None:
         try:
-            session = TOOLS[self._name](self._place)
+            session, last = TOOLS[self.name](self._place), 0
+            for last, row in enumerate(rows(self._place.folder)[: self._start.kept], 1):
+                self._log(session, last, scalars(row))
             while not isinstance(item := self._rows.get(), bool):
-                session.log(item[0], self._key, item[1])
+                last = item[0]
+                self._log(session, *item)
             session.finish(item)
+            self._done = last
         except Exception as error:  # it may be anything, and it is not worth a run
             cause = str(error) or type(error).__name__
-            logger.warning("%s: %s; this logger is off until the next start", self._name, cause)
+            logger.warning("%s: %s; this logger is off until the next start", self.name, cause)
+
+    def _log(self, session: Any, number: int, row: dict[str, float]) -> None:
+        if number >= session.first:
+            session.log(number, self._start.key if self._start.key in row else "sft/step", row)
