@@ -18,6 +18,8 @@ CORE = [
     "pyyaml>=6.0.3",  # configuration files
     "rich>=15.0.0",  # tables and progress bars on a terminal
     "matplotlib>=3.9",  # the picture of `tunix-like advantages --plot`; loaded only when it is drawn
+    # TensorBoard itself: tensorboardX loads torch wherever that is installed, and clu needs TensorFlow.
+    "tensorboard>=2.21.0",  # event files of the metrics, and the program that shows them
 ]
 
 EXTRAS = {
@@ -28,6 +30,8 @@ EXTRAS = {
         "huggingface_hub>=2.4.0",  # models by hub id
         "datasets>=4.0",  # data sets by hub id
     ],
+    "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
+    "trackio": ["trackio>=0.43.0"],  # metrics to trackio
     "test": [
         "pytest>=9.2.0",
         "pytest-xdist>=3.8.0",  # two workers on two cores
@@ -36,6 +40,7 @@ EXTRAS = {
         "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
         "peft>=0.21.2",  # the reference that adapters are compared with
         "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
+        "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],
     "docs": ["mkdocs-material>=9.7"],  # the pages of docs/ as a site

@@ -18,7 +18,7 @@ ROWS = (
     "config tokenizer user_code speed processes",
     "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
     "checkpoints doctor sampling/logits rl/packing",
-    "memory config_reference",
+    "memory config_reference loggers",
     "sizes",
     "data sampling loop rl/objective",
     "rl/pass_rates",

@@ -20,6 +20,7 @@ KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
 QUANTIZATIONS = ("int8", "nf4")
 LARGEST_INT = 2**31 - 1
 SMALLEST_FLOAT, LARGEST_FLOAT = 1.1754944e-38, 3.4028235e38
+LOGGERS = ("tensorboard", "wandb", "trackio")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -353,6 +354,11 @@ class RLTrainingConfig(_Checked):
     )
     max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
     log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
+    loggers: list[str] = key(
+        ["tensorboard"],
+        doc="where metrics go beside metrics.jsonl: tensorboard (event files in the run folder), wandb, trackio; []: "
+        "nowhere",
+    )
     profile_steps: list[int] | None = key(
         doc="first and last step of a profiler trace, e.g. [5, 6], written to the run folder's profile/"
     )
@@ -371,6 +377,14 @@ class RLTrainingConfig(_Checked):
     actor_optimizer: Any = key(
         doc="an OptimizerConfig or an optax.GradientTransformation; unset: the `optimizer` section", python_only=True
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.loggers:
+            if name not in LOGGERS:
+                raise UserError(f"training.loggers: unknown logger {shortened(name)}. {nearest(str(name), LOGGERS)}")
+        if len(set(self.loggers)) != len(self.loggers):
+            raise UserError(f"training.loggers: name each logger once, not {self.loggers}.")
 
 
 @dataclasses.dataclass(frozen=True)

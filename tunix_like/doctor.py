@@ -33,6 +33,7 @@ CORE = {
     "pyyaml": "yaml",
     "rich": "rich",
     "matplotlib": "matplotlib",
+    "tensorboard": "tensorboard",
 }
 """Every required package with the module it is imported as."""
 

@@ -30,6 +30,7 @@ from tunix_like.data import (
 )
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
+from tunix_like.loggers import check_loggers
 from tunix_like.memory import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import (
@@ -70,6 +71,7 @@ CHANGEABLE = (
     "training.checkpoint_every_n_steps",
     "training.max_checkpoints_to_keep",
     "training.log_rollouts_every_n_steps",
+    "training.loggers",
     "training.profile_steps",
     "training.train_micro_batch_size",
     "rollout.max_concurrent_rows",
@@ -127,6 +129,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
         build_schedule(config.optimizer, None)  # how many steps the data makes is not known then
     ks_of(config.eval)
     check_profile_steps(config.training.profile_steps)
+    check_loggers(config.training.loggers)
     for i, (_, weight) in enumerate(reward_entries(config)):
         if weight < 0:
             check_takes_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")

@@ -18,10 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import RLTrainingConfig, RolloutConfig, SFTConfig
+from tunix_like.config_file import as_dict
 from tunix_like.data.stream import Prompt, check_prompts, prompt_batches
 from tunix_like.errors import UserError
+from tunix_like.loggers import check_loggers, open_metrics
 from tunix_like.loop import run
-from tunix_like.metrics import MetricsLog
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import fingerprint, join_params, split_params
@@ -36,7 +37,6 @@ from tunix_like.models.sharding import (
     shardings_of,
 )
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
-from tunix_like.processes import is_first
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.guards import SkipWatch
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
@@ -101,6 +101,7 @@ class SFTTrainer:
         self.config = sft_config
         self.rollout = rollout_config or RolloutConfig()
         self.training = training_config or RLTrainingConfig()
+        check_loggers(self.training.loggers)
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout)
         # What ends an answer must end a completion too; a tokenizer's own token is the one of its chat template.
@@ -169,6 +170,8 @@ class SFTTrainer:
             forever=True,
         )
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
+        parts = {"sft": self.config, "rollout": self.rollout, "training": self.training}
+        log = open_metrics(folder, self.training.loggers, {name: as_dict(part) for name, part in parts.items()})
         checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 2)  # one may be damaged
         last: dict[str, Any] = {}
 
@@ -181,7 +184,7 @@ class SFTTrainer:
             run(
                 self,
                 checkpoints=checkpoints,
-                log=MetricsLog(folder if is_first() else None),
+                log=log,
                 checkpoint_every=every,
                 on_row=keep,
                 before_save=check_owner,

@@ -6,6 +6,7 @@ them back to the model it was given. It knows no file format and no command line
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,15 +19,17 @@ from jax.sharding import Mesh
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, EvalConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config_file import as_dict
 from tunix_like.errors import UserError
 from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
+from tunix_like.loggers import check_loggers, open_metrics
 from tunix_like.loop import run
-from tunix_like.metrics import MetricsLog, rows
+from tunix_like.metrics import rows
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import join_params, save_adapter_config, split_params, without_adapters
 from tunix_like.models.sharding import check_divides, fetch, place_params
-from tunix_like.processes import by_first, is_first
+from tunix_like.processes import by_first
 from tunix_like.rewards import close_pools
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
@@ -99,6 +102,7 @@ class Learner:
         self.rollout_config = rollout_config or RolloutConfig()
         self.training = training_config or RLTrainingConfig()
         self.eval_config = eval_config or EvalConfig()
+        check_loggers(self.training.loggers)
         self.success_threshold = success_threshold
         self.metric_fns = tuple(metric_fns)
         self._on_row = on_row
@@ -202,6 +206,7 @@ class Learner:
         self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, check_owner: Callable[[], None]
     ) -> dict[str, Any]:
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
+        log = open_metrics(folder, self.training.loggers, self._settings())
         self._take_weights()
         phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder)
         checkpoints = None
@@ -218,7 +223,7 @@ class Learner:
             run(
                 phase,
                 checkpoints=checkpoints,
-                log=MetricsLog(folder if is_first() else None),
+                log=log,
                 checkpoint_every=self.training.checkpoint_every_n_steps,
                 on_row=on_row,
                 before_save=check_owner,
@@ -232,6 +237,12 @@ class Learner:
         if not last and folder is not None:  # the run was finished before
             last = by_first(lambda: [row for row in rows(folder) if phase.step_key in row][-1])
         return last
+
+    def _settings(self) -> dict[str, Any]:
+        """What loggers show of a run that has no `config.yaml`."""
+        parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}
+        parts |= {"eval": self.eval_config, "optimizer": self.training.actor_optimizer}
+        return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}
 
     def _describe(self, folder: Path) -> None:
         """Writes what the model is, and for adapters what they belong to."""
