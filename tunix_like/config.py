@@ -353,6 +353,9 @@ class RLTrainingConfig(_Checked):
     )
     max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
     log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
+    log_samples_every_n_steps: int | None = key(
+        50, doc="steps between tables of a prompt's best and worst completion on screen; null: none", at_least=1
+    )
     profile_steps: list[int] | None = key(
         doc="first and last step of a profiler trace, e.g. [5, 6], written to the run folder's profile/"
     )
