@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 YAML = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 SCRIPT = str(Path(sys.executable).with_name("tunix-like"))
 RUN = "runs/reverse_text-maxrl-s0"
+COMMANDS = (
+    "init", "train", "sft", "eval", "generate", "export", "report", "replay", "advantages", "check-rewards", "doctor",
+)  # fmt: skip
 SMALL = (
     "model.config.hidden_size=16",
     "model.config.intermediate_size=16",
@@ -387,13 +390,29 @@ def test_dry_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     assert said.rstrip().endswith("nothing was trained.") and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["", "train", "sft", "eval", "generate", "export", "doctor"])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command.split(), "--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and said.startswith("usage: tunix-like") and "example: tunix-like" in said
-    assert command or all(name in said for name in ("train", "sft", "eval", "generate", "export", "doctor"))
+    assert f"example: tunix-like {command}" in said
+    if not command:
+        assert all(re.search(rf"\n    {name}\s", said) for name in COMMANDS)
+        assert all(f"{status} " in said.partition("exit status: ")[2] for status in documented_statuses())
+
+
+def documented_statuses():
+    """The first column of the table in docs/reliability.md."""
+    section = (ROOT / "docs" / "reliability.md").read_text().partition("## Exit status")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (\d+)", section, re.MULTILINE)
+    assert len(found) >= 5
+    return found
+
+
+def test_every_command_is_asked_for_its_help():
+    actions = cli._parser()._subparsers._group_actions
+    assert sorted(COMMANDS) == sorted(actions[0].choices)
 
 
 def test_bad_usage(capsys):

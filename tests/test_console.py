@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-
-import rich.console
 
 from tunix_like import console
 
@@ -59,27 +56,14 @@ def test_table_holds_every_cell_and_takes_no_markup(capsys):
     assert any("c" * 90 in line and "│ -20% │" in line for line in lines)
 
 
-def test_progress_in_a_log_file_is_a_line_now_and_then(capsys, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with console.progress("evaluating", 800, every=30) as advance:
-        for _ in range(400):
-            now += 0.25
-            advance(2)
-    assert capsys.readouterr().out.splitlines() == [
-        "evaluating 240/800, 30 s",
-        "evaluating 480/800, 60 s",
-        "evaluating 720/800, 90 s",
-    ]
+def test_a_foreign_text_cannot_command_the_terminal():
+    assert console.excerpt("a\x1b[2J\u202eb\r\n\tc\udc80é", 99) == "a\\x1b[2J\\u202eb\\r\n\\tc\\udc80é"
+    assert console.excerpt("x" * 50 + "y" * 900 + "z" * 50, 100) == ("x" * 50 + " ... [900 characters] ... " + "z" * 50)
 
 
-def test_progress_on_a_terminal_is_a_bar(monkeypatch):
-    screen = io.StringIO()
-    monkeypatch.setattr(console, "_CONSOLE", rich.console.Console(file=screen, force_terminal=True, width=100))
-    with console.progress("evaluating [x]", 4) as advance:
-        advance(4)
-    assert "evaluating [x]" in screen.getvalue()
-    assert "4/4" in screen.getvalue()
+def test_columns_of_texts_are_not_aligned_as_numbers(capsys):
+    console.table("t", ("n", "text"), [("1", "7"), ("2", "12345")], texts=("text",))
+    assert any("│ 7     │" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_figures_with_intervals():

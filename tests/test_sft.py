@@ -146,7 +146,7 @@ def test_the_gradient_is_that_of_the_answers_likelihood():
     assert distance < 1e-5
 
 
-def test_stops_at_success():
+def test_stops_at_success(caplog):
     calls = []
 
     def evaluate(params, step):
@@ -155,10 +155,14 @@ def test_stops_at_success():
         return {"eval/pass@1": 0.2 * len(calls)}
 
     sft = {"stop_at_success": 0.4, "eval_every_n_steps": 3}
-    last = make(20, evaluate=evaluate, sft=sft).train(ROWS)
+    with caplog.at_level("INFO", "tunix_like"):
+        last = make(20, evaluate=evaluate, sft=sft).train(ROWS)
+    assert "sft stopped at step 6 of 20 because success 0.4 >= stop_at_success 0.4" in caplog.messages
     assert (last["sft/step"], last["sft/eval/pass@1"], calls) == (6, 0.4, [3, 6])
     calls.clear()
+    caplog.clear()
     last = make(4, evaluate=evaluate).train(ROWS)
+    assert not any("stopped" in message for message in caplog.messages)
     assert calls == [4] and last["sft/step"] == 4, "without a target only the end is evaluated"
 
 

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_like import console, starting
+from tunix_like import console, progress, starting
 from tunix_like.config_file import load
 from tunix_like.errors import NotSaved, UserError
 
 if TYPE_CHECKING:
     from tunix_like.rl.learner import Learner
+    from tunix_like.rl.samples import Samples
     from tunix_like.runs import Parts
     from tunix_like.sampling.logits import SamplingParams
     from tunix_like.sampling.sampler import Sampler
@@ -36,13 +37,14 @@ OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/base_config
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[console.LogHandler()])
     logging.getLogger("tunix_like").setLevel(logging.INFO)
     arguments = _parse(argv)
     joined = False
     try:
         joined = _join(arguments)
-        return int(arguments.run(arguments) or 0)
+        with progress.shown(lines=arguments.run is not _generate):  # whose output is the completion and nothing else
+            return int(arguments.run(arguments) or 0)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         if joined:
@@ -110,7 +112,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tunix-like", description="RL post-training of language models in JAX/Flax.",
-        epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1",
+        epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"
+        "exit status: 0 done, 1 doctor found something broken, 2 bad input, 70 an error in one of several processes,\n"
+        "74 the last checkpoint could not be written, 75 stopped by a signal after saving (the same command resumes)",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -303,7 +308,22 @@ def _learner(parts: Parts, folder: Path) -> Learner:
         success_threshold=config.rewards.success_threshold,
         source_estimators=parts.source_estimators,
         on_row=lambda row, total: console.say(console.step_line("train", row["step"], total, row)),
+        on_samples=_show_samples,
     )
+
+
+def _show_samples(step: int, samples: Samples) -> None:
+    """A prompt's best and worst completion."""
+    best, worst = samples.best, samples.worst
+    alike = best.reward == worst.reward
+    rows = [
+        (name, f"{each.reward:g}", f"{each.advantage:.3g}", f"{each.length}{'' if each.finished else ' (cut)'}",
+         console.excerpt(each.text, 600))
+        for name, each in ((f"all {samples.size} alike" if alike else "best", best), ("worst", worst))[: 2 - alike]
+    ]  # fmt: skip
+    prompt = console.excerpt(samples.prompt, 300).replace("\n", "\\n")
+    columns = ["", "reward", "advantage", "tokens", "completion"]
+    console.table(f'step {step}, prompt "{prompt}"', columns, rows, texts=columns[-1:])
 
 
 def _fine_tune(parts: Parts, folder: Path, another_follows: bool) -> NotSaved | None:
@@ -329,21 +349,19 @@ def _fine_tune(parts: Parts, folder: Path, another_follows: bool) -> NotSaved | 
         evaluate=evaluate,
     )
     total = config.sft.max_steps
-    with console.progress("sft", total) as advance:
 
-        def on_row(row: dict[str, Any]) -> None:
-            advance(1)
-            step = row["sft/step"]
-            if step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
-                console.say(console.step_line("sft", step, total, row))
+    def on_row(row: dict[str, Any]) -> None:
+        step = row["sft/step"]
+        if step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
+            console.say(console.step_line("sft", step, total, row))
 
-        try:
-            kinds = {"shuffle": config.data.shuffle, "another_follows": another_follows}
-            trainer.train(parts.source.train, on_row=on_row, **kinds)
-        except NotSaved as error:
-            if error.stopped:
-                raise
-            return error
+    try:
+        kinds = {"shuffle": config.data.shuffle, "another_follows": another_follows}
+        trainer.train(parts.source.train, on_row=on_row, **kinds)
+    except NotSaved as error:
+        if error.stopped:
+            raise
+        return error
     return None
 
 
@@ -376,7 +394,8 @@ def _announce(parts: Parts, folder: Path) -> None:
     for rows, what in ((parts.source.train, "training"), (parts.source.eval, "evaluation")):
         if len(rows):
             limit, policy = config.rollout.max_prompt_length, config.data.overlong_prompts
-            skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
+            with progress.task(f"reading the {what} prompts"):
+                skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
             console.say(f"{what:>10}: {len(rows)} prompts{skipped and f', {skipped}'}")
     rendered = (render(row, parts.tokenizer) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))

@@ -354,6 +354,9 @@ class RLTrainingConfig(_Checked):
     )
     max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
     log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
+    log_samples_every_n_steps: int | None = key(
+        50, doc="steps between tables of a prompt's best and worst completion on screen; null: none", at_least=1
+    )
     loggers: list[str] = key(
         ["tensorboard"],
         doc="where metrics go beside metrics.jsonl: tensorboard (event files in the run folder), wandb, trackio; []: "

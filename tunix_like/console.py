@@ -1,23 +1,24 @@
-"""What a run says: one readable line a step, small tables, a progress bar that never floods a log file.
+"""What a run says: one readable line a step, small tables, texts that cannot command the terminal.
 
 Knows rich, the terminal and how to abbreviate. Does NOT know where numbers come from: an absent metric is left out.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.progress
 import rich.table
 import rich.text
 
 _CONSOLE = rich.console.Console(highlight=False)
 _LOG_WIDTH = 140  # columns where there is no terminal to ask
+_said = 0.0
 
 
 def silence() -> None:
@@ -26,7 +27,9 @@ def silence() -> None:
 
 
 def say(text: str) -> None:
-    """Prints one line as it is: no markup, no wrapping, above a progress bar if one is shown."""
+    """Prints one line as it is: no markup, no wrapping, above the line at the bottom if there is one."""
+    global _said
+    _said = time.monotonic()
     _CONSOLE.print(text, markup=False, soft_wrap=True)
 
 
@@ -84,12 +87,12 @@ def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table; a column whose cells all start like numbers is aligned to the right."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, texts: Collection[str] = ()) -> None:
+    """Prints a table; a column whose cells all start like numbers is aligned to the right, unless `texts` names it."""
     cells = [[str(cell) for cell in row] for row in rows]
     shown = rich.table.Table()
     for index, column in enumerate(columns):
-        numeric = all(row[index].lstrip("+-.")[:1].isdigit() for row in cells)
+        numeric = column not in texts and all(row[index].lstrip("+-.")[:1].isdigit() for row in cells)
         shown.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         shown.add_row(*map(rich.text.Text, row))
@@ -98,46 +101,45 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     console.print(shown)
 
 
-@contextlib.contextmanager
-def progress(name: str, total: int, *, every: float = 30.0) -> Iterator[Callable[[int], None]]:
-    """Shows how far a loop is: a bar on a terminal, elsewhere a line at most every `every` seconds.
-
-    Yields a function to call with the number of items just done. Nothing stays of the bar, and a loop shorter than
-    `every` leaves nothing in a log file.
-    """
-    if not _CONSOLE.is_terminal:
-        yield _plain_progress(name, total, every)
-        return
-    columns = (
-        rich.progress.TextColumn("{task.description}", markup=False),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
-    with rich.progress.Progress(*columns, console=_CONSOLE, transient=True) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda done: bar.advance(task, done)
+def excerpt(text: str, most: int) -> str:
+    """A text of foreign origin for the screen: line breaks stay, whatever else does not print is written by its
+    number (`\\x1b`), and of more than `most` characters the middle is left out."""
+    if len(text) > most:
+        half = most // 2
+        return f"{excerpt(text[:half], most)} ... [{len(text) - 2 * half} characters] ... {excerpt(text[-half:], most)}"
+    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _plain_progress(name: str, total: int, every: float) -> Callable[[int], None]:
-    began = said = time.monotonic()
-    count = 0
+def has_bottom_line() -> bool:
+    """Whether a line can stand below what is printed."""
+    return _CONSOLE.is_terminal and not _CONSOLE.is_dumb_terminal and not _CONSOLE.quiet
 
-    def advance(done: int) -> None:
-        nonlocal count, said
-        count, now = count + done, time.monotonic()
-        if now - said >= every:
-            said = now
-            say(f"{name} {count}/{total}, {now - began:.0f} s")
 
-    return advance
+def terminal() -> rich.console.Console:
+    """What everything here is printed on."""
+    return _CONSOLE
+
+
+def last_said() -> float:
+    """When something was printed last, by `time.monotonic`; 0: nothing yet."""
+    return _said
+
+
+class LogHandler(logging.Handler):
+    """Log records to what is standard error at the time: where a line stands at the bottom, they go above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr)
+        except Exception:
+            self.handleError(record)
 
 
 def _split(known: Mapping[str, float]) -> str:
-    """Shares of the step's time, largest first; what rounds to nothing is left out."""
+    """Shares of the step's time, largest first; small ones are left out, so that the line stays a line."""
     whole = known["step_time_sec"]
     shares = {key.removeprefix("time/"): value / whole for key, value in known.items() if key.startswith("time/")}
-    shown = [f"{key} {share:.0%}" for key, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.01]
+    shown = [f"{key} {share:.0%}" for key, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""
 
 

@@ -90,8 +90,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
         trained = trained._replace(config=dataclasses.replace(trained.config, data=data))
     evaluator = evaluator_of(trained, on_training_rows)
     try:
-        with console.progress("eval", len(evaluator.problems)) as advance:
-            return Measured(trained, split, evaluator, evaluator(trained.params, advance))
+        return Measured(trained, split, evaluator, evaluator(trained.params))
     finally:
         close_pools(function for _, function, _ in evaluator.rewards)
 

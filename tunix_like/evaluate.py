@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from tunix_like import progress
 from tunix_like.config import EvalConfig
 from tunix_like.data.source import REWARD_COLUMN
 from tunix_like.data.stream import render, usable
@@ -112,20 +113,25 @@ class Evaluator:
     def __call__(
         self,
         params: Any,
-        on_progress: Callable[[int], None] = lambda done: None,
         rollouts: Path | None = None,
         step: int = 0,
     ) -> Evaluation:
         """Samples `eval.samples` completions of each problem, scores them and sums up.
 
         Args:
-          on_progress: called with the number of problems just done.
           rollouts, step: the folder for completions that cannot be scored, and the step they are of.
 
         Raises:
           UserError: at step 0 a reward function failed for the whole first batch, or nothing could be scored; later the
             metrics are NaN, and the run goes on.
         """
+        with progress.task("evaluation", len(self.problems)) as advance:
+            return self._summary(*self._sampled(params, advance, rollouts, step))
+
+    def _sampled(
+        self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int
+    ) -> tuple[Scores, Int[np.ndarray, "N n"], Bool[np.ndarray, "N n"], list[list[str]]]:
+        """All problems' scores, lengths, whether completions ended by themselves, and their texts."""
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
@@ -146,29 +152,13 @@ class Evaluator:
             self.first_failure(scores, rollouts)
             texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
             parts.append((out, scores))
-            on_progress(len(part))
+            advance(len(part))
         found = functools.reduce(Scores.join, [each for _, each in parts])
         if step == 0 and not found.scored.any():
             raise UserError(f"evaluation: {nothing_scored(found)}")
         lengths = np.concatenate([out.lengths for out, _ in parts])
         finished = np.concatenate([out.finished for out, _ in parts])
-        return self._summary(found, lengths, finished, texts)
-
-    def _answer_function(self, problem: Problem) -> Callable[[str], Hashable | None] | None:
-        """What tells the answer of a completion of this problem, if anything does."""
-        for name, function, _ in self.rewards:
-            if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
-                continue  # a function of the user's that is called like a registered one
-            own = problem.columns.get(REWARD_COLUMN) if name == "by_source" else name
-            if own in ANSWERS:
-                return ANSWERS[own]
-        return None
-
-    def _answers(self, texts: list[list[str]]) -> list[list[Hashable] | None]:
-        tellers = map(self._answer_function, self.problems)
-        return [
-            None if tell is None else [tell(text) for text in own] for tell, own in zip(tellers, texts, strict=True)
-        ]
+        return found, lengths, finished, texts
 
     def _summary(
         self,
@@ -180,7 +170,7 @@ class Evaluator:
         total: np.ndarray = scores.total.reshape(lengths.shape)
         known = ~np.isnan(total)
         succeeded = known & succeeds(np.nan_to_num(total, nan=-np.inf), self.success_threshold)
-        answers = self._answers(texts)
+        answers = told_answers(self.rewards, self.problems, texts)
         values = problem_values(total, succeeded, answers, ks_of(self.config))
         metrics = {f"eval/{name}": mean_known(each) for name, each in values.items()}
         metrics |= {
@@ -196,6 +186,25 @@ class Evaluator:
         for name, ends in intervals(values).items():
             metrics |= {f"eval/{end}/{name}": value for end, value in zip(("low", "high"), ends, strict=True)}
         return Evaluation(metrics, values, texts, total, succeeded, answers)
+
+
+def told_answers(
+    rewards: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[Sequence[str]]
+) -> list[list[Hashable] | None]:
+    """What each completion answers by the first reward that tells answers (`rewards.ANSWERS`), None where none is
+    found in it; instead of a problem's list None where no reward tells."""
+    tellers = (_teller(rewards, problem) for problem in problems)
+    return [None if tell is None else [tell(text) for text in own] for tell, own in zip(tellers, texts, strict=True)]
+
+
+def _teller(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[str], Hashable | None] | None:
+    for name, function, _ in rewards:
+        if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
+            continue  # a function of the user's that is called like a registered one
+        own = problem.columns.get(REWARD_COLUMN) if name == "by_source" else name
+        if own in ANSWERS:
+            return ANSWERS[own]
+    return None
 
 
 def _passes(names: Iterable[str]) -> list[str]:

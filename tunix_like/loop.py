@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from tunix_like import progress
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config_file import differences
 from tunix_like.errors import NotSaved, UserError
@@ -119,7 +120,8 @@ def run(
     with contextlib.closing(log):
         done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
         if checkpoints is not None:
-            checkpoints.wait()
+            with progress.task("writing the checkpoint"):
+                checkpoints.wait()
     return done
 
 
@@ -132,9 +134,26 @@ def _run(
     before_save: Callable[[], None],
     another_follows: bool,
 ) -> int:
-    done, over = resume(phase, checkpoints, log)
+    with progress.task("taking up the checkpoint"):
+        done, over = resume(phase, checkpoints, log)
     if over or _complete(phase, done):
         return done
+    with progress.task(phase.name, phase.total, done) as advance:
+        return _steps(phase, done, checkpoints, log, checkpoint_every, on_row, before_save, another_follows, advance)
+
+
+def _steps(
+    phase: Phase,
+    done: int,
+    checkpoints: Checkpoints | None,
+    log: MetricsLog,
+    checkpoint_every: int,
+    on_row: Callable[[dict[str, Any]], None],
+    before_save: Callable[[], None],
+    another_follows: bool,
+    advance: progress.Advance,
+) -> int:
+    """From step `done` to the end."""
     if done == 0 and (start := phase.evaluate(0, last=False)):
         _write(log, on_row, {phase.step_key: 0} | start)
     with _stop_signals() as asked:
@@ -148,6 +167,7 @@ def _run(
             row = {phase.step_key: done} | {f"{phase.name}/{name}": value for name, value in metrics.items()}
             row |= phase.evaluate(done, last=_complete(phase, done))
             _write(log, on_row, row)
+            advance(1)
             over = phase.finished(row)
             last = over or _complete(phase, done)
             stop = max(gather(asked()))  # asked once: what stops the run also saves it

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Bool
 
-from tunix_like import console
+from tunix_like import console, progress
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.data import source_estimators
 from tunix_like.errors import UserError
@@ -138,7 +138,7 @@ def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     ]
     console.say(f"weights: {'not finite in ' + ', '.join(bad[:3]) if bad else 'all finite'}")
     live = int((skipped.live & skipped.in_update[:, None]).sum())
-    with console.progress("completions", live + 1) as advance:
+    with progress.task("completions", live + 1) as advance:
         found = replay(skipped, trained, advance)
     console.say(f"the whole update: loss {found.loss:.4g}, gradient norm {found.norm:.4g}")
     rows = found.guilty or sorted(found.alone, key=lambda row: -row[3])

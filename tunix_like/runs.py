@@ -71,6 +71,7 @@ CHANGEABLE = (
     "training.checkpoint_every_n_steps",
     "training.max_checkpoints_to_keep",
     "training.log_rollouts_every_n_steps",
+    "training.log_samples_every_n_steps",
     "training.loggers",
     "training.profile_steps",
     "training.train_micro_batch_size",

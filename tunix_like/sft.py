@@ -6,6 +6,7 @@ by the same loop. This module knows no reward.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.sizes import chunk_size
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch
+
+logger = logging.getLogger("tunix_like")
 
 
 class _Likelihood:
@@ -255,8 +258,12 @@ class SFTTrainer:
         return {f"sft/{name}": value for name, value in self._evaluate(self.params, step).items()}
 
     def finished(self, row: dict[str, Any]) -> bool:
-        target = self.config.stop_at_success
-        return target is not None and row.get("sft/eval/pass@1", 0.0) >= target
+        target, success = self.config.stop_at_success, row.get("sft/eval/pass@1", 0.0)
+        if target is None or success < target:
+            return False
+        message = "sft stopped at step %d of %s because success %.3g >= stop_at_success %g"
+        logger.info(message, row["sft/step"], self.total, success, target)
+        return True
 
 
 def _check_answer(row: Mapping[str, Any], number: int) -> None:

@@ -1,18 +1,20 @@
 """Where a step's time goes: laps of its clock, programs compiled meanwhile, the device's peak, a profiler trace.
 
-It knows jax and its devices; no model and no training.
+It knows jax and its devices; no model and no training. Which program is being compiled it tells `progress`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 
+from tunix_like import progress
 from tunix_like.errors import UserError
 
 logger = logging.getLogger("tunix_like")
@@ -70,12 +72,24 @@ class Compilations:
 _DURATIONS: list[float] = []
 
 
+_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
 def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
+    if event == _COMPILE:
         _DURATIONS.append(duration_secs)
+        progress.compiling(None)
+
+
+def _on_begin(event: str, value: float, **known: str | int) -> None:
+    """jax tells of a duration twice: when it begins, with its time as the value, and when it is over."""
+    if event == _COMPILE:
+        name = re.sub(r"^jit\((.*)\)$", r"\1", str(known.get("fun_name", "a program")))
+        progress.compiling("decoding" if name == "advance" else name)
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_event)
+jax.monitoring.register_scalar_listener(_on_begin)
 
 
 def check_profile_steps(steps: Sequence[int] | None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_like.console import progress
+from tunix_like import progress
 from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, take
 from tunix_like.errors import UserError
 
@@ -117,7 +117,7 @@ def _shown(path: Path) -> Iterator[Callable[[int], None]]:
     if size < LONG_FILE:
         yield lambda done: None
         return
-    with progress(f"reading {path.name} (MiB)", size) as advance:
+    with progress.task(f"reading {path.name} (MiB)", size) as advance:
         yield lambda done: advance(done) if done else None
 
 
@@ -250,7 +250,7 @@ def check_hub_rows(
 ) -> None:
     """Runs `check` on every row of both splits: columns have types there, but any value may be missing."""
     for split, rows in ((config.split, train), (config.eval_split, held_out)):
-        with progress(f"checking {path}, {split}", len(rows)) as advance:
+        with progress.task(f"checking {path}, {split}", len(rows)) as advance:
             for number, row in enumerate(rows, start=1):
                 check(row, f"{path}, row {number} of {split}")
                 if number % 1000 == 0:

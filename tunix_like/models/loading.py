@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like import progress
 from tunix_like.config import RolloutConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.json_files import read_object
@@ -73,7 +74,8 @@ def load_model(
     graphdef, shapes = _abstract(config, kinds, quantize)  # so that random weights never exist beside loaded ones
     check_model(mesh, config, shapes)
     if folder is None or init == "random":
-        model = quantize_base(_random(config, seed, kinds), quantize)
+        with progress.task("drawing weights"):
+            model = quantize_base(_random(config, seed, kinds), quantize)
         nnx.update(model, place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh))
         return model, tokenizer
     stored = shapes if quantize is None else _abstract(config, kinds)[1]

@@ -20,6 +20,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
+from tunix_like import progress
 from tunix_like.config import LORA_TARGETS
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
@@ -86,6 +87,7 @@ def load_weights(
         if config.tie_embeddings and _HEAD in found:
             _check_tied(found)
         params: Params = {}
+        advance = stack.enter_context(progress.task("loading weights", len(wanted)))
         for path, leaf, names in wanted:
             tensors = [found[name] for name in names]
             array = place(tensors, leaf, transposed=path[-1] == "kernel", stacked=_EXPERTS in path)
@@ -94,6 +96,7 @@ def load_weights(
                     _put(params, (*path[:-1], name), part)
             else:
                 _put(params, path, array)
+            advance(1)
     return params
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_like import console
+from tunix_like import console, progress
 from tunix_like.errors import UserError
 from tunix_like.report.figures import save_figures
 from tunix_like.report.page import build
@@ -44,6 +44,6 @@ def _measure(runs: Sequence[Run], batches: int) -> list[Gradients]:
 
     out = []
     for run in runs:
-        with console.progress(f"gradients of {run.name}", batches * int(run.config.get("data.batch_size", 1))) as tick:
+        with progress.task(f"gradients of {run.name}", batches * int(run.config.get("data.batch_size", 1))) as tick:
             out.append(measure(run.folder, batches, tick))
     return out

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from tunix_like import progress
 from tunix_like.config import AlgorithmConfig
 from tunix_like.data.stream import Prompt
 from tunix_like.errors import UserError
@@ -162,7 +163,7 @@ class Collector:
         )
         lap("rollout")
         texts = completion_texts(completions, learner.tokenizer)
-        with saved_on_failure(self.rollouts, step, problems, texts):
+        with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
             scores = score_completions(learner.rewards, problems, texts, learner.algo.num_generations)
             sampled = Rollout(problems, texts, completions, scores)
             rewards = self._rewards(sampled)

@@ -35,6 +35,7 @@ from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import FirstFailure, WeightedReward
+from tunix_like.rl.samples import Samples
 from tunix_like.run_lock import owned
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
@@ -73,6 +74,8 @@ class Learner:
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
         every step; `aggregation` reduces the value over completions.
       on_row: `f(row, total steps or None)`, called with every row of metrics as it is logged.
+      on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps` with the best and the worst
+        completion of one prompt, a `tunix_like.rl.samples.Samples`.
 
     Raises:
       UserError: a config of another learner, a key nothing reads, a value out of range.
@@ -97,6 +100,7 @@ class Learner:
         source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
         metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
         on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
+        on_samples: Callable[[int, Samples], None] | None = None,
     ):
         self.algo = self._resolve(algo_config)
         self.rollout_config = rollout_config or RolloutConfig()
@@ -105,7 +109,7 @@ class Learner:
         check_loggers(self.training.loggers)
         self.success_threshold = success_threshold
         self.metric_fns = tuple(metric_fns)
-        self._on_row = on_row
+        self._on_row, self.on_samples = on_row, on_samples
         self.rewards = _weighted(reward_fns, reward_weights)
         self.first_failure = FirstFailure()
         self.tokenizer = Tokenizer.wrap(tokenizer)

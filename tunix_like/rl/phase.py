@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float
 
+from tunix_like import progress
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
 from tunix_like.errors import UserError
@@ -29,6 +30,7 @@ from tunix_like.models.sharding import check_batch, fetch, place_replicated, pro
 from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.processes import is_first
 from tunix_like.rl.collection import Collector
+from tunix_like.rl.diagnosis import SignalWatch
 from tunix_like.rl.forward import batch_logprobs, place_packed
 from tunix_like.rl.guards import FOLDER, GapWatch, Skipped, SkipWatch, keep
 from tunix_like.rl.losses import kl_estimate
@@ -43,6 +45,7 @@ from tunix_like.rl.rollouts import (
     saved_on_failure,
     write_rollouts,
 )
+from tunix_like.rl.samples import pick_samples
 from tunix_like.rl.update import jit_update, update_input
 from tunix_like.sizes import chunk_size
 from tunix_like.speed import Clock, Compilations, Profile, peak_flops
@@ -106,7 +109,7 @@ class RLPhase:
             self.identity["base"] = fingerprint(learner.model.config, learner.frozen, learner.mesh)
         self.opt_state = init_optimizer(optimizer, learner.trained)
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'", training.max_skipped_updates)
-        self.gap_watch = GapWatch(training.max_logprob_gap)
+        self.gap_watch, self.signal_watch = GapWatch(training.max_logprob_gap), SignalWatch(learner)
         self._compile(optimizer)
 
     def _compile(self, optimizer: optax.GradientTransformation) -> None:
@@ -158,8 +161,9 @@ class RLPhase:
         if collected is None:
             return None
         rollout, batch, metrics, sampled = collected
-        batch, ref, kl_metrics = self._reference(batch, clock)
-        with saved_on_failure(self.rollouts, step, rollout.problems, rollout.texts):
+        with progress.task("reference"):
+            batch, ref, kl_metrics = self._reference(batch, clock)
+        with progress.task("update"), saved_on_failure(self.rollouts, step, rollout.problems, rollout.texts):
             advantages, update_metrics = self._update(step, rollout, batch, ref, clock)
         metrics |= kl_metrics | update_metrics | _advantage_metrics(advantages)
         bins = pass_rate_bins(rollout, self.learner.success_threshold)
@@ -173,6 +177,10 @@ class RLPhase:
         metrics |= self._user_metrics(rollout, advantages)
         if self.rollouts is not None and (step == 1 or step % self.learner.training.log_rollouts_every_n_steps == 0):
             self._write(step, rollout, batch, advantages)
+        self.signal_watch(step, rollout, batch, advantages)
+        every = self.learner.training.log_samples_every_n_steps
+        if self.learner.on_samples is not None and every is not None and (step == 1 or step % every == 0):
+            self.learner.on_samples(step, pick_samples(rollout, advantages))
         clock.lap("other")
         row_steps = self.learner.sampler.row_steps - before
         return metrics | clock.seconds | self._speed(batch, sampled, row_steps, metrics | clock.seconds)

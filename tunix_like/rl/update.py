@@ -197,11 +197,11 @@ def jit_update(
     """
     params_lie, state_lies = shardings or (None, None)
 
-    def step(params: Any, opt_state: Any, data: UpdateInput, frozen: Any) -> Any:
+    def update(params: Any, opt_state: Any, data: UpdateInput, frozen: Any) -> Any:
         traced()
         return update_step(graphdef, objective, optimizer, options, params, opt_state, data, params_lie, frozen)
 
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=(params_lie, state_lies, None, None))
+    return jax.jit(update, donate_argnums=(0, 1), out_shardings=(params_lie, state_lies, None, None))
 
 
 def update_step(

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix_like import progress
 from tunix_like.config import RolloutConfig
 from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.sampling import decoding
@@ -133,7 +134,8 @@ class Sampler:
           numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
         """
         with scope(self.mesh):
-            return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish()
+            with progress.task("sampling", len(prompts) * num_generations) as advance:
+                return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish(advance)
 
 
 class _Run:
@@ -179,7 +181,7 @@ class _Run:
             np.zeros((total, size), bool),
         )
 
-    def finish(self) -> Completions:
+    def finish(self, advance: progress.Advance) -> Completions:
         self._fill()
         while True:
             live = int((self.row_sample >= 0).sum())
@@ -193,7 +195,7 @@ class _Run:
                 self.sampler.eos_ids,
             )
             self.rows = self._placed(rows)
-            self._harvest()
+            advance(self._harvest(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
             if not self._waiting() and not (self.row_sample >= 0).any():
                 return self.out
             self._fill()
@@ -225,8 +227,8 @@ class _Run:
         target = fewer[0][0] * fewer[0][1]
         return target if live > target else max(0, live - max(1, target // 8))
 
-    def _harvest(self) -> None:
-        """Takes what is done out of its rows."""
+    def _harvest(self) -> int:
+        """Takes what is done out of its rows; returns the number of them."""
         rows, out = self.rows, self.out
         live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
         self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
@@ -234,7 +236,7 @@ class _Run:
         done = (self.row_sample >= 0) & ~live
         self.ages = np.where(live, ages, 0)
         if not done.any():
-            return
+            return 0
         tokens, logprobs = fetch((rows.tokens, rows.logprobs), self.sampler.mesh)
         for slot, row in np.argwhere(done):
             place, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
@@ -242,6 +244,7 @@ class _Run:
             out.logprobs[place][:length] = logprobs[slot, row, :length]
             out.lengths[place], out.finished[place] = length, ended[slot, row]
         self.row_sample[done] = -1
+        return int(done.sum())
 
     def _fill(self) -> None:
         """Starts waiting completions in free rows: those of a slot's own prompt, and in an empty slot those of the
