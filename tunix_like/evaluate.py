@@ -154,6 +154,16 @@ class Evaluator:
         finished = np.concatenate([out.finished for out, _ in parts])
         return self._summary(found, lengths, finished, texts)
 
+    def objectives(self) -> list[str]:
+        """Names of the metrics of an evaluation of which more is better; nothing is sampled to know them."""
+        told = any(self._answer_function(problem) is not None for problem in self.problems)
+        samples = self.config.samples
+        none = np.zeros((1, samples))
+        names = list(problem_values(none, none > 0, [[None] * samples if told else None], ks_of(self.config)))
+        by_source = [f"{name}/{label}" for label in groups_by_source(self.problems) for name in _passes(names)]
+        ends = [f"{end}/{name}" for end in ("low", "high") for name in names]
+        return [f"eval/{name}" for name in (*names, "rewards/mean", *by_source, *ends)]
+
     def _answer_function(self, problem: Problem) -> Callable[[str], Hashable | None] | None:
         """What tells the answer of a completion of this problem, if anything does."""
         for name, function, _ in self.rewards:
