@@ -88,7 +88,7 @@ def test_text_keys_take_overrides_as_typed():
     [
         ("optimiser: {}", ["run.yaml", "'optimiser'", "Did you mean 'optimizer'?"]),
         ("learning_rate: 1", ["'learning_rate'", "'optimizer.learning_rate' or 'sft.optimizer.learning_rate'?"]),
-        ("training: {k: 1}", ["'training.k'", "'algorithm.k' or 'eval.k'?", "Keys of training: checkpoint_every"]),
+        ("training: {k: 1}", ["'training.k'", "'algorithm.k' or 'eval.k'?", "Keys of training: best_metric, "]),
         ("optimizer: {learningrate: 1}", ["'optimizer.learningrate'", "Did you mean 'optimizer.learning_rate'?", "b1"]),
         ("sft: {optimizer: {scedule: 1}}", ["'sft.optimizer.scedule'", "Did you mean 'sft.optimizer.schedule'?"]),
         ("training: {actor_optimizer: 1}", ["unknown key 'training.actor_optimizer'"]),

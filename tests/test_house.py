@@ -25,6 +25,7 @@ ROWS = (
     "rl/rollouts rl/forward rl/guards rl/population_weights",
     "rl/update",
     "evaluate weights_figure",
+    "best",
     "sft rl advantages_table report",
     "runs",
     "trained",

@@ -11,9 +11,9 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,6 +21,9 @@ import orbax.checkpoint as ocp
 from tunix_like import checksums
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.processes import any_of, by_first, is_first
+
+if TYPE_CHECKING:
+    from tunix_like.best import Best
 
 logger = logging.getLogger("tunix_like")
 
@@ -46,11 +49,12 @@ class Checkpoints:
       folder: where the numbered steps live. A writer makes it.
       max_to_keep: how many of the newest steps to keep. None opens for reading only: nothing is made or removed, so
         it is safe beside a running writer.
+      best: the step that it calls the best is kept too, however old, until a better one is whole and was read back.
     """
 
-    def __init__(self, folder: str | Path, max_to_keep: int | None = None) -> None:
+    def __init__(self, folder: str | Path, max_to_keep: int | None = None, best: Best | None = None) -> None:
         self.folder = Path(folder).absolute()
-        self._max_to_keep = max_to_keep
+        self._max_to_keep, self._best = max_to_keep, best
         if max_to_keep is not None:
             by_first(lambda: _prepare(self.folder))
         self._checkpointer = self._new_checkpointer()
@@ -102,7 +106,8 @@ class Checkpoints:
         self._writer.start()
 
     def _finish(self) -> None:
-        """In the background: waits until the step is there, then removes those that are too many."""
+        """In the background: waits until the step is there, then removes those that are too many. A new best step is
+        read back before, as the old one may be among them."""
         try:
             self._checkpointer.wait_until_finished()
         except Exception as error:  # orbax and tensorstore raise many kinds
@@ -110,8 +115,15 @@ class Checkpoints:
         else:
             if is_first():
                 assert self._max_to_keep is not None
-                for step in _whole_steps(self.folder)[: -self._max_to_keep]:
-                    _remove(self.folder / str(step))
+                steps = _whole_steps(self.folder)
+                best = None if self._best is None else self._best.among(steps)
+                if best == self._step and (damage := _damage(self.folder / str(best))) is not None:
+                    self._failure = self._set_aside(self.folder / str(best), damage)
+                    logger.warning("%s", self._failure)
+                    return
+                for step in steps[: -self._max_to_keep]:
+                    if step != best:
+                        _remove(self.folder / str(step))
 
     def _write_checksums(self) -> None:
         (written,) = self._unfinished()
@@ -226,6 +238,42 @@ class Checkpoints:
             place = step.with_name(f"{step.name}.damaged-{count}")
         step.rename(place)
         return f"{said}; it is now {place.name}, remove it when you have no use for it"
+
+    def improves(self, row: Mapping[str, Any]) -> bool:
+        """Takes note of a row of metrics; whether its step, once saved, is the best (if one is to be kept)."""
+        best = self._best
+        if best is None or best.metric not in row:
+            return False
+        self._settle()
+
+        def newest_is_best() -> bool:
+            best.learn([row])
+            return best.among([*_whole_steps(self.folder), row[best.step_key]]) == row[best.step_key]
+
+        return bool(by_first(newest_is_best))
+
+    def take_up(self, rows: Iterable[Mapping[str, Any]], sound: int) -> None:
+        """Learns from the rows of a run which of its steps is best. One that is damaged is warned of and set aside.
+
+        Args:
+          sound: a step that need not be compared with its checksums, because it has been.
+        """
+        if self._best is not None:
+            self._best.learn(rows)
+            by_first(lambda: self._confirm_best(sound))
+
+    def _confirm_best(self, sound: int) -> None:
+        best = self._best
+        assert best is not None
+        while (step := best.among(_whole_steps(self.folder))) not in (None, sound):
+            damage = _damage(self.folder / str(step))
+            if damage is None:
+                return
+            said = self._set_aside(self.folder / str(step), damage)
+            left = best.among(_whole_steps(self.folder))
+            logger.warning(
+                "%s. It was the best by %s; now %s", said, best.metric, "none is" if left is None else best.said(left)
+            )
 
     def check(self, step: int) -> None:
         """Compares a step with its checksums. Raises `UserError`, naming the file, where it is damaged or absent."""

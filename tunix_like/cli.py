@@ -147,7 +147,7 @@ def _add_training(command: AddCommand) -> None:
 
 def _add_trained(command: AddCommand) -> None:
     """The commands that use what was trained."""
-    source = "run folder, RUN/checkpoints/STEP, model folder or hub id"
+    source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder or hub id"
     evaluate = command(
         "eval",
         _eval,
@@ -183,6 +183,9 @@ def _add_trained(command: AddCommand) -> None:
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
     for sub in (evaluate, generate, export):
+        sub.add_argument(
+            "--best", action="store_true", help="of a run the best checkpoint by training.best_metric, not the newest"
+        )
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
     _add_processes(evaluate)
 
@@ -420,10 +423,26 @@ def _closing_table(folder: Path, parts: Parts) -> None:
         _before_and_after(found[0], found[-1], parts)
     elif not found:
         console.say("no evaluation: the data has no held-out rows")
+    if (metric := parts.config.training.best_metric) is not None:
+        _say_best(folder, metric)
     console.say(
         f"run folder: {folder} (tunix-like eval | generate | export {folder}). To go on, raise training.max_steps; "
         "to start anew, give another training.output_dir or delete the folder."
     )
+
+
+def _say_best(folder: Path, metric: str) -> None:
+    """Which checkpoint is kept as the best."""
+    from tunix_like.best import best_of
+    from tunix_like.checkpoints import Checkpoints
+
+    best = best_of(folder, metric)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        kept = best.among(checkpoints.steps())
+    if kept is None:
+        console.say(f"best: no checkpoint of a step with {metric} is there")
+    else:
+        console.say(f"best: {best.said(kept)}, kept in {folder}/checkpoints/{kept} (--best takes it)")
 
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
@@ -477,7 +496,9 @@ def _eval(arguments: argparse.Namespace) -> None:
     if arguments.compare is None:
         if source is None:
             raise UserError("eval: name a run or a model, or two of them: --compare A B.")
-        return eval_command.evaluate(source, overrides, arguments.out)
+        return eval_command.evaluate(_chosen(source, arguments.best), overrides, arguments.out)
+    if arguments.best:
+        raise UserError("eval --compare A B: leave --best out, and write RUN/checkpoints/best for a run.")
     if source is not None or arguments.out is not None:
         extra = f"--out {arguments.out}" if source is None else source
         raise UserError(
@@ -488,6 +509,17 @@ def _eval(arguments: argparse.Namespace) -> None:
     return eval_command.compare(a, b, overrides)
 
 
+def _chosen(source: str, best: bool) -> str:
+    """What `open_trained` takes. Raises UserError where the best checkpoint is asked for of what is no run folder."""
+    from tunix_like.trained import BEST
+
+    if not best:
+        return source
+    if not (Path(source) / "checkpoints").is_dir():
+        raise UserError(f"--best: {source} is no folder of a run with checkpoints.")
+    return str(Path(source) / "checkpoints" / BEST)
+
+
 def _generate(arguments: argparse.Namespace) -> None:
     _setup_jax()
     from tunix_like.models.loading import check_fit
@@ -495,7 +527,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     from tunix_like.sampling.sampler import make_sampler
     from tunix_like.trained import open_trained
 
-    trained = open_trained(arguments.source, arguments.overrides)
+    trained = open_trained(_chosen(arguments.source, arguments.best), arguments.overrides)
     check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)
     data, rollout = trained.config.data, trained.config.rollout
     prompt: Any = arguments.prompt
@@ -514,7 +546,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from tunix_like.trained import open_trained
 
     overrides = [*arguments.overrides, "model.attention=auto"]  # the run's own may need the run's devices
-    trained = open_trained(arguments.source, overrides, whole=True)
+    trained = open_trained(_chosen(arguments.source, arguments.best), overrides, whole=True)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out)
         console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft loads them")

@@ -353,6 +353,10 @@ class RLTrainingConfig(_Checked):
         50, doc="steps between checkpoints; one is always written at the end", at_least=1
     )
     max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
+    best_metric: str | None = key(
+        doc="metric of the evaluations, e.g. eval/pass@1: the checkpoint of the step with its highest value is written "
+        "at once and kept beside the newest ones; needs eval_every_n_steps; unset: none"
+    )
     log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
     log_samples_every_n_steps: int | None = key(
         50, doc="steps between tables of a prompt's best and worst completion on screen; null: none", at_least=1

@@ -160,6 +160,16 @@ class Evaluator:
         finished = np.concatenate([out.finished for out, _ in parts])
         return found, lengths, finished, texts
 
+    def objectives(self) -> list[str]:
+        """Names of the metrics of an evaluation of which more is better; nothing is sampled to know them."""
+        told = any(_teller(self.rewards, problem) is not None for problem in self.problems)
+        samples = self.config.samples
+        none = np.zeros((1, samples))
+        names = list(problem_values(none, none > 0, [[None] * samples if told else None], ks_of(self.config)))
+        by_source = [f"{name}/{label}" for label in groups_by_source(self.problems) for name in _passes(names)]
+        ends = [f"{end}/{name}" for end in ("low", "high") for name in names]
+        return [f"eval/{name}" for name in (*names, "rewards/mean", *by_source, *ends)]
+
     def _summary(
         self,
         scores: Scores,

@@ -154,8 +154,12 @@ def _steps(
     advance: progress.Advance,
 ) -> int:
     """From step `done` to the end."""
-    if done == 0 and (start := phase.evaluate(0, last=False)):
-        _write(log, on_row, {phase.step_key: 0} | start)
+    fresh = done == 0 and (checkpoints is None or checkpoints.latest_step() is None)
+    if fresh and (start := phase.evaluate(0, last=False)):
+        row = _write(log, on_row, {phase.step_key: 0} | start)
+        if checkpoints is not None and checkpoints.improves(row):
+            before_save()
+            save(phase, checkpoints, 0, False)
     with _stop_signals() as asked:
         while not _complete(phase, done):
             began = time.perf_counter()
@@ -166,13 +170,14 @@ def _steps(
             metrics["step_time_sec"] = time.perf_counter() - began
             row = {phase.step_key: done} | {f"{phase.name}/{name}": value for name, value in metrics.items()}
             row |= phase.evaluate(done, last=_complete(phase, done))
-            _write(log, on_row, row)
+            row = _write(log, on_row, row)
             advance(1)
             over = phase.finished(row)
             last = over or _complete(phase, done)
             stop = max(gather(asked()))  # asked once: what stops the run also saves it
             skipped = metrics.get("update/skipped", 0) > 0  # what made it so can then be looked at again
-            if checkpoints is not None and (last or stop or skipped or done % checkpoint_every == 0):
+            better = checkpoints is not None and checkpoints.improves(row)
+            if checkpoints is not None and (last or stop or skipped or better or done % checkpoint_every == 0):
                 before_save()
                 save(phase, checkpoints, done, over)
             if stop and (another_follows or not last):
@@ -181,7 +186,9 @@ def _steps(
                 return done
     # The data was used up: only now is the last step known, unless an earlier start came this far.
     if not by_first(lambda: _evaluated(phase, log, done)) and (final := phase.evaluate(done, last=True)):
-        _write(log, on_row, {phase.step_key: done} | final)
+        row = _write(log, on_row, {phase.step_key: done} | final)
+        if checkpoints is not None:
+            checkpoints.improves(row)  # or its step, if it is saved already, might be removed for an older one
     if checkpoints is not None and done and checkpoints.latest_step() != done:
         before_save()
         save(phase, checkpoints, done, False)
@@ -223,6 +230,7 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     _check_same_run(checkpoints, *own)
     log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
     phase.cut(step)
+    checkpoints.take_up(log.rows(), sound=step)
     if meta["total"] != phase.total and not _complete(phase, step):
         message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"
         logger.warning(message, phase.total, meta["total"])
@@ -248,10 +256,12 @@ def save(phase: Phase, checkpoints: Checkpoints, step: int, over: bool) -> None:
     checkpoints.save(step, phase.state(), phase.iterator, meta)
 
 
-def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> None:
+def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> dict[str, Any]:
+    """Writes a row of metrics, and returns it as it was written: plain numbers."""
     row = {name: float(value) if isinstance(value, np.generic | jax.Array) else value for name, value in row.items()}
     log.write(row)
     on_row(row)
+    return row
 
 
 @contextlib.contextmanager

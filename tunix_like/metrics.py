@@ -63,7 +63,11 @@ class MetricsLog:
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
         """The rows on disk whose `key` is `step`; without a folder there are none."""
-        return [] if self._path is None else [row for row in rows(self._path.parent) if row.get(key) == step]
+        return [row for row in self.rows() if row.get(key) == step]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows on disk; without a folder there are none."""
+        return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> None:
         """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn.

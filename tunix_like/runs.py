@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.best import check_best_metric
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig, RewardsConfig, number_problem, shortened
 from tunix_like.config_file import as_dict, differences, read_yaml, save, temporary_of
@@ -70,6 +71,7 @@ CHANGEABLE = (
     "training.eval_every_n_steps",
     "training.checkpoint_every_n_steps",
     "training.max_checkpoints_to_keep",
+    "training.best_metric",
     "training.log_rollouts_every_n_steps",
     "training.log_samples_every_n_steps",
     "training.loggers",
@@ -235,7 +237,10 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     check_fit(model.config, tokenizer, config.rollout)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
-    return Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
+    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
+    if config.training.best_metric is not None:  # here, as supervised fine-tuning may come before the learner
+        check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
+    return parts
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:

@@ -1,4 +1,5 @@
-"""Opening what was trained, or a plain model, to use it: a run's checkpoint, one step of it, a model folder or hub id.
+"""Opening what was trained, or a plain model, to use it: a run's newest checkpoint, its best, one step of it, a model
+folder or hub id.
 
 This module finds what belongs to the weights (config, description, the base of adapters) and trains nothing.
 """
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.best import best_of
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import Config, LoraConfig
 from tunix_like.config_file import load, read_yaml
@@ -35,6 +37,9 @@ from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.runs import kinds_of, loaded, make_evaluator, newest_checkpoints, reward_functions
 from tunix_like.tokenizer import Tokenizer
 
+BEST = "best"
+"""`RUN/checkpoints/best` names the best of a run's checkpoints; there is no such folder."""
+
 
 class Trained(NamedTuple):
     """A model with trained (or given) weights, and the config it is used with."""
@@ -53,7 +58,8 @@ class Trained(NamedTuple):
 
 
 def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False, whole: bool = False) -> Trained:
-    """A run folder (its newest checkpoint), one checkpoint of a run, or a model folder or hub id.
+    """A run folder (its newest checkpoint), one checkpoint of a run (`RUN/checkpoints/STEP` or `.../best`), or a model
+    folder or hub id.
 
     Args:
       need_data: the overrides must name data where nothing else does.
@@ -63,6 +69,8 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
       UserError: it is none of them, or the run has no checkpoint yet, or every one (or the one named) is damaged.
     """
     place = Path(path)
+    if (place.parent.name, place.name) == ("checkpoints", BEST):
+        place = best_checkpoint(place.parent.parent, overrides)
     if (place / ADAPTER_CONFIG).is_file() and not (place / "config.json").is_file():
         raise UserError(
             f"{place} holds an adapter, which is no model alone: tunix_like.load_adapter puts it beside its base (in "
@@ -106,6 +114,27 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
         params = join_params(checkpoints.restore(step, {"params": abstract})[0]["params"], frozen)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     return Trained(config, graphdef, model_config, params, tokenizer, mesh, f"{steps_folder}/{step}")
+
+
+def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
+    """The checkpoint of a run that is best by its `training.best_metric`, or by the one that the overrides name.
+
+    Raises:
+      UserError: no metric is named, or no checkpoint is of a step that was evaluated with it.
+    """
+    file = run / "config.yaml"
+    metric = load(file if file.is_file() else None, overrides).training.best_metric
+    if metric is None:
+        raise UserError(
+            f"{run}: which checkpoint is the best is not known, as training.best_metric is unset there; add e.g. "
+            "training.best_metric=eval/pass@1 for the best of those that are there."
+        )
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        steps = checkpoints.steps()
+    step = best_of(run, metric).among(steps)
+    if step is None:
+        raise UserError(f"{run}/checkpoints: of no step that is there {metric} is known; there are: {steps or 'none'}.")
+    return run / "checkpoints" / str(step)
 
 
 def _named_base(run: Path) -> list[str]:

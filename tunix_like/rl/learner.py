@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.best import Best
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, EvalConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.config_file import as_dict
@@ -210,12 +211,15 @@ class Learner:
         self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, check_owner: Callable[[], None]
     ) -> dict[str, Any]:
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
+        if folder is None and self.training.best_metric is not None:
+            raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
         log = open_metrics(folder, self.training.loggers, self._settings())
         self._take_weights()
         phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder)
         checkpoints = None
         if folder is not None:
-            checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep)
+            best = None if self.training.best_metric is None else Best(self.training.best_metric)
+            checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep, best)
             by_first(lambda: self._describe(folder / "model"))
         last: dict[str, Any] = {}
 

@@ -21,6 +21,7 @@ import optax
 from jaxtyping import Bool, Float
 
 from tunix_like import progress
+from tunix_like.best import check_best_metric
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
 from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
 from tunix_like.errors import UserError
@@ -103,6 +104,7 @@ class RLPhase:
         self.iterator = self.batches if isinstance(self.batches, Resumable) else None
         self.collector = Collector(learner, self.objective, self.batches, batch_size, self.rollouts)
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
+        check_best_metric(training, self.evaluator)
         self.identity = _identity(learner) | {"batch_size": batch_size, "mini_batch_size": self.mini_batch_size}
         self.identity |= {"rows": len(train_ds)} if sized else {}
         if learner.model.adapters is not None:
