@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -146,6 +147,22 @@ def test_a_reader_makes_and_removes_nothing(tmp_path):
     with Checkpoints(tmp_path / "c") as checkpoints:
         assert checkpoints.steps() == []
     assert (tmp_path / "c" / "4.orbax-checkpoint-tmp").exists()
+
+
+def test_what_a_failed_write_still_puts_there_is_removed_too(tmp_path, monkeypatch):
+    """Its threads may outlive it, in a process that opens the folder again at once: files come after the last look."""
+    left, real = tmp_path / "c" / "4.orbax-checkpoint-tmp", os.rmdir
+    (left / "state").mkdir(parents=True)
+    late = iter(["data", "more"])
+
+    def rmdir(path, **place):
+        for name in itertools.islice(late, 1):
+            (left / "state" / name).touch()
+        real(path, **place)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    with Checkpoints(tmp_path / "c", 2):
+        assert not left.exists() and next(late, None) is None
 
 
 def test_a_damaged_step_is_named(tmp_path):

@@ -7,10 +7,12 @@ mean, when to save, or which run the folder belongs to (say that in `meta`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -392,6 +394,18 @@ def _damage(step: Path) -> str | None:
     return checksums.damage(step)
 
 
+def _clear(folder: Path) -> None:
+    """Removes a folder into which a thread of this process, whose write failed, may still put files."""
+    for _ in range(20):
+        try:
+            return shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            time.sleep(0.1)
+    shutil.rmtree(folder)
+
+
 def _prepare(folder: Path) -> None:
     """Makes the folder, and removes what a killed writer left there: temporary folders, and numbered ones that are not
     whole."""
@@ -399,6 +413,6 @@ def _prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if ".orbax-checkpoint-tmp" in path.name or (path.name.isdigit() and not _is_whole(path)):
-                shutil.rmtree(path)
+                _clear(path)
     except OSError as error:
         raise UserError(f"{folder}: checkpoints cannot be written there ({error}).") from error
