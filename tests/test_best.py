@@ -121,6 +121,8 @@ def test_of_an_evaluation_that_comes_when_the_data_has_ended(tmp_path):
     assert 4 in saved(tmp_path)
     go(phase(6), tmp_path, every=2)
     assert saved(tmp_path) == [4, 6]
+    go(phase(4), tmp_path / "unsaved")
+    assert saved(tmp_path / "unsaved") == [4], "the one before was better than none"
 
 
 def test_a_kill_before_the_old_one_is_removed(tmp_path, monkeypatch):

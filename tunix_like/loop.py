@@ -188,7 +188,7 @@ def _steps(
     if not by_first(lambda: _evaluated(phase, log, done)) and (final := phase.evaluate(done, last=True)):
         row = _write(log, on_row, {phase.step_key: done} | final)
         if checkpoints is not None:
-            checkpoints.improves(row)  # or its step, if it is saved already, might be removed for an older one
+            checkpoints.improves(row)  # noted before the last save, which removes what is then no longer the best
     if checkpoints is not None and done and checkpoints.latest_step() != done:
         before_save()
         save(phase, checkpoints, done, False)

@@ -102,7 +102,7 @@ def _curve(runs: Sequence[Run], curve: Curve) -> Figure:
     _dress(
         axes, "SFT step" if curve.phase == "sft" else "step", f"{curve.title}{f' [{curve.unit}]' * bool(curve.unit)}"
     )
-    if curve.log:
+    if curve.log and any((np.asarray(line.get_ydata()) > 0).any() for line in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
     if len(runs) > 1:
         axes.legend(frameon=False, fontsize=8)
