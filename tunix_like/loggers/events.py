@@ -27,7 +27,7 @@ class EventFiles:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._folder, self._settings = folder, settings
-        self._start = Start("step", 0, 0, 0)
+        self._start = Start("step", 0, 0)
         self._file: BinaryIO | None = None
 
     def __str__(self) -> str:
