@@ -232,6 +232,26 @@ def test_a_second_interrupt_waits_for_no_tool(tmp_path, hung, caplog):
     assert warnings(caplog) == ["wandb: not done after 0 s; it is left alone"]
 
 
+def test_an_event_file_that_is_removed(tmp_path):
+    folder = tmp_path / "tensorboard" / "count"
+    for last in (1, 2, 3):
+        go(Counting(last), tmp_path, ["tensorboard"])
+    for file in sorted(folder.iterdir())[:2]:
+        file.unlink()
+    folder.joinpath("events.out.tfevents.else").touch()
+    go(Counting(4), tmp_path, ["tensorboard"])
+    names = sorted(file.name.split(".")[3] for file in folder.iterdir())
+    assert names == ["0000000002", "0000000003", "else"]
+
+
+@pytest.mark.parametrize("text", ["a: [", "", "{!!timestamp 2026-01-01: 1}", "- a"])
+def test_a_foreign_config_file_is_not_worth_a_run(tmp_path, caplog, text):
+    tmp_path.joinpath("config.yaml").write_text(text)
+    assert go(Counting(), tmp_path, ["tensorboard"]) == 5
+    assert [said.startswith("loggers show the settings of this run: ") for said in warnings(caplog)] == [True]
+    assert "seed: 7" in shown(tmp_path / "tensorboard" / "count")[1]["config/text_summary"]
+
+
 def test_a_run_in_the_folder_it_was_started_from_has_a_name(tmp_path, recorder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = []

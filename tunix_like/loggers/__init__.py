@@ -86,8 +86,17 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
         )
     if folder is None or not is_first():
         return MetricsLog(None)
-    file = folder / "config.yaml"
-    shown = json.loads(json.dumps(read_yaml(file) if file.is_file() else settings, default=str))
+    shown = _shown(folder / "config.yaml", settings)
     loggers: list[Logger] = [EventFiles(folder / "tensorboard", shown)] if "tensorboard" in names else []
     loggers += [Trackers(trackers, folder, shown)] if trackers else []
     return LoggedMetrics(folder, loggers)
+
+
+def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in `file`, or else `settings`, as JSON knows it."""
+    if file.is_file():
+        try:
+            return dict(json.loads(json.dumps(read_yaml(file), default=str)))
+        except (ValueError, TypeError) as error:  # a UserError, or what JSON lacks: it is for display alone
+            logger.warning("loggers show the settings of this run: %s", error)
+    return dict(json.loads(json.dumps(settings, default=str)))
