@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -102,7 +103,6 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     monkeypatch.setitem(trackers.TOOLS, "wandb", Recorder)
-    monkeypatch.setattr(loggers, "check_loggers", lambda names: None)
     monkeypatch.setattr(Recorder, "told", [])
     monkeypatch.setattr(Recorder, "ends", [])
     return Recorder
@@ -121,16 +121,41 @@ def test_a_tool_is_told_each_step_once(tmp_path, recorder, monkeypatch, at_once)
     assert recorder.ends == [True, False], "the second was killed before it had anything to tell"
 
 
-def test_a_kill_that_takes_rows_with_it_leaves_no_gap(tmp_path, recorder, monkeypatch):
-    """Of a tool that keeps nothing before its end: what it may lack comes from `metrics.jsonl`."""
-    monkeypatch.setattr(trackers.Tool, "close", lambda self, failed: 0)
-    killed(Counting(at={4: fail}), tmp_path, ["wandb"])
-    monkeypatch.undo()
-    monkeypatch.setitem(trackers.TOOLS, "wandb", Recorder)
-    monkeypatch.setattr(loggers, "check_loggers", lambda names: None)
+def broken(*_):
+    raise ConnectionError("no route")
+
+
+@pytest.mark.parametrize(("at_once", "told"), [(True, [4, 5]), (False, [1, 2, 3, 4, 5])])
+def test_a_kill_leaves_no_gap(tmp_path, recorder, monkeypatch, at_once, told):
+    """A tool that keeps rows at once is told the others alone; one that keeps nothing before its end, all again, from
+    `metrics.jsonl`."""
+    monkeypatch.setattr(Recorder, "at_once", at_once)
+    with monkeypatch.context() as killed_before_its_end:
+        killed_before_its_end.setattr(Recorder, "finish", broken)
+        killed(Counting(at={4: fail}), tmp_path, ["wandb"])
     del recorder.told[:]
     go(Counting(), tmp_path, ["wandb"])
-    assert [told[1:] for told in recorder.told] == [(i, i, total) for i, total in enumerate([1, 3, 6, 10, 15], 1)]
+    assert [row[1:] for row in recorder.told] == [(i, i, i * (i + 1) / 2) for i in told]
+
+
+@pytest.mark.parametrize("method", ["__init__", "log"])
+def test_rows_that_a_tool_did_not_take_are_told_at_the_next_start(tmp_path, recorder, monkeypatch, method):
+    monkeypatch.setattr(Recorder, "at_once", True)
+    with monkeypatch.context() as down:
+        down.setattr(Recorder, method, broken)
+        killed(Counting(at={4: fail}), tmp_path, ["wandb"])
+    go(Counting(), tmp_path, ["wandb"])
+    assert [told[1] for told in recorder.told] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("others", [[], ["trackio"]])
+def test_rows_of_a_start_that_left_the_tool_out(tmp_path, recorder, monkeypatch, others):
+    monkeypatch.setattr(Recorder, "at_once", True)
+    monkeypatch.setitem(trackers.TOOLS, "trackio", type("Other", (Recorder,), {"log": lambda *_: None}))
+    killed(Counting(at={3: fail}), tmp_path, ["wandb"])
+    killed(Counting(at={5: fail}), tmp_path, others)
+    go(Counting(), tmp_path, ["wandb"])
+    assert [told[1] for told in recorder.told] == [1, 2, 3, 4, 5]
 
 
 def test_a_tool_that_comes_later_gets_the_whole_curve(tmp_path, recorder):
@@ -147,29 +172,98 @@ def test_a_run_without_a_checkpoint_gets_another_id(tmp_path, recorder):
     assert len({told[0] for told in others}) == 1 and others[0][0] != first[0]
 
 
-@pytest.mark.parametrize("where", ["__init__", "log", "finish", "hang"])
+def warnings(caplog):
+    return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("where", ["__init__", "log", "finish"])
 def test_a_tool_that_fails_is_warned_of_and_the_run_goes_on(tmp_path, recorder, monkeypatch, caplog, where):
-    gate = threading.Event()
-    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2 if where == "hang" else 60)
-
-    def broken(*_):
-        if where == "hang":
-            gate.wait()
-        else:
-            raise ConnectionError("no route")
-
-    monkeypatch.setattr(Recorder, "finish" if where == "hang" else where, broken)
+    monkeypatch.setattr(Recorder, where, broken)
     assert go(Counting(), tmp_path, ["wandb", "tensorboard"]) == 5
-    gate.set()
-    words = "wandb: not done after 0.2 s" if where == "hang" else "wandb: no route; this logger is off"
-    assert [words in record.message for record in caplog.records if record.levelname == "WARNING"] == [True]
+    assert warnings(caplog) == ["wandb: no route; this logger is off until the next start"]
     assert len(rows(tmp_path)) == 5 and len(shown(tmp_path / "tensorboard" / "count")[0]["count/sum"]) == 5
+
+
+@pytest.fixture
+def hung(recorder, monkeypatch):
+    """Two tools whose start hangs until the end of the test; returns who began."""
+    gate, begun = threading.Event(), []
+
+    def hang(self, place):
+        begun.append(threading.current_thread())
+        gate.wait()
+        self.first = 1
+
+    monkeypatch.setattr(Recorder, "__init__", hang)
+    monkeypatch.setitem(trackers.TOOLS, "trackio", Recorder)
+    yield begun
+    gate.set()
+    for thread in begun:
+        thread.join()
+
+
+def test_tools_that_hang_are_left_alone_for_good(tmp_path, hung, monkeypatch, caplog):
+    """After one wait for both; the next phase does not start them beside themselves."""
+    ended, until = trackers.Tool.ended, []
+    monkeypatch.setattr(trackers.Tool, "ended", lambda tool, time: until.append(time) or ended(tool, time))
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
+    assert go(Counting(), tmp_path, ["wandb", "trackio", "tensorboard"]) == 5
+    assert len(until) == 2 and len(set(until)) == 1
+    assert warnings(caplog) == [f"{tool}: not done after 0.2 s; it is left alone" for tool in ("wandb", "trackio")]
+    assert len(rows(tmp_path)) == 5 and len(shown(tmp_path / "tensorboard" / "count")[0]["count/sum"]) == 5
+    caplog.clear()
+    assert go(Counting(7), tmp_path, ["wandb"]) == 7 and len(hung) == 2
+    said = ["wandb: still busy with an earlier phase; this logger is off until the next start"]
+    assert [text for text in warnings(caplog) if "schedule" not in text] == said
+
+
+def test_rows_that_wait_for_a_tool_have_a_bound(tmp_path, hung, monkeypatch, caplog):
+    monkeypatch.setattr(trackers, "WAITING_ROWS", 3)
+    assert go(Counting(), tmp_path, ["wandb"]) == 5
+    assert warnings(caplog) == ["wandb: 3 rows wait for it; this logger is off until the next start"]
+
+
+def test_a_second_interrupt_waits_for_no_tool(tmp_path, hung, caplog):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        go(Counting(at={2: interrupt}), tmp_path, ["wandb"])
+    assert warnings(caplog) == ["wandb: not done after 0 s; it is left alone"]
+
+
+def test_an_event_file_that_is_removed(tmp_path):
+    folder = tmp_path / "tensorboard" / "count"
+    for last in (1, 2, 3):
+        go(Counting(last), tmp_path, ["tensorboard"])
+    for file in sorted(folder.iterdir())[:2]:
+        file.unlink()
+    folder.joinpath("events.out.tfevents.else").touch()
+    go(Counting(4), tmp_path, ["tensorboard"])
+    names = sorted(file.name.split(".")[3] for file in folder.iterdir())
+    assert names == ["0000000002", "0000000003", "else"]
+
+
+@pytest.mark.parametrize("text", ["a: [", "", "{!!timestamp 2026-01-01: 1}", "- a"])
+def test_a_foreign_config_file_is_not_worth_a_run(tmp_path, caplog, text):
+    tmp_path.joinpath("config.yaml").write_text(text)
+    assert go(Counting(), tmp_path, ["tensorboard"]) == 5
+    assert [said.startswith("loggers show the settings of this run: ") for said in warnings(caplog)] == [True]
+    assert "seed: 7" in shown(tmp_path / "tensorboard" / "count")[1]["config/text_summary"]
+
+
+def test_a_run_in_the_folder_it_was_started_from_has_a_name(tmp_path, recorder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = []
+    monkeypatch.setattr(Recorder, "finish", lambda self, failed: names.append(self.place.folder.name))
+    go(Counting(1), Path(), ["wandb"])
+    assert names == [tmp_path.name]
 
 
 def test_event_files_that_cannot_be_written(tmp_path, caplog):
     tmp_path.joinpath("tensorboard").write_text("in the way")
     assert go(Counting(), tmp_path, ["tensorboard"]) == 5
-    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    warned = warnings(caplog)
     assert len(warned) == 1 and warned[0].startswith("tensorboard (") and len(rows(tmp_path)) == 5
 
 
@@ -201,7 +295,6 @@ def test_bad_names_and_missing_packages(monkeypatch):
     with pytest.raises(UserError, match=r"training.loggers: wandb is not .*; pip install 'tunix_like\[wandb\]'"):
         check_config(load(None, [*model, "training.loggers=[tensorboard, wandb]"]))
     monkeypatch.undo()
-    monkeypatch.setattr(loggers, "check_loggers", lambda names: None)
     with pytest.raises(UserError, match="training.loggers: wandb needs training.output_dir"):
         open_metrics(None, ["wandb"], {})
 

@@ -105,6 +105,19 @@ def test_a_whole_run(tmp_path):
     assert all(type(row["count/sum"]) is float and row["count/step_time_sec"] >= 0 for row in seen)
 
 
+@pytest.mark.parametrize(
+    ("end", "raised", "met"), [(lambda: None, None, 6), (term, Stopped, 3), (fail, RuntimeError, 1)]
+)
+def test_processes_meet_after_an_end_that_all_come_to(monkeypatch, end, raised, met):
+    """Beside once a step; not after an error, which may be of one process alone."""
+    meetings = []
+    monkeypatch.setattr(loop, "gather", lambda value: meetings.append(value) or [value])
+    phase = Counting(5, at={2: end})
+    with pytest.raises(raised) if raised else contextlib.nullcontext():
+        run(phase, checkpoints=None, log=MetricsLog(None), checkpoint_every=9, on_row=lambda row: None)
+    assert len(meetings) == met
+
+
 def test_without_files():
     seen = []
     done = run(

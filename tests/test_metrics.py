@@ -45,7 +45,7 @@ def test_cut_drops_only_what_lies_beyond(tmp_path):
     log = MetricsLog(tmp_path)
     for row in ({"sft/step": 9}, {"step": 0}, {"step": 1, "x": 0.1}, {"step": 3}, {"step": 2}, {"step": None}):
         log.write(row)
-    log.cut("step", 2)
+    assert log.cut("step", 2) == len(rows(tmp_path))
     assert rows(tmp_path) == [{"sft/step": 9}, {"step": 0}, {"step": 1, "x": 0.1}, {"step": 2}, {"step": None}]
     log.write({"step": 3})
     assert rows(tmp_path)[-1] == {"step": 3}

@@ -139,6 +139,28 @@ model, _ = load_model(folder, mesh=mesh)
 kernel = model.layers[0].mlp.up_proj.kernel[...]
 told["parts"] = [list(shard.data.shape) for shard in kernel.addressable_shards]
 told["whole"] = fetch(kernel, mesh).tolist()
+
+import time, types
+from pathlib import Path
+from tunix_like import loop
+
+class Slow(loop.MetricsLog):
+    def close(self):
+        if index == 0:
+            time.sleep(1)
+            Path(folder, name).touch()
+
+def ended():
+    raise kind(1, True)
+
+for name, kind in (("end", None), ("stop", loop.Stopped)):
+    begin = (lambda step: None) if kind is None else (lambda step: ended())
+    phase = types.SimpleNamespace(total=0, step_key="step", cut=begin)
+    try:
+        loop.run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1, on_row=None)
+    except loop.Stopped:
+        pass
+    told[name] = Path(folder, name).exists()
 print(json.dumps(told))
 """
 
@@ -256,6 +278,7 @@ def test_what_processes_tell_each_other(tmp_path):
         assert str(each["nan"]) == str(each["own nan"]) == "[1.0, nan]"
         assert each["memory"] == 1000 and each["scores"] == [2.0, 0.0, 0.0, 0.0]
         assert "there are 2 processes, each of which would train a model of its own" in each["no mesh"]
+        assert each["end"] and each["stop"], "none leaves before the loggers of the first are done"
     # every row is loaded by one process (or by none, where it is left over), and the long ones are left out
     assert not set(told[0]["loaded"]) & set(told[1]["loaded"])
     numbers = [number for batch in told[0]["batches"] for number in batch]

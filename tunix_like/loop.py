@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -117,12 +118,24 @@ def run(
       NotSaved: all steps are done, or a signal asked for the end, and the last checkpoint could not be written.
       Stopped, Interrupted: SIGTERM or SIGINT asked for the end; the state is saved.
     """
-    with contextlib.closing(log):
+    with _closed_together(log):
         done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
         if checkpoints is not None:
             with progress.task("writing the checkpoint"):
                 checkpoints.wait()
     return done
+
+
+@contextlib.contextmanager
+def _closed_together(log: MetricsLog) -> Iterator[None]:
+    """Closes the log. Its loggers may keep process 0 longer than the others, at their exit, wait for it: after an end
+    that all come to, all wait here."""
+    try:
+        yield
+    finally:
+        log.close()
+        if isinstance(sys.exception(), Stopped | Interrupted | NotSaved | None):
+            gather(None)
 
 
 def _run(

@@ -69,8 +69,9 @@ class MetricsLog:
         """All rows on disk; without a folder there are none."""
         return [] if self._path is None else rows(self._path.parent)
 
-    def cut(self, key: str, last: int) -> None:
-        """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn.
+    def cut(self, key: str, last: int) -> int:
+        """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn. Returns
+        how many rows stay.
 
         Rows without `key` stay. The file is replaced in one move: a kill leaves the old one or the new one.
 
@@ -78,7 +79,7 @@ class MetricsLog:
           UserError: a line before the last is not a JSON object, or there is no room for the new file.
         """
         if self._path is None or not self._path.exists():
-            return
+            return 0
         kept = [row for row in rows(self._path.parent) if row.get(key) is None or row[key] <= last]
         temporary = self._path.with_suffix(".tmp")
         try:
@@ -91,6 +92,7 @@ class MetricsLog:
                 f"{self._path} cannot be cut back to the checkpoint ({error}). Is the disk full or the folder not "
                 "writable? Make room and start again; nothing is lost."
             ) from error
+        return len(kept)
 
 
 def _append(path: Path, text: str) -> None:

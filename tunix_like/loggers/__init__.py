@@ -17,7 +17,7 @@ from tunix_like.config_file import read_yaml
 from tunix_like.errors import UserError
 from tunix_like.loggers.events import EventFiles
 from tunix_like.loggers.trackers import TOOLS, Logger, Start, Trackers
-from tunix_like.metrics import MetricsLog, rows
+from tunix_like.metrics import MetricsLog
 from tunix_like.processes import is_first
 
 logger = logging.getLogger("tunix_like")
@@ -29,14 +29,13 @@ class LoggedMetrics(MetricsLog):
 
     def __init__(self, folder: Path, loggers: Sequence[Logger]) -> None:
         super().__init__(folder)
-        self._folder, self._loggers, self._number = folder, list(loggers), 0
+        self._loggers, self._number = list(loggers), 0
 
-    def cut(self, key: str, last: int) -> None:
-        seen = len(rows(self._folder))
-        super().cut(key, last)
-        self._number = len(rows(self._folder))
-        start = Start(key, last + 1, self._number, seen)
+    def cut(self, key: str, last: int) -> int:
+        self._number = super().cut(key, last)
+        start = Start(key, last + 1, self._number)
         self._tell(lambda each: each.begin(start))
+        return self._number
 
     def write(self, row: Mapping[str, Any]) -> None:
         super().write(row)
@@ -77,9 +76,8 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
       settings: what the loggers show as hyperparameters where the folder has no `config.yaml`.
 
     Raises:
-      UserError: a logger is not installed, or needs a folder and there is none.
+      UserError: a logger needs a folder and there is none.
     """
-    check_loggers(names)
     trackers = [name for name in names if name in TOOLS]
     if folder is None and trackers:
         raise UserError(
@@ -88,8 +86,17 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
         )
     if folder is None or not is_first():
         return MetricsLog(None)
-    file = folder / "config.yaml"
-    shown = json.loads(json.dumps(read_yaml(file) if file.is_file() else settings, default=str))
+    shown = _shown(folder / "config.yaml", settings)
     loggers: list[Logger] = [EventFiles(folder / "tensorboard", shown)] if "tensorboard" in names else []
     loggers += [Trackers(trackers, folder, shown)] if trackers else []
     return LoggedMetrics(folder, loggers)
+
+
+def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in `file`, or else `settings`, as JSON knows it."""
+    if file.is_file():
+        try:
+            return dict(json.loads(json.dumps(read_yaml(file), default=str)))
+        except (ValueError, TypeError) as error:  # a UserError, or what JSON lacks: it is for display alone
+            logger.warning("loggers show the settings of this run: %s", error)
+    return dict(json.loads(json.dumps(settings, default=str)))

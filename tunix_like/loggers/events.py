@@ -6,6 +6,7 @@ others hold rows that a killed process loses, and wait for ever once the thread 
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ class EventFiles:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._folder, self._settings = folder, settings
-        self._start = Start("step", 0, 0, 0)
+        self._start = Start("step", 0, 0)
         self._file: BinaryIO | None = None
 
     def __str__(self) -> str:
@@ -62,11 +63,12 @@ class EventFiles:
 
         phase = self._folder / (self._start.key.rpartition("/")[0] or "train")
         phase.mkdir(parents=True, exist_ok=True)
-        earlier = len(list(phase.glob("*.tfevents.*")))
+        found = [re.match(r"events\.out\.tfevents\.(\d+)\.", file.name) for file in phase.iterdir()]
+        number = max((int(name[1]) + 1 for name in found if name), default=0)
         # TensorBoard reads them in the order of their names: a number is safe from clocks that disagree.
-        self._file = (phase / f"events.out.tfevents.{earlier:010d}.{socket.gethostname()}").open("xb")
+        self._file = (phase / f"events.out.tfevents.{number:010d}.{socket.gethostname()}").open("xb")
         self._add(file_version="brain.Event:2")
-        if earlier:
+        if number:
             restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(step=self._start.first, session_log=restart)
         return self._file

@@ -6,25 +6,35 @@ row is due.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import queue
 import secrets
+import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from tunix_like.errors import UserError
 from tunix_like.json_files import read_object
 from tunix_like.metrics import rows
 
 logger = logging.getLogger("tunix_like")
 
 FILE = "tracking.json"
+CURE = "Remove it to go on in a new curve."
+_LOCK = threading.Lock()  # the file's: each tool says in its own thread how far it is
+
 FINISH_SECONDS = 60.0
-"""How long the end of a phase waits for a tool to hand over what it has."""
+"""How long the end of a phase waits for the tools, all together, to hand over what they have."""
+
+WAITING_ROWS = 10_000
+"""Rows that may wait for a tool (55 MB, with 50 numbers each); one that lets more come is given up."""
 
 
 class Start(NamedTuple):
@@ -34,13 +44,11 @@ class Start(NamedTuple):
       key: the rows' step column, `step` or `sft/step`.
       first: the first step to come; those from it on are done again.
       kept: rows of `metrics.jsonl` that stay; the next one has number `kept + 1`.
-      seen: rows that it had before.
     """
 
     key: str
     first: int
     kept: int
-    seen: int
 
 
 @runtime_checkable
@@ -112,7 +120,7 @@ class Wandb:
 class Trackio:
     """A run of trackio, found again by its name, which therefore ends in the id."""
 
-    at_once = True  # within half a second
+    at_once = True  # but for half a second
 
     def __init__(self, place: Place) -> None:
         import trackio
@@ -137,49 +145,62 @@ class Trackers:
 
     Neither tool takes back what it was told (Weights & Biases truncates a run only for some accounts). A run that goes
     back to a checkpoint does the same steps again, to the bit, so what a tool has is not told again: the curve goes on
-    where it had ended. Rows of `metrics.jsonl` that a tool lacks are told first. A run without a checkpoint starts
-    over, under another id.
+    where it had ended. (With another `max_steps`, `eval.*` or `train_micro_batch_size` they are not the same to the
+    bit; what was told first stays.) Rows of `metrics.jsonl` that a tool lacks are told first. A run without a
+    checkpoint starts over, under another id.
 
-    `tracking.json` holds the id, and for each tool how many rows it has: where it keeps them at once, all that were in
-    `metrics.jsonl` when the run was started again; else those of the last end that it took part in.
+    `tracking.json` holds the id, and for each tool how many rows it surely has: where it keeps them at once, all that
+    it took; else those of the last end that it took part in.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
         self._names, self._file, self._settings = names, folder / FILE, settings
-        self._known: dict[str, Any] = {}
-        self._threads: list[Tool] = []
+        self._tools: list[Tool] = []
 
     def __str__(self) -> str:
         return " and ".join(self._names)
 
     def begin(self, start: Start) -> None:
-        self._known = {"run": secrets.token_hex(4)}
-        if start.kept and self._file.is_file():
-            self._known = read_object(self._file, "Remove it to go on in a new curve.")
-        for name in self._names:
-            if name in self._known and TOOLS[name].at_once:
-                self._known[name] = max(self._known[name], start.seen)
-            self._known.setdefault(name, 0)
-        self._save()
-        place = Place(self._known["run"], self._file.parent, self._settings, 0)
-        self._threads = [Tool(name, place._replace(mark=self._known[name]), start) for name in self._names]
-
-    def _save(self) -> None:
-        text = json.dumps(self._known)
-        if not self._file.is_file() or self._file.read_text(encoding="utf-8") != text:
-            temporary = self._file.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self._file)
+        with _LOCK:
+            known: dict[str, Any] = {"run": secrets.token_hex(4)}
+            if start.kept and self._file.is_file():
+                known = read_object(self._file, CURE)
+            _save(self._file, known)
+        place = Place(known["run"], self._file.parent.resolve(), self._settings, 0)
+        self._tools = [
+            Tool(name, place._replace(mark=known.get(name, 0)), start) for name in self._names if not _left_alone(name)
+        ]
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        for thread in self._threads:
-            thread.write(number, scalars(row))
+        for tool in self._tools:
+            tool.write(number, scalars(row))
 
     def close(self, failed: bool) -> None:
-        for thread in self._threads:
-            self._known[thread.name] = max(self._known[thread.name], thread.close(failed))
-        if self._threads:
-            self._save()
+        # A second Ctrl-C is to end at once; `loop.Interrupted`, which the first one ends in, is of a type of its own.
+        wait = 0.0 if type(sys.exception()) is KeyboardInterrupt else FINISH_SECONDS
+        for tool in self._tools:
+            tool.end(failed)
+        until = time.monotonic() + wait
+        for tool in self._tools:
+            if not tool.ended(until):
+                logger.warning("%s: not done after %g s; it is left alone", tool.name, wait)
+
+
+def _save(file: Path, known: dict[str, Any]) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(known), encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def _left_alone(name: str) -> bool:
+    """Whether the tool still works for an earlier phase: a second start beside it would meet the first one's run."""
+    if left := any(thread.name == _thread_name(name) for thread in threading.enumerate()):
+        logger.warning("%s: still busy with an earlier phase; this logger is off until the next start", name)
+    return left
+
+
+def _thread_name(name: str) -> str:
+    return f"logger {name}"
 
 
 class Tool:
@@ -189,23 +210,29 @@ class Tool:
     def __init__(self, name: str, place: Place, start: Start) -> None:
         self.name, self._place, self._start = name, place, start
         self._rows: queue.Queue[tuple[int, dict[str, float]] | bool] = queue.Queue()
-        self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
-        self._done = 0
+        self._thread = threading.Thread(target=self._work, name=_thread_name(name), daemon=True)
+        self._given_up = False
 
     def write(self, number: int, row: dict[str, float]) -> None:
         if self._thread.ident is None:
             self._thread.start()
-        if self._thread.is_alive():
+        if self._given_up or not self._thread.is_alive():
+            return
+        self._given_up = self._rows.qsize() >= WAITING_ROWS
+        if self._given_up:
+            logger.warning("%s: %d rows wait for it; this logger is off until the next start", self.name, WAITING_ROWS)
+        else:
             self._rows.put((number, row))
 
-    def close(self, failed: bool) -> int:
-        """Returns the number of the last row that the tool surely has, 0 if that is not known."""
-        if self._thread.ident is not None:
-            self._rows.put(failed)
-            self._thread.join(FINISH_SECONDS)
-            if self._thread.is_alive():
-                logger.warning("%s: not done after %g s; it is left alone", self.name, FINISH_SECONDS)
-        return self._done
+    def end(self, failed: bool) -> None:
+        """No more rows come."""
+        self._rows.put(failed)
+
+    def ended(self, until: float) -> bool:
+        """Waits for the tool until that time of `time.monotonic`; not for one that is given up."""
+        if self._thread.ident is not None and not self._given_up:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        return self._given_up or not self._thread.is_alive()
 
     def _work(self) -> None:
         try:
@@ -216,7 +243,7 @@ class Tool:
                 last = item[0]
                 self._log(session, *item)
             session.finish(item)
-            self._done = last
+            self._note(last)
         except Exception as error:  # it may be anything, and it is not worth a run
             cause = str(error) or type(error).__name__
             logger.warning("%s: %s; this logger is off until the next start", self.name, cause)
@@ -224,3 +251,13 @@ class Tool:
     def _log(self, session: Any, number: int, row: dict[str, float]) -> None:
         if number >= session.first:
             session.log(number, self._start.key if self._start.key in row else "sft/step", row)
+            if session.at_once:
+                self._note(number)
+
+    def _note(self, number: int) -> None:
+        """The tool has the rows up to this one."""
+        file = self._place.folder / FILE
+        with _LOCK, contextlib.suppress(OSError, UserError):  # a full disk: the next one may be written
+            known = read_object(file, CURE)
+            if known.get("run") == self._place.id:  # else the run was started over while this tool was left alone
+                _save(file, known | {self.name: max(known.get(self.name, 0), number)})
