@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from tests.test_loop import Counting
-from tunix_like import checkpoints as store
-from tunix_like import checksums, cli
+from tunix_like import checkpoint_files, checksums, cli
 from tunix_like.best import Best
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.errors import NotSaved, UserError
@@ -127,7 +126,7 @@ def test_of_an_evaluation_that_comes_when_the_data_has_ended(tmp_path):
 
 def test_a_kill_before_the_old_one_is_removed(tmp_path, monkeypatch):
     """Both are there; the next start knows the better one, and removes the other when it saves."""
-    monkeypatch.setattr(store, "_remove", lambda step: None)
+    monkeypatch.setattr(checkpoint_files, "remove", lambda step: None)
     values = {1: 0.3, 3: 0.5, 5: 0.1}
     with pytest.raises(RuntimeError):
         go(Measured(values, 6, at={4: die}), tmp_path)

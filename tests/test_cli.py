@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file
 
 import tunix_like
 from tunix_like import cli, run_lock
+from tunix_like.config import Config
 from tunix_like.config_file import load
 from tunix_like.metrics import rows as metric_rows
 from tunix_like.runs import check_config, run_folder
@@ -294,7 +296,7 @@ def test_raising_max_steps_goes_on(home, resumed):
 
 
 def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
-    cli._closing_table(tmp_path, None)
+    cli._closing_table(tmp_path, types.SimpleNamespace(config=Config()))
     said = capsys.readouterr().out
     assert "no evaluation" in said and f"run folder: {tmp_path}" in said
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 
-from tunix_like import console
+import pytest
+import rich.console
+
+from tunix_like import cli, console
 
 ROW = {
     "step": 7,
@@ -43,22 +48,49 @@ def test_what_is_absent_or_no_number_is_left_out():
 
 
 def test_say_prints_the_text_as_it_is(capsys):
-    text = "[bold]x[/bold] [1, 2] " + "long " * 60
+    text = "[bold]x[/bold] :smile: [1, 2] " + "long " * 60
     console.say(text)
     assert capsys.readouterr().out == text + "\n"
 
 
 def test_table_holds_every_cell_and_takes_no_markup(capsys):
-    console.table("Result", ("what", "n"), [("a [b]", 1.5), ("c" * 90, "-20%")])
+    console.table("Result :x:", ("what :x:", "n"), [("a [b] :x:", 1.5), ("c" * 90, "-20%")])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].strip() == "Result"
-    assert any("a [b]" in line and "│  1.5 │" in line for line in lines)
+    assert lines[0].strip() == "Result :x:" and "what :x:" in lines[2]
+    assert any("a [b] :x:" in line and "│  1.5 │" in line for line in lines)
     assert any("c" * 90 in line and "│ -20% │" in line for line in lines)
 
 
 def test_a_foreign_text_cannot_command_the_terminal():
     assert console.excerpt("a\x1b[2J\u202eb\r\n\tc\udc80é", 99) == "a\\x1b[2J\\u202eb\\r\n\\tc\\udc80é"
     assert console.excerpt("x" * 50 + "y" * 900 + "z" * 50, 100) == ("x" * 50 + " ... [900 characters] ... " + "z" * 50)
+
+
+def test_a_text_of_many_lines_leaves_the_screen_to_others():
+    assert console.excerpt("\n" * 606, 600) == "\n" * 9 + " ... [588 characters] ... " + "\n" * 9
+    lines = [f"line {i}" for i in range(30)]
+    found = console.excerpt("\n".join(lines), 600).split("\n")
+    assert found[:9] == lines[:9] and found[-9:] == lines[-9:] and len(found) == 19
+    assert console.excerpt("\n".join(lines[:20]), 600).split("\n") == lines[:20]
+
+
+def test_what_the_encoding_of_the_output_lacks_does_not_end_a_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    assert cli.main(["init", "a\u0416\xe9"]) == 0
+    console.table("t", ("n", "text"), [("1", "\u0416")])
+    sys.stdout.flush()
+    said = sys.stdout.buffer.getvalue().decode("latin-1")
+    assert said.startswith("wrote a\\u0416\xe9.yaml") and "\\u2" not in said and "\\u0416" in said.splitlines()[-2]
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_file_is_no_terminal_whatever_force_color_says(monkeypatch, real):
+    monkeypatch.setenv("TERM", "xterm")
+    file = io.StringIO()
+    monkeypatch.setattr(file, "isatty", lambda: real, raising=False)
+    monkeypatch.setattr(console, "_CONSOLE", rich.console.Console(file=file, force_terminal=True))
+    assert console.has_bottom_line() == real
 
 
 def test_columns_of_texts_are_not_aligned_as_numbers(capsys):

@@ -38,10 +38,15 @@ def clock(monkeypatch):
     return own
 
 
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.fixture
 def terminal(monkeypatch):
     """What a terminal of 100 columns is sent."""
-    screen = io.StringIO()
+    screen = Screen()
     kinds = {"force_terminal": True, "width": 100, "color_system": None, "legacy_windows": False}
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(console, "_CONSOLE", rich.console.Console(file=screen, highlight=False, **kinds))
@@ -109,6 +114,17 @@ def test_the_time_left_leaves_the_first_step_out_which_compiles(clock):
     assert task.left(clock.now) is None
 
 
+def test_the_time_left_is_told_by_the_last_twenty_steps(clock):
+    task = progress._Task("train", 100, 0)
+    for seconds in (100, 42, *[2] * 19):
+        clock.now += seconds
+        task.advance(1)
+    assert task.left(clock.now) == pytest.approx(79 * 4)
+    clock.now += 2
+    task.advance(1)
+    assert task.left(clock.now) == pytest.approx(78 * 2)
+
+
 def test_a_terminal_has_one_line_at_the_bottom_and_all_else_above_it(clock, terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())  # a file: warnings go there
     log = logging.getLogger("of this test")
@@ -149,7 +165,8 @@ def test_what_failed_to_compile_is_forgotten_with_its_part(clock, terminal):
 def test_other_processes_than_the_first_show_nothing(terminal, monkeypatch):
     monkeypatch.setattr(console._CONSOLE, "quiet", True)
     with progress.shown(every=0.01), progress.task("train", 12):
-        threading.Event().wait(0.1)
+        assert progress._SHOWN._live is None
+        assert not any(thread.name == "progress" for thread in threading.enumerate())
     assert terminal.getvalue() == ""
 
 

@@ -1,18 +1,15 @@
 """Numbered steps in a folder: arrays, the data stream's place and a JSON dict, written together or not at all.
 
-Knows orbax, its traps, and how to tell a whole step from the remains of a killed process. Does NOT know what the arrays
-mean, when to save, or which run the folder belongs to (say that in `meta`).
+Knows orbax and its traps. Does NOT know what the arrays mean, when to save, or which run the folder belongs to (say
+that in `meta`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
-import shutil
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import orbax.checkpoint as ocp
 
-from tunix_like import checksums
+from tunix_like import checkpoint_files, checksums
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.processes import any_of, by_first, is_first
 
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
     from tunix_like.best import Best
 
 logger = logging.getLogger("tunix_like")
-
-STAMP = "_CHECKPOINT_METADATA"
-"""Orbax's own description of a step: its handlers and times."""
 
 
 def _not_chatter(record: logging.LogRecord) -> bool:
@@ -58,7 +52,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._max_to_keep, self._best = max_to_keep, best
         if max_to_keep is not None:
-            by_first(lambda: _prepare(self.folder))
+            by_first(lambda: checkpoint_files.prepare(self.folder))
         self._checkpointer = self._new_checkpointer()
         self._writer: threading.Thread | None = None
         self._step = -1
@@ -117,15 +111,15 @@ class Checkpoints:
         else:
             if is_first():
                 assert self._max_to_keep is not None
-                steps = _whole_steps(self.folder)
+                steps = checkpoint_files.whole_steps(self.folder)
                 best = None if self._best is None else self._best.among(steps)
-                if best == self._step and (damage := _damage(self.folder / str(best))) is not None:
+                if best == self._step and (damage := checkpoint_files.damage(self.folder / str(best))) is not None:
                     self._failure = self._set_aside(self.folder / str(best), damage)
                     logger.warning("%s", self._failure)
                     return
                 for step in steps[: -self._max_to_keep]:
                     if step != best:
-                        _remove(self.folder / str(step))
+                        checkpoint_files.remove(self.folder / str(step))
 
     def _write_checksums(self) -> None:
         (written,) = self._unfinished()
@@ -145,7 +139,7 @@ class Checkpoints:
         if is_first():
             with contextlib.suppress(OSError):  # the folder may be what cannot be read
                 for path in self._unfinished():
-                    shutil.rmtree(path, ignore_errors=True)
+                    clear(path)
 
     def _settle(self) -> None:
         if self._writer is not None:
@@ -155,7 +149,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The numbers of all whole steps, ascending; a save under way is waited for."""
         self._settle()
-        return list(by_first(lambda: _whole_steps(self.folder)))  # another process may see them a moment later
+        # Another process may see them a moment later than the first.
+        return list(by_first(lambda: checkpoint_files.whole_steps(self.folder)))
 
     def latest_step(self) -> int | None:
         """The number of the newest whole step, or None."""
@@ -211,14 +206,14 @@ class Checkpoints:
 
     def _find_undamaged(self) -> int | None:
         damaged: dict[Path, str] = {}
-        for step in reversed(_whole_steps(self.folder)):
+        for step in reversed(checkpoint_files.whole_steps(self.folder)):
             path = self.folder / str(step)
-            damage = _damage(path)
+            damage = checkpoint_files.damage(path)
             if damage is None:
                 for other, what in damaged.items():
                     logger.warning("%s", self._set_aside(other, what) + f"; step {step} is used instead")
                 return step
-            if not _is_whole(path):  # removed meanwhile by the run that writes here
+            if not checkpoint_files.is_whole(path):  # removed meanwhile by the run that writes here
                 return self._find_undamaged()
             damaged[path] = damage
         if damaged:
@@ -250,7 +245,7 @@ class Checkpoints:
 
         def newest_is_best() -> bool:
             best.learn([row])
-            return best.among([*_whole_steps(self.folder), row[best.step_key]]) == row[best.step_key]
+            return best.among([*checkpoint_files.whole_steps(self.folder), row[best.step_key]]) == row[best.step_key]
 
         return bool(by_first(newest_is_best))
 
@@ -267,12 +262,12 @@ class Checkpoints:
     def _confirm_best(self, sound: int) -> None:
         best = self._best
         assert best is not None
-        while (step := best.among(_whole_steps(self.folder))) not in (None, sound):
-            damage = _damage(self.folder / str(step))
+        while (step := best.among(checkpoint_files.whole_steps(self.folder))) not in (None, sound):
+            damage = checkpoint_files.damage(self.folder / str(step))
             if damage is None:
                 return
             said = self._set_aside(self.folder / str(step), damage)
-            left = best.among(_whole_steps(self.folder))
+            left = best.among(checkpoint_files.whole_steps(self.folder))
             logger.warning(
                 "%s. It was the best by %s; now %s", said, best.metric, "none is" if left is None else best.said(left)
             )
@@ -280,7 +275,7 @@ class Checkpoints:
     def check(self, step: int) -> None:
         """Compares a step with its checksums. Raises `UserError`, naming the file, where it is damaged or absent."""
         self._require(step)
-        damage = by_first(lambda: _damage(self.folder / str(step)))
+        damage = by_first(lambda: checkpoint_files.damage(self.folder / str(step)))
         if damage is not None:
             others = [other for other in self.steps() if other != step]
             raise UserError(
@@ -362,57 +357,7 @@ def _described(tree: Any) -> dict[str, str]:
     return result
 
 
-def _whole_steps(folder: Path) -> list[int]:
-    """Orbax takes any numbered folder for a step; one whose removal was interrupted lacks its last-written files."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and _is_whole(path))
-
-
-def _is_whole(step: Path) -> bool:
-    return (step / STAMP).is_file() and (step / "state" / "_METADATA").is_file()
-
-
-def _remove(step: Path) -> None:
-    """Whatever interrupts it, what is left is not taken for a whole step."""
-    with contextlib.suppress(OSError):
-        (step / STAMP).unlink()
-        shutil.rmtree(step)
-
-
 def _short(error: Exception) -> str:
     """Tensorstore begins with what it was about, and ends with what was wrong."""
     text = str(error)
     return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"
-
-
-def _damage(step: Path) -> str | None:
-    try:
-        json.loads((step / STAMP).read_bytes())  # without a checksum: orbax writes the time of its move into it
-    except (OSError, ValueError):
-        return f"{STAMP} cannot be read"
-    return checksums.damage(step)
-
-
-def _clear(folder: Path) -> None:
-    """Removes a folder into which a thread of this process, whose write failed, may still put files."""
-    for _ in range(20):
-        try:
-            return shutil.rmtree(folder)
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY:
-                raise
-            time.sleep(0.1)
-    shutil.rmtree(folder)
-
-
-def _prepare(folder: Path) -> None:
-    """Makes the folder, and removes what a killed writer left there: temporary folders, and numbered ones that are not
-    whole."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if ".orbax-checkpoint-tmp" in path.name or (path.name.isdigit() and not _is_whole(path)):
-                _clear(path)
-    except OSError as error:
-        raise UserError(f"{folder}: checkpoints cannot be written there ({error}).") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import logging
 import os
 import re
@@ -37,6 +38,9 @@ OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/base_config
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that its encoding lacks must not end a run
+            stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[console.LogHandler()])
     logging.getLogger("tunix_like").setLevel(logging.INFO)
     arguments = _parse(argv)
@@ -298,6 +302,13 @@ def _train(arguments: argparse.Namespace) -> None:
 def _learner(parts: Parts, folder: Path) -> Learner:
     config = parts.config
     training = dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer)
+    held: list[tuple[int, Samples]] = []  # until the line of their step is said
+
+    def on_row(row: dict[str, Any], total: int | None) -> None:
+        console.say(console.step_line("train", row["step"], total, row))
+        while held:
+            _show_samples(*held.pop())
+
     return parts.learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
@@ -310,23 +321,26 @@ def _learner(parts: Parts, folder: Path) -> Learner:
         mesh=parts.mesh,
         success_threshold=config.rewards.success_threshold,
         source_estimators=parts.source_estimators,
-        on_row=lambda row, total: console.say(console.step_line("train", row["step"], total, row)),
-        on_samples=_show_samples,
+        on_row=on_row,
+        on_samples=lambda step, samples: held.append((step, samples)),
     )
 
 
 def _show_samples(step: int, samples: Samples) -> None:
     """A prompt's best and worst completion."""
-    best, worst = samples.best, samples.worst
-    alike = best.reward == worst.reward
+    chosen = {"best": samples.best, "worst": samples.worst}
+    if samples.scored == 0 or samples.best.reward == samples.worst.reward:
+        names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} alike"}
+        chosen = {names.get(samples.scored, f"{samples.scored} scored, alike"): samples.best}
     rows = [
-        (name, f"{each.reward:g}", f"{each.advantage:.3g}", f"{each.length}{'' if each.finished else ' (cut)'}",
-         console.excerpt(each.text, 600))
-        for name, each in ((f"all {samples.size} alike" if alike else "best", best), ("worst", worst))[: 2 - alike]
+        (name, f"{each.reward:g}" if samples.scored else "-", f"{each.advantage:.3g}",
+         f"{each.length}{'' if each.finished else ' (cut)'}", console.excerpt(each.text, 600))
+        for name, each in chosen.items()
     ]  # fmt: skip
     prompt = console.excerpt(samples.prompt, 300).replace("\n", "\\n")
+    known = "" if samples.scored == samples.size else f", {samples.scored} of {samples.size} completions scored"
     columns = ["", "reward", "advantage", "tokens", "completion"]
-    console.table(f'step {step}, prompt "{prompt}"', columns, rows, texts=columns[-1:])
+    console.table(f'step {step}, prompt "{prompt}"{known}', columns, rows, texts=columns[-1:])
 
 
 def _fine_tune(parts: Parts, folder: Path, another_follows: bool) -> NotSaved | None:

@@ -12,12 +12,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import rich.box
 import rich.console
 import rich.table
 import rich.text
 
-_CONSOLE = rich.console.Console(highlight=False)
+_CONSOLE = rich.console.Console(highlight=False, emoji=False)
 _LOG_WIDTH = 140  # columns where there is no terminal to ask
+_EXCERPT_LINES = 20
 _said = 0.0
 
 
@@ -90,29 +92,34 @@ def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, texts: Collection[str] = ()) -> None:
     """Prints a table; a column whose cells all start like numbers is aligned to the right, unless `texts` names it."""
     cells = [[str(cell) for cell in row] for row in rows]
-    shown = rich.table.Table()
+    shown = rich.table.Table(box=rich.box.HEAVY_HEAD if _draws_lines() else rich.box.ASCII)
     for index, column in enumerate(columns):
         numeric = column not in texts and all(row[index].lstrip("+-.")[:1].isdigit() for row in cells)
         shown.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         shown.add_row(*map(rich.text.Text, row))
-    console = _CONSOLE if _CONSOLE.is_terminal else rich.console.Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet)
+    console = _CONSOLE
+    if not _is_on_terminal():
+        console = rich.console.Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet, emoji=False)
     say(title)  # not the table's own, which would be wrapped to its width
     console.print(shown)
 
 
 def excerpt(text: str, most: int) -> str:
     """A text of foreign origin for the screen: line breaks stay, whatever else does not print is written by its
-    number (`\\x1b`), and of more than `most` characters the middle is left out."""
-    if len(text) > most:
-        half = most // 2
-        return f"{excerpt(text[:half], most)} ... [{len(text) - 2 * half} characters] ... {excerpt(text[-half:], most)}"
-    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+    number (`\\x1b`), and of more than `most` characters, or 20 lines, the middle is left out."""
+    ends = [text]
+    if len(text) > most or text.count("\n") >= _EXCERPT_LINES:
+        half, lines = most // 2, _EXCERPT_LINES // 2
+        ends = ["\n".join(text[:half].split("\n")[:lines]), "\n".join(text[-half:].split("\n")[-lines:])]
+    left_out = len(text) - sum(map(len, ends))
+    printable = ("".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in end) for end in ends)
+    return f" ... [{left_out} characters] ... ".join(printable)
 
 
 def has_bottom_line() -> bool:
     """Whether a line can stand below what is printed."""
-    return _CONSOLE.is_terminal and not _CONSOLE.is_dumb_terminal and not _CONSOLE.quiet
+    return _is_on_terminal() and _draws_lines() and not _CONSOLE.is_dumb_terminal and not _CONSOLE.quiet
 
 
 def terminal() -> rich.console.Console:
@@ -133,6 +140,16 @@ class LogHandler(logging.Handler):
             print(self.format(record), file=sys.stderr)
         except Exception:
             self.handleError(record)
+
+
+def _is_on_terminal() -> bool:
+    """FORCE_COLOR makes a terminal of any file for rich; a line that is overwritten is of use on a real one alone."""
+    return _CONSOLE.is_terminal and _CONSOLE.file.isatty()
+
+
+def _draws_lines() -> bool:
+    """Whether the encoding of the output has the characters that lines are drawn with."""
+    return (getattr(_CONSOLE.file, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def _split(known: Mapping[str, float]) -> str:

@@ -147,65 +147,57 @@ def _run(
     before_save: Callable[[], None],
     another_follows: bool,
 ) -> int:
-    with progress.task("taking up the checkpoint"):
-        done, over = resume(phase, checkpoints, log)
-    if over or _complete(phase, done):
-        return done
-    with progress.task(phase.name, phase.total, done) as advance:
-        return _steps(phase, done, checkpoints, log, checkpoint_every, on_row, before_save, another_follows, advance)
+    def record(row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The row as it was written, and whether its step is the best to be kept."""
+        row = _write(log, on_row, row)
+        return row, checkpoints is not None and checkpoints.improves(row)
 
-
-def _steps(
-    phase: Phase,
-    done: int,
-    checkpoints: Checkpoints | None,
-    log: MetricsLog,
-    checkpoint_every: int,
-    on_row: Callable[[dict[str, Any]], None],
-    before_save: Callable[[], None],
-    another_follows: bool,
-    advance: progress.Advance,
-) -> int:
-    """From step `done` to the end."""
-    fresh = done == 0 and (checkpoints is None or checkpoints.latest_step() is None)
-    if fresh and (start := phase.evaluate(0, last=False)):
-        row = _write(log, on_row, {phase.step_key: 0} | start)
-        if checkpoints is not None and checkpoints.improves(row):
-            before_save()
-            save(phase, checkpoints, 0, False)
-    with _stop_signals() as asked:
-        while not _complete(phase, done):
-            began = time.perf_counter()
-            metrics = phase.advance(done + 1)
-            if metrics is None:
-                break
-            done += 1
-            metrics["step_time_sec"] = time.perf_counter() - began
-            row = {phase.step_key: done} | {f"{phase.name}/{name}": value for name, value in metrics.items()}
-            row |= phase.evaluate(done, last=_complete(phase, done))
-            row = _write(log, on_row, row)
-            advance(1)
-            over = phase.finished(row)
-            last = over or _complete(phase, done)
-            stop = max(gather(asked()))  # asked once: what stops the run also saves it
-            skipped = metrics.get("update/skipped", 0) > 0  # what made it so can then be looked at again
-            better = checkpoints is not None and checkpoints.improves(row)
-            if checkpoints is not None and (last or stop or skipped or better or done % checkpoint_every == 0):
-                before_save()
-                save(phase, checkpoints, done, over)
-            if stop and (another_follows or not last):
-                _end(stop, done, checkpoints)
-            if last:
-                return done
-    # The data was used up: only now is the last step known, unless an earlier start came this far.
-    if not by_first(lambda: _evaluated(phase, log, done)) and (final := phase.evaluate(done, last=True)):
-        row = _write(log, on_row, {phase.step_key: done} | final)
+    def keep(step: int, over: bool) -> None:
         if checkpoints is not None:
-            checkpoints.improves(row)  # noted before the last save, which removes what is then no longer the best
-    if checkpoints is not None and done and checkpoints.latest_step() != done:
-        before_save()
-        save(phase, checkpoints, done, False)
-    return done
+            before_save()
+            save(phase, checkpoints, step, over)
+
+    with contextlib.ExitStack() as stack:
+        with progress.task("taking up the checkpoint"):
+            done, over = resume(phase, checkpoints, log)
+        if over or _complete(phase, done):
+            return done
+        advance = stack.enter_context(progress.task(phase.name, phase.total, done))
+        fresh = done == 0 and (checkpoints is None or checkpoints.latest_step() is None)
+        if fresh and (start := phase.evaluate(0, last=False)) and record({phase.step_key: 0} | start)[1]:
+            keep(0, False)
+        with _stop_signals() as asked:
+            while not _complete(phase, done) and (row := _step(phase, done + 1)) is not None:
+                done += 1
+                row, better = record(row)
+                advance(1)
+                over = phase.finished(row)
+                last = over or _complete(phase, done)
+                stop = max(gather(asked()))  # asked once: what stops the run also saves it
+                skipped = row.get(f"{phase.name}/update/skipped", 0) > 0  # what made it so can then be looked at again
+                if last or stop or skipped or better or done % checkpoint_every == 0:
+                    keep(done, over)
+                if stop and (another_follows or not last):
+                    _end(stop, done, checkpoints)
+                if last:
+                    return done
+        # The data was used up: only now is the last step known, unless an earlier start came this far.
+        if not by_first(lambda: _evaluated(phase, log, done)) and (final := phase.evaluate(done, last=True)):
+            record({phase.step_key: done} | final)  # before the last save, which removes what is no longer the best
+        if checkpoints is not None and done and checkpoints.latest_step() != done:
+            keep(done, False)
+        return done
+
+
+def _step(phase: Phase, step: int) -> dict[str, Any] | None:
+    """Does a step, and the evaluation that is due after it; its row, or None when the data is used up."""
+    began = time.perf_counter()
+    metrics = phase.advance(step)
+    if metrics is None:
+        return None
+    metrics["step_time_sec"] = time.perf_counter() - began
+    row = {phase.step_key: step} | {f"{phase.name}/{name}": value for name, value in metrics.items()}
+    return row | phase.evaluate(step, last=_complete(phase, step))
 
 
 def _evaluated(phase: Phase, log: MetricsLog, done: int) -> bool:
@@ -287,8 +279,10 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
     def ask(number: int, frame: Any) -> None:
         asked.append(number)
         signal.signal(number, previous[number])
-        # A logger may be in the midst of a line that this interrupts, and would wait for itself.
+        # A logger may be in the midst of a line that this interrupts, and would wait for itself. On a terminal the line
+        # at the bottom is written over.
         said = f"{signal.Signals(number).name}: the step under way is finished first; a second one ends at once\n"
+        said = f"\r\x1b[2K{said}" if os.isatty(2) else said
         with contextlib.suppress(OSError):
             os.write(2, said.encode())
 

@@ -26,15 +26,21 @@ Advance = Callable[..., None]
 _SOON = 0.5
 """Seconds that a part of a longer task must have taken to be shown: shorter ones would flicker."""
 
+_STEPS = 20
+"""So many of the last steps say how long those to come will take."""
+
 
 class _Task:
     def __init__(self, name: str, total: int | None, done: int) -> None:
         self.name, self.total, self.done, self.note = name, total, done, ""
         self.began = time.monotonic()
-        self.marks = collections.deque([(self.began, done)], maxlen=20)
+        self.marks = collections.deque([(self.began, done)], maxlen=_STEPS + 1)
+        self.told = 0
 
     def advance(self, done: int, note: str = "") -> None:
-        self.done, self.note = self.done + done, note
+        self.done, self.note, self.told = self.done + done, note, self.told + 1
+        if self.told == 2:  # the first step, which compiles, tells nothing of those to come
+            self.marks.popleft()
         self.marks.append((time.monotonic(), self.done))
 
     @property
@@ -44,9 +50,9 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Seconds to the end at the pace of the last marks; the first, which compiles, counts while it is alone. What
-        is under way now, however long, is taken to be over next."""
-        marks = list(self.marks)[1 if len(self.marks) > 2 else 0 :]
+        """Seconds to the end at the pace of the last `_STEPS` steps; the first, which compiles, counts while it is
+        alone. What is under way now, however long, is taken to be over next."""
+        marks = list(self.marks)  # another thread adds to them
         (first, before), (last, done) = marks[0], marks[-1]
         if self.total is None or done == before or done >= self.total:
             return None
@@ -65,7 +71,7 @@ class _Display:
         self._live: rich.live.Live | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="progress", daemon=True)
-        if lines and not self._bar:
+        if lines and not self._bar and not console.terminal().quiet:
             self._thread.start()
 
     def push(self, task: _Task) -> None:

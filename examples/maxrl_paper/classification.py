@@ -109,17 +109,17 @@ def methods(setting: Setting) -> list[Method]:
 
 def make_task(setting: Setting, seed: int) -> Task:
     """Noisy latent points around each class's centre, through `tanh` of a random affine map."""
-    draw = np.random.default_rng(seed)
-    centres = draw.normal(size=(setting.classes, setting.latent))
-    view = draw.normal(size=(setting.latent, setting.inputs)) / np.sqrt(setting.latent)
-    shift = draw.normal(size=setting.inputs)
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(setting.classes, setting.latent))
+    view = rng.normal(size=(setting.latent, setting.inputs)) / np.sqrt(setting.latent)
+    shift = rng.normal(size=setting.inputs)
 
     def examples(labels: np.ndarray) -> Examples:
-        points = centres[labels] + setting.noise * draw.normal(size=(len(labels), setting.latent))
+        points = centres[labels] + setting.noise * rng.normal(size=(len(labels), setting.latent))
         return Examples(jnp.asarray(np.tanh(points @ view + shift), jnp.float32), jnp.asarray(labels, jnp.int32))
 
-    train = draw.permutation(np.repeat(np.arange(setting.classes), setting.train_per_class))
-    held_out = [draw.integers(setting.classes, size=setting.held_out) for _ in range(2)]
+    train = rng.permutation(np.repeat(np.arange(setting.classes), setting.train_per_class))
+    held_out = [rng.integers(setting.classes, size=setting.held_out) for _ in range(2)]
     return Task(examples(train), *map(examples, held_out))
 
 
@@ -163,10 +163,10 @@ def make_chunk(setting: Setting, method: Method, graphdef: nnx.GraphDef) -> Call
 
     def step(carry: tuple, number: Array, train: Examples, seed: Array, learning_rate: Array) -> tuple:
         params, moments = carry
-        which, draw = jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
+        which, key = jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
         rows = jax.random.randint(which, (setting.batch,), 0, len(train.labels))
         batch = jax.tree.map(lambda values: values[rows], train)
-        gradient = step_gradient(method, graphdef, params, batch, draw)
+        gradient = step_gradient(method, graphdef, params, batch, key)
         updates, moments = adam.update(gradient, moments)
         rate = learning_rate * (1 - number / setting.steps)
         return (jax.tree.map(lambda value, update: value - rate * update, params, updates), moments), None

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tunix_like import AlgorithmConfig, RolloutConfig
+from tunix_like import AlgorithmConfig, RolloutConfig, cli
+from tunix_like.config import Config
 from tunix_like.config_file import keys
 from tunix_like.rewards import REWARDS, Scores
-from tunix_like.rl.diagnosis import AGAIN, SignalWatch, diagnose
+from tunix_like.rl import diagnosis
+from tunix_like.rl.diagnosis import AGAIN, SignalWatch, diagnose, has_signal
 from tunix_like.rl.rollouts import Rollout, to_batch
 from tunix_like.rl.samples import pick_samples
 from tunix_like.sampling.sampler import Completions
@@ -55,18 +57,32 @@ TIED = [[0.2] * 4, [0.0] * 4]
 CASES = {
     "unscored": (learner(), made([[NAN] * 4, [NAN] * 3 + [1]], late=3, failed=2), 0,
                  "7 of 8 completions have none (3 for which a reward function was late, 2 for which"),
+    "mostly unscored": (learner(), made([[NAN] * 4] * 7 + [[0.0] * 4], failed=28), 0,
+                        "1 of 8 groups have two rewards to compare, and no two differ; 28 of 32 completions have none"),
+    "half of each group unscored": (learner(), made([[0.0, 0, NAN, NAN, NAN]] * 2, late=6), 2,
+                                    "2 of 2 groups have two rewards to compare, and no two differ; 6 of 10"),
     "masked": (learner(), made([[0, 1, 0, 0]], finished=[True, False, True, True], trained=[False] * 4), 1,
                "rewards differ in 1 of 1 groups, but all completions with an advantage were cut"),
     "estimator": (learner(), (*made([[0.0] * 4, [0, 1, 0, 0]])[:2], np.zeros((2, 4))), 4,
                   "rewards differ in 1 of 2 groups, but the estimator 'maxpo' gives every completion the advantage 0"),
     "solved": (learner(), made([[1.0] * 4, [2.0] * 4]), 0, "all 2 groups are solved: each of their 4 completions"),
+    "solved, as far as is known": (
+        learner(), made([[NAN] * 4, [NAN, 1.0, 1.0, 1.0], [1.0] * 4]), 5,
+        "all 2 groups are solved: each of their scored completions succeeds (5 completions without a reward are not "
+        "counted, all those of 1 groups among them)"),
     "divided": (learner(), made([[1.0] * 4, [0.0] * 4]), 4, "1 of 2 groups are solved by all of their 4 completions"),
+    "divided, as far as is known": (
+        learner(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
+        "1 of 2 groups are solved by all of their scored completions, the others by none (6 completions without"),
     "truncated": (learner("gsm8k"), made([[0.0] * 10], finished=[True] + [False] * 9), 1,
                   "9 of 10 completions were cut at the limit"),
     "unparsable": (learner("gsm8k"), made([[0.0] * 10], ["#### 7"] + ["no"] * 9), 1,
                    "in 9 of 10 completions no answer is found"),
     "wrong": (learner("gsm8k"), made(TIED, ["no", *["#### 7"] * 7], finished=[True, True, True, False]), 1,
               "of 8 completions 2 were cut at the limit, in 1 no answer is found"),
+    "wrong, as far as is known": (
+        learner("gsm8k"), made([*TIED, [NAN] * 4], ["no", *["#### 7"] * 11], finished=[True, True, True, False]), 1,
+        "of 8 completions 2 were cut at the limit, in 1 no answer is found (4 completions without a reward are not"),
 }  # fmt: skip
 
 
@@ -74,14 +90,17 @@ CASES = {
 def test_each_cause_is_told_with_its_counts_a_completion_and_keys_that_exist(cause):
     who, step, sample, counts = CASES[cause]
     found = diagnose(who, *step)
-    assert (found.cause, found.sample) == (cause, sample) and counts in found.found
+    kind = "unscored" if "unscored" in cause else cause.partition(",")[0]
+    assert (found.cause, found.sample) == (kind, sample) and counts in found.found
     named = {word.strip(".,;()").partition("=")[0] for word in found.advice.split() if word.count(".") and "_" in word}
     assert named <= {key.name for key in keys()}
 
 
-def test_a_step_with_a_signal_has_no_diagnosis():
-    assert diagnose(learner(), *made([[0.0] * 4, [0, 1, 0, 0]])) is None
-    assert diagnose(learner(), *made([[0, 1, 0, 0]], trained=[True, True, False, False])) is None
+def test_a_step_with_a_signal():
+    assert has_signal(*made([[0.0] * 4, [0, 1, 0, 0]])[1:])
+    assert has_signal(*made([[0, 1, 0, 0]], trained=[True, True, False, False])[1:])
+    assert not has_signal(*made([[0, 1, 0, 0]], trained=[False] * 4)[1:])
+    assert not has_signal(*made(TIED)[1:])
 
 
 def test_without_a_reward_that_tells_answers_none_is_missed():
@@ -110,10 +129,62 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
     assert "[503 characters]" in paragraph and "\x1b" not in paragraph and "\n" not in paragraph
 
 
+def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_only(caplog, monkeypatch):
+    asked = []
+
+    def told_answers(*args):
+        asked.append(args)
+        raise IndexError("no \x1b answer")
+
+    monkeypatch.setattr(diagnosis, "told_answers", told_answers)
+    watch = SignalWatch(learner())
+    for step in range(1, AGAIN + 2):
+        watch(step, *made(TIED))
+    assert len(asked) == 2
+    assert caplog.messages == [
+        f"nothing was learnt from the rewards of {since}, and looking for the reason failed (IndexError: "
+        '"no \\x1b answer").'
+        for since in ("step 1", f"the last {AGAIN} steps")
+    ]
+
+
 def test_samples_are_the_best_and_the_worst_of_a_group_whose_rewards_differ():
     rewards = [[0.0] * 4, [0.5, NAN, 1, 0]]
     found = pick_samples(*(made(rewards, list("abcdefgh"), lengths=[[3] * 4, [6, 7, 8, 9]])[i] for i in (0, 2)))
-    assert (found.prompt, found.size) == ("prompt 1\x1b[2J", 4)
+    assert (found.prompt, found.scored, found.size) == ("prompt 1\x1b[2J", 3, 4)
     assert found.best == ("g", 1.0, 0.5, 8, True) and found.worst == ("h", 0.0, -0.5, 9, True)
     alike = pick_samples(*(made([[0.0] * 4])[i] for i in (0, 2)))
     assert alike.best.reward == alike.worst.reward == 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "known", "lines"),
+    [
+        ([0.0] * 4, "", ["all 4 alike, 0"]),
+        ([NAN] * 4, ", 0 of 4 completions scored", ["none scored, -"]),
+        ([NAN, NAN, 1, NAN], ", 1 of 4 completions scored", ["one scored, 1"]),
+        ([NAN, 1, 1, 1], ", 3 of 4 completions scored", ["3 scored, alike, 1"]),
+        ([NAN, 0, 1, 1], ", 3 of 4 completions scored", ["best, 1", "worst, 0"]),
+        ([0, 0, 1, 1], "", ["best, 1", "worst, 0"]),
+    ],
+)
+def test_samples_say_how_many_are_scored(capsys, rewards, known, lines):
+    rollout, _, advantages = made([rewards])
+    cli._show_samples(3, pick_samples(rollout, advantages))
+    title, *table = capsys.readouterr().out.splitlines()
+    assert title == f'step 3, prompt "prompt 0\\x1b[2J"{known}'
+    cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table if "│" in line]
+    assert [", ".join(row) for row in cells] == lines
+
+
+def test_samples_stand_below_the_line_of_their_step(capsys, tmp_path):
+    parts = SimpleNamespace(
+        config=Config(), learner=lambda **arguments: arguments, model=None, tokenizer=None, rewards=[], mesh=None,
+        source_estimators=None,
+    )  # fmt: skip
+    hooks, (rollout, _, advantages) = cli._learner(parts, tmp_path), made(TIED)
+    hooks["on_samples"](1, pick_samples(rollout, advantages))
+    for step in (1, 2):
+        hooks["on_row"]({"step": step}, 2)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("train", "step"))]
+    assert [line.split(",")[0] for line in said] == ["train 1/2", "step 1", "train 2/2"]

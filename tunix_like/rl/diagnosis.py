@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from tunix_like.console import excerpt
 from tunix_like.evaluate import told_answers
@@ -49,47 +49,57 @@ class SignalWatch:
         self.learner, self.without = learner, 0
 
     def __call__(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        found = diagnose(self.learner, rollout, batch, advantages)
-        self.without = 0 if found is None else self.without + 1
-        if found is not None and (step == 1 or self.without % AGAIN == 0):
-            logger.warning("%s", told(found, step, self.without, rollout))
+        self.without = 0 if has_signal(batch, advantages) else self.without + 1
+        if not self.without or not (step == 1 or self.without % AGAIN == 0):
+            return
+        try:
+            found = diagnose(self.learner, rollout, batch, advantages)
+            said = told(found, step, self.without, rollout)
+        except Exception as error:  # the functions that tell answers may be the user's
+            said = f"nothing was learnt from the rewards of {_since(step, self.without)}, and looking for the reason "
+            said += f"failed ({type(error).__name__}: {_line(str(error), 300)})."
+        logger.warning("%s", said)
+
+
+def has_signal(batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> bool:
+    """Whether a completion that is trained on has an advantage other than 0."""
+    trained = batch.scored if batch.trained is None else batch.scored & batch.trained
+    return bool((trained & (advantages != 0)).any())
 
 
 def told(found: Diagnosis, step: int, without: int, rollout: Rollout) -> str:
     """The diagnosis as one paragraph."""
     group, number = divmod(found.sample, rollout.completions.lengths.shape[1])
-    since = f"the last {without} steps" if without > 1 else f"step {step}"
     text, reward = rollout.texts[found.sample], rollout.scores.total[found.sample]
     expected = rollout.problems[group].columns.get("answer")
     answer = f", answer {_line(str(expected), 80)}" if isinstance(expected, str | int | float) else ""
     return (
-        f"nothing was learnt from the rewards of {since}: {found.found} {found.advice} For example (prompt "
-        f"{_line(rollout.problems[group].text, 160)}{answer}, completion {number} with reward {reward:g}, "
+        f"nothing was learnt from the rewards of {_since(step, without)}: {found.found} {found.advice} For example "
+        f"(prompt {_line(rollout.problems[group].text, 160)}{answer}, completion {number} with reward {reward:g}, "
         f"{rollout.completions.lengths[group, number]} tokens): {_line(text, 400)}"
     )
 
 
-def diagnose(
-    learner: Learner, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
-) -> Diagnosis | None:
-    """The reason why every completion that is trained on has advantage 0, or None where one has another."""
-    trained = batch.scored if batch.trained is None else batch.scored & batch.trained
-    if (trained & (advantages != 0)).any():
-        return None
-    several = (batch.scored.sum(axis=1) > 1).any()
-    if not several:
-        return _unscored(rollout)
+def diagnose(learner: Learner, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> Diagnosis:
+    """The reason why every completion that is trained on has advantage 0; that it is so must be known
+    (`has_signal`)."""
     mixed = mixed_groups(batch.rewards, batch.scored)
     if mixed.any():
         return _unused(learner, rollout, batch, advantages, mixed)
+    several = batch.scored.sum(axis=1) > 1
+    if several.mean() < 0.5 or batch.scored.mean() < 0.5:
+        return _unscored(rollout, several)
     return _tied(learner, rollout, batch)
 
 
-def _unscored(rollout: Rollout) -> Diagnosis:
+def _unscored(rollout: Rollout, several: np.ndarray) -> Diagnosis:
     scores, size = rollout.scores, len(rollout.texts)
+    compared = "no group has two rewards to compare"
+    if several.any():
+        compared = f"{int(several.sum())} of {several.size} groups have two rewards to compare, and no two differ"
     return Diagnosis(
         "unscored",
-        f"no group has two rewards to compare; {int((~scores.scored).sum())} of {size} completions have none "
+        f"{compared}; {int((~scores.scored).sum())} of {size} completions have none "
         f"({int(scores.timeouts.sum())} for which a reward function was late, {int(scores.errors.sum())} for which "
         "one failed).",
         "`tunix-like check-rewards CONFIG` shows what the functions give; for late ones raise rewards.timeout_seconds.",
@@ -122,52 +132,75 @@ def _unused(
 
 
 def _tied(learner: Learner, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
-    """In every group all rewards are the same."""
-    scored, finished = batch.scored, rollout.completions.finished
+    """In every group all rewards are the same. What is not scored is not counted."""
+    scored = batch.scored
     total = rollout.scores.total.reshape(scored.shape)
+    known = scored.any(axis=1)
     solved = succeeds(np.where(scored, total, -np.inf), learner.success_threshold).any(axis=1)
-    groups, size = scored.shape
-    if solved.all():
+    groups, each = int(known.sum()), f"{scored.shape[1]} completions" if scored.all() else "scored completions"
+    if solved.any() and solved.sum() == groups:
         return Diagnosis(
             "solved",
-            f"all {groups} groups are solved: each of their {size} completions succeeds.",
+            f"all {groups} groups are solved: each of their {each} succeeds{_left_out(scored)}.",
             "Take harder problems (data.path), or end here; tunix-like eval says how good the model is.",
-            0,
+            int(np.argmax(scored)),
         )
     if solved.any():
         return Diagnosis(
             "divided",
-            f"{int(solved.sum())} of {groups} groups are solved by all of their {size} completions, the others by "
-            "none.",
+            f"{int(solved.sum())} of {groups} groups are solved by all of their {each}, the others by "
+            f"none{_left_out(scored)}.",
             "Raise algorithm.num_generations or rollout.temperature, so that completions of a prompt differ, or set "
             "algorithm.dynamic_sampling=true to draw further prompts.",
-            int(np.argmin(solved)) * size,
+            int(np.argmax(scored & ~solved.reshape(-1, 1))),
         )
-    cut, unread = ~finished, _unread(learner, rollout)
-    if cut.mean() >= MOST:
+    return _failed(learner, rollout, scored)
+
+
+def _failed(learner: Learner, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Diagnosis:
+    """No group is solved."""
+    cut, found = scored & ~rollout.completions.finished, _unread(learner, rollout)
+    unread = None if found is None else scored & found.reshape(scored.shape)
+    size, aside = int(scored.sum()), _left_out(scored)
+    if cut.sum() >= MOST * size:
         return Diagnosis(
             "truncated",
-            f"no group is solved, and {int(cut.sum())} of {cut.size} completions were cut at the limit.",
+            f"no group is solved, and {int(cut.sum())} of {size} completions were cut at the limit{aside}.",
             f"Raise rollout.max_tokens_to_generate ({_limit(learner)}); if they never end, look at "
             "rollout.eos_tokens and data.apply_chat_template, or teach how answers end by sft.max_steps.",
             int(np.argmax(cut)),
         )
-    if unread is not None and unread.mean() >= MOST:
+    if unread is not None and unread.sum() >= MOST * size:
         return Diagnosis(
             "unparsable",
-            f"no group is solved, and in {int(unread.sum())} of {unread.size} completions no answer is found.",
+            f"no group is solved, and in {int(unread.sum())} of {size} completions no answer is found{aside}.",
             "Say in data.system_prompt how the answer is to be written, or teach it by sft.max_steps.",
             int(np.argmax(unread)),
         )
     known = "" if unread is None else f", in {int(unread.sum())} no answer is found"
     return Diagnosis(
         "wrong",
-        f"no group is solved, and within each all rewards are the same; of {cut.size} completions {int(cut.sum())} "
-        f"were cut at the limit{known}.",
+        f"no group is solved, and within each all rewards are the same; of {size} completions {int(cut.sum())} "
+        f"were cut at the limit{known}{aside}.",
         "The problems are too hard as yet: take easier ones, raise algorithm.num_generations, teach by sft.max_steps, "
         "or give partial credit (rewards.functions).",
-        int(np.argmin(cut | (False if unread is None else unread.reshape(cut.shape)))),
+        int(np.argmax(_best_example(scored, cut, unread))),
     )
+
+
+def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None) -> Bool[np.ndarray, "P G"]:
+    """Which completions are scored, ended by themselves and hold an answer; where none does, those that are scored."""
+    whole = scored & ~cut if unread is None else scored & ~cut & ~unread
+    return whole if whole.any() else scored
+
+
+def _left_out(scored: Bool[np.ndarray, "P G"]) -> str:
+    """How many completions and groups have no reward, and are not in the counts."""
+    if scored.all():
+        return ""
+    none = int((~scored.any(axis=1)).sum())
+    groups = f", all those of {none} groups among them" if none else ""
+    return f" ({int((~scored).sum())} completions without a reward are not counted{groups})"
 
 
 def _unread(learner: Learner, rollout: Rollout) -> np.ndarray | None:
@@ -179,6 +212,10 @@ def _unread(learner: Learner, rollout: Rollout) -> np.ndarray | None:
         return None
     flat = itertools.chain.from_iterable(own for own in answers if own is not None)
     return np.array([answer is None or answer == "" for answer in flat])
+
+
+def _since(step: int, without: int) -> str:
+    return f"the last {without} steps" if without > 1 else f"step {step}"
 
 
 def _limit(learner: Learner) -> str:

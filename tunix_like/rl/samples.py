@@ -22,11 +22,12 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """A prompt with the best and the worst of its `size` completions."""
+    """A prompt with the best and the worst of its `size` completions, of which `scored` have a reward."""
 
     prompt: str
     best: Sample
     worst: Sample
+    scored: int
     size: int
 
 
@@ -34,8 +35,8 @@ def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samp
     """Those of the first prompt whose rewards differ, else of the first; an unscored completion is neither, where
     another one is scored."""
     shape = rollout.completions.lengths.shape
-    total = rollout.scores.total.reshape(shape)
-    group = int(np.argmax(mixed_groups(total, ~np.isnan(total))))
+    total, scored = (each.reshape(shape) for each in (rollout.scores.total, rollout.scores.scored))
+    group = int(np.argmax(mixed_groups(total, scored)))
     best, worst = (int(np.argmax(np.nan_to_num(sign * total[group], nan=-np.inf))) for sign in (1, -1))
 
     def sample(place: int) -> Sample:
@@ -48,4 +49,4 @@ def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samp
             bool(out.finished[group, place]),
         )
 
-    return Samples(rollout.problems[group].text, sample(best), sample(worst), shape[1])
+    return Samples(rollout.problems[group].text, sample(best), sample(worst), int(scored[group].sum()), shape[1])
