@@ -139,7 +139,7 @@ class Checkpoints:
         if is_first():
             with contextlib.suppress(OSError):  # the folder may be what cannot be read
                 for path in self._unfinished():
-                    clear(path)
+                    checkpoint_files.clear(path)
 
     def _settle(self) -> None:
         if self._writer is not None:
