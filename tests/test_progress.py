@@ -182,11 +182,12 @@ def test_the_sampler_tells_every_row_and_jax_what_it_compiles(monkeypatch):
     monkeypatch.setattr(speed.progress, "compiling", compiled.append)
     model, tokenizer = load_model(HF, init="random")[0], reverse_text.tokenizer()
     graphdef, state = nnx.split(model)
-    sampler = make_sampler(graphdef, tokenizer, RolloutConfig(max_prompt_length=8, max_tokens_to_generate=5))
+    # Lengths of no other test: what a process has compiled is not compiled again.
+    sampler = make_sampler(graphdef, tokenizer, RolloutConfig(max_prompt_length=11, max_tokens_to_generate=7))
     with progress.shown(lines=False):
         args = nnx.to_pure_dict(state), [[3, 4], [5]], [0, 1], 3, jax.random.key(0), SamplingParams()
         sampler.generate(*args)
-    assert told[-1][:2] == ("sampling", "6/6") and "of 5 tokens" in told[-1][2]
+    assert told[-1][:2] == ("sampling", "6/6") and "of 7 tokens" in told[-1][2]
     begun = [name for name in compiled if name]
     assert "decoding" in begun and "prefill" in begun and compiled.count(None) == len(begun)
 
