@@ -74,6 +74,8 @@ CASES = {
     "divided, as far as is known": (
         learner(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
         "1 of 2 groups are solved by all of their scored completions, the others by none (6 completions without"),
+    "refused": (learner(), made(TIED, ["no", " 40\n", "40", "40.", "no", "no", "no", "41"], finished=False), 1,
+                "no group is solved, although 3 of 8 completions are the row's `answer` word for word"),
     "truncated": (learner("gsm8k"), made([[0.0] * 10], finished=[True] + [False] * 9), 1,
                   "9 of 10 completions were cut at the limit"),
     "unparsable": (learner("gsm8k"), made([[0.0] * 10], ["#### 7"] + ["no"] * 9), 1,

@@ -32,8 +32,8 @@ MOST = 0.9
 class Diagnosis(NamedTuple):
     """Why no completion of a step has an advantage.
 
-    `cause` is one of `unscored`, `masked`, `estimator`, `solved`, `divided`, `truncated`, `unparsable`, `wrong`;
-    `sample` is a completion that shows it, counted group after group.
+    `cause` is one of `unscored`, `masked`, `estimator`, `solved`, `divided`, `refused`, `truncated`, `unparsable`,
+    `wrong`; `sample` is a completion that shows it, counted group after group.
     """
 
     cause: str
@@ -162,6 +162,16 @@ def _failed(learner: Learner, rollout: Rollout, scored: Bool[np.ndarray, "P G"])
     cut, found = scored & ~rollout.completions.finished, _unread(learner, rollout)
     unread = None if found is None else scored & found.reshape(scored.shape)
     size, aside = int(scored.sum()), _left_out(scored)
+    right = scored & _equal_answers(rollout).reshape(scored.shape)
+    if right.any():
+        return Diagnosis(
+            "refused",
+            f"no group is solved, although {int(right.sum())} of {size} completions are the row's `answer` word for "
+            f"word{aside}.",
+            "See by `tunix-like check-rewards CONFIG` whether the reward is what it should be, and look at "
+            f"rewards.success_threshold ({learner.success_threshold:g}).",
+            int(np.argmax(right)),
+        )
     if cut.sum() >= MOST * size:
         return Diagnosis(
             "truncated",
@@ -182,10 +192,18 @@ def _failed(learner: Learner, rollout: Rollout, scored: Bool[np.ndarray, "P G"])
         "wrong",
         f"no group is solved, and within each all rewards are the same; of {size} completions {int(cut.sum())} "
         f"were cut at the limit{known}{aside}.",
-        "The problems are too hard as yet: take easier ones, raise algorithm.num_generations, teach by sft.max_steps, "
-        "or give partial credit (rewards.functions).",
+        "Either the reward is not what it should be (`tunix-like check-rewards CONFIG`), or the problems are too hard "
+        "as yet: take easier ones, raise algorithm.num_generations, teach by sft.max_steps, or give partial credit "
+        "(rewards.functions).",
         int(np.argmax(_best_example(scored, cut, unread))),
     )
+
+
+def _equal_answers(rollout: Rollout) -> Bool[np.ndarray, "PG"]:
+    """Which completions are what the row's column `answer` holds, but for white space at the ends."""
+    size = rollout.completions.lengths.shape[1]
+    answers = (problem.columns.get("answer") for problem in rollout.problems for _ in range(size))
+    return np.array([text.strip() == str(answer).strip() for text, answer in zip(rollout.texts, answers, strict=True)])
 
 
 def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None) -> Bool[np.ndarray, "P G"]:
