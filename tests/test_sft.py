@@ -177,7 +177,11 @@ def test_resumed_is_uninterrupted(tmp_path):
     assert [row["sft/loss"] for row in metric_rows(tmp_path / "parts")] == [
         row["sft/loss"] for row in metric_rows(tmp_path / "whole")
     ]
-    assert sorted(path.name for path in tmp_path.joinpath("parts").iterdir()) == ["metrics.jsonl", "sft_checkpoints"]
+    assert sorted(path.name for path in tmp_path.joinpath("parts").iterdir()) == [
+        "metrics.jsonl",
+        "sft_checkpoints",
+        "tensorboard",
+    ]
     with pytest.raises(UserError, match="(?s)another run.*  seed: 0 -> 1\n.*another output_dir"):
         make(6, output_dir=str(tmp_path / "parts"), seed=1).train(ROWS)
 
