@@ -142,7 +142,7 @@ def test_what_a_run_says(first):
     assert re.search(r"^sft 4/4 ", first, re.M)
     table = first[first.index("MaxRLLearner, 8 held-out problems, 4 samples each") :]
     assert re.search(r"step 0.*step 3", table) and re.search(r"pass@4 .*%.*%", table)
-    assert f"run folder: {RUN} (tunix-like eval | generate | export {RUN})" in table
+    assert f"run folder: {RUN} (tunix-like eval | generate | export | report {RUN})" in table
 
 
 def test_config_of_the_run_is_whole(home, first):

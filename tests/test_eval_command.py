@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from flax import nnx
 
 import tunix_like
 from tests.tiny_model import HF
-from tunix_like import cli
+from tunix_like import cli, eval_command
 from tunix_like.config import DataConfig
 from tunix_like.data import load_source, reverse_text
 from tunix_like.models.loading import save_model
@@ -118,12 +119,26 @@ def test_a_model_and_a_file(place, monkeypatch, capsys):
     assert all(float(each[1].strip("%")) == 0 and each[4:] == ("0", "0") for each in lines)
 
 
+def test_a_k_of_the_run_that_does_not_fit(place, monkeypatch, capsys):
+    """Fewer samples by an override leave out what they cannot tell, or take the powers of two; asked for, it is an
+    error."""
+    monkeypatch.chdir(place)
+    found = eval_command.open_trained("model", [*SETTINGS, "eval.samples=2"], need_data=True)
+    for k, kept, said in (([1, 2, 3, 4], [1, 2], "3, 4"), ([4], None, "4")):
+        config = dataclasses.replace(found.config, eval=dataclasses.replace(found.config.eval, k=k))
+        changed = eval_command._with_fitting_k(found._replace(config=config), ["eval.samples=2"])
+        assert changed.config.eval.k == kept
+        assert f"eval.k of the run: {said} left out, beyond eval.samples=2" in capsys.readouterr().out
+    assert cli.main(["eval", "model", *SETTINGS, "eval.samples=2", "eval.k=[1, 4]"]) == 2
+    assert "eval.k: got 4" in capsys.readouterr().err
+
+
 def test_presets(place, monkeypatch, capsys):
     """Greedy takes the token of the largest logit at every place; overrides are stronger than a preset."""
     monkeypatch.chdir(place)
     said = said_by(capsys, "model", *SETTINGS[:2], *SETTINGS[4:], "--preset", "greedy", "--out", "greedy.jsonl")
     rows, summary = read(place, "greedy")
-    assert "6 problems, 1 samples each" in said and summary["temperature"] == 0
+    assert "6 problems, 1 sample each" in said and summary["temperature"] == 0
     model, tokenizer = tunix_like.load_model(place / "model")
     for row in rows[:2]:
         tokens = tokenizer.encode(row["prompt"])

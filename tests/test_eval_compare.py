@@ -78,6 +78,21 @@ def test_two_files(tmp_path, capsys):
     assert all(cell in said for cell in ("50.0%", "100.0%", "+50.0% [0.0, 100.0]", "1 / 0"))
 
 
+def test_settings_that_differ_are_told(tmp_path, capsys):
+    """Only those that differ, and nothing where a summary is missing or no summary."""
+    greedy, sampled = ({"samples": 1, "temperature": 0.0, "top_p": 1.0}, {"samples": 8, "temperature": 1, "top_p": 1})
+    files = [write(tmp_path / name, rows([1.0, 0.0])) for name in ("a.jsonl", "b.jsonl")]
+    line = "A: 1 sample, temperature 0; B: 8 samples, temperature 1\n"
+    for summaries, told in (((greedy, sampled), True), ((greedy, greedy), False), ((greedy, [1]), False)):
+        for name, summary in zip("ab", summaries, strict=True):
+            (tmp_path / f"{name}.summary.json").write_text(json.dumps(summary))
+        assert cli.main(["eval", "--compare", *files]) == 0
+        said = capsys.readouterr().out
+        assert (line in said) == told and (f"A: {files[0]}\nB: {files[1]}\n2 problems" in said) == (not told)
+    (tmp_path / "b.summary.json").unlink()
+    assert cli.main(["eval", "--compare", *files]) == 0 and "sample" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

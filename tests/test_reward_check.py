@@ -27,6 +27,10 @@ def unsure(completions, answer):
 
 def broken(completions):
     return [1 / 0 for c in completions]
+
+def loud(completions, answer):
+    print(f"called for {len(completions)}")
+    return good(completions, answer)
 """
 SUSPICIOUS = {
     "never": ["gold answer: fails in 50 of 50 rows. The first, row 1: prompt "],
@@ -65,11 +69,41 @@ def test_what_is_suspicious_is_said_with_its_first_case(name, capsys):
     assert [part for part in SUSPICIOUS[name] if part not in said.out] == []
 
 
+def test_without_a_gold_answer(tmp_path, capsys):
+    """No `answer`, or not in every row: that is said, and nothing that succeeds is no success."""
+    for rows in (['{"question": "1"}', '{"question": "2"}'], ['{"question": "1", "answer": "1"}', '{"question": "2"}']):
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+        (tmp_path / "run.yaml").write_text(
+            "data: {name: jsonl, path: rows.jsonl, prompt_template: '{question}'}\n"
+            "rewards: {workers: 0, functions: [{name: mine.py:never}]}\n"
+        )
+        status, said = cli.main(["check-rewards", "run.yaml"]), capsys.readouterr()
+        assert status == 1 and "nothing suspicious" not in said.out, said.err
+        assert "no column `answer`" in said.out and "data.answer_template" in said.out
+        assert "nothing succeeds: no completion above reaches rewards.success_threshold=1" in said.out
+
+
+def test_failures_are_told_once(capsys):
+    said = check(capsys, "rewards.functions=[{name: mine.py:broken}]")[1].out
+    assert said.count("\nPrompt: ") == 1 and "nan" not in said and said.count("no reward") == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_functions_print(workers, capsys):
+    """Of 5 kinds with 50 rows each: a call for each row in a worker, one for each kind in the process."""
+    status, said = check(capsys, "rewards.functions=[{name: mine.py:loud}]", workers=workers)
+    assert status == 0 and "called for" not in said.out
+    assert said.err.count("called for") == (20 if workers else 5)
+    assert ("(230 more lines that the functions printed are not shown)" in said.err) == bool(workers)
+
+
 def test_in_workers_and_with_several_functions(capsys):
-    """A column for each function; the sum is what succeeds."""
+    """A column for each function; the sum is what succeeds, and what nonsense gets of one of them is told."""
     entries = "[{name: exact_match, weight: 0.5}, {name: mine.py:not_empty, weight: 0.5}]"
     status, said = check(capsys, f"rewards.functions={entries}", workers=1)
-    assert status == 0 and "mine.py:not_empty" in said.out and "nothing suspicious" in said.out
+    assert status == 0 and "mine.py:not_empty" in said.out and "nothing suspicious" not in said.out
+    assert "'I do not know.': gets the full reward of mine.py:not_empty in 50 of 50 rows" in said.out
+    assert "full reward of exact_match" not in said.out
 
 
 def test_no_model_is_needed_and_bad_input_is_told(capsys):

@@ -1,8 +1,8 @@
 """The command line: load the config, build the parts, hand them to the learner its `advantage_estimator` names.
 
-Exit status: 0 done, 1 `doctor` found something broken, 2 bad input (one line says what), 70 in a run of several
-processes after an error of this one or the loss of another, 74 the last checkpoint could not be written, 75 stopped by
-a signal after saving. This module knows no algorithm.
+Exit status: 0 done, 1 `doctor` or `check-rewards` found something wrong, 2 bad input (one line says what), 70 in a run
+of several processes after an error of this one or the loss of another, 74 the last checkpoint could not be written, 75
+stopped by a signal after saving. This module knows no algorithm.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tunix-like", description="RL post-training of language models in JAX/Flax.",
         epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"
-        "exit status: 0 done, 1 doctor found something broken, 2 bad input, 70 an error in one of several processes,\n"
-        "74 the last checkpoint could not be written, 75 stopped by a signal after saving (the same command resumes)",
+        "exit status: 0 done, 1 doctor or check-rewards found something wrong, 2 bad input, 70 an error in one of\n"
+        "several processes, 74 the last checkpoint could not be written, 75 stopped by a signal after saving (the same\n"
+        "command resumes)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -440,8 +441,8 @@ def _closing_table(folder: Path, parts: Parts) -> None:
     if (metric := parts.config.training.best_metric) is not None:
         _say_best(folder, metric)
     console.say(
-        f"run folder: {folder} (tunix-like eval | generate | export {folder}). To go on, raise training.max_steps; "
-        "to start anew, give another training.output_dir or delete the folder."
+        f"run folder: {folder} (tunix-like eval | generate | export | report {folder}). To go on, raise "
+        "training.max_steps; to start anew, give another training.output_dir or delete the folder."
     )
 
 
@@ -464,7 +465,8 @@ def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Part
     first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
     rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
     size = min(settings.max_problems or limit, limit)
-    title = f"{parts.learner.__name__}, {size} held-out problems, {settings.samples} samples each, with 95% intervals"
+    each = console.samples_each(settings.samples)
+    title = f"{parts.learner.__name__}, {size} held-out problems, {each}, with 95% intervals"
     console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
 
 

@@ -67,6 +67,10 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
     return "  ".join(parts)
 
 
+def samples_each(number: int) -> str:
+    return f"{number} sample{'s' * (number != 1)} each"
+
+
 def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
     """A metric for a table, shares in percent, with its interval where both ends are known: `61.2% [58.7, 63.6]`."""
     if not _is_number(value):

@@ -46,7 +46,7 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
     files = None if out is None else out_files(Path(out))
     found = measured(source, overrides)
     size, samples = len(found.evaluator.problems), found.evaluator.config.samples
-    title = f"{found.trained.origin}: {size} problems, {samples} samples each, with 95% intervals"
+    title = f"{found.trained.origin}: {size} problems, {console.samples_each(samples)}, with 95% intervals"
     console.table(title, ["", "value"], list(console.evaluation_cells(found.result.metrics).items()))
     if files is not None:
         by_first(lambda: _write(files, problem_rows(found), summary_of(found)))
@@ -65,14 +65,18 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
     if overrides and a in files and b in files:
         raise UserError(f"--compare: {overrides[0]} changes nothing in files that are there already; leave it out.")
     rows = {name: eval_compare.read_problems(file) for name, file in files.items()}
+    settings = {name: eval_compare.read_settings(_summary_file(file)) for name, file in files.items()}
     for name in (a, b):
         if name not in rows:
-            rows[name] = problem_rows(measured(name, overrides))
+            found_here = measured(name, overrides)
+            rows[name], settings[name] = problem_rows(found_here), summary_of(found_here)
     eval_compare.check_same(rows[a], rows[b], (a, b))
     found = eval_compare.differences(rows[a], rows[b])
     if not found:
         raise UserError(f"--compare: {a} and {b} have no metric in common; evaluate both with the same eval.k.")
     console.say(f"A: {a}\nB: {b}")
+    if line := eval_compare.settings_line(settings[a], settings[b]):
+        console.say(line)
     title = f"{len(rows[a])} problems, paired, with 95% intervals"
     console.table(title, ["", "A", "B", "B - A", "B better / worse"], eval_compare.cells(found))
 
@@ -81,7 +85,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
     """Opens what `source` names and evaluates it; `data.split=NAME` says on which rows, the held-out ones if unset."""
     splits = [word.removeprefix(SPLIT) for word in overrides if word.startswith(SPLIT)]
     others = [word for word in overrides if not word.startswith(SPLIT)]
-    trained = open_trained(source, others, need_data=True)
+    trained = _with_fitting_k(open_trained(source, others, need_data=True), others)
     data = trained.config.data
     split = splits[-1] if splits else data.eval_split
     on_training_rows = bool(splits) and split == data.split
@@ -93,6 +97,20 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
         return Measured(trained, split, evaluator, evaluator(trained.params))
     finally:
         close_pools(function for _, function, _ in evaluator.rewards)
+
+
+def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
+    """Where `eval.samples` is given and `eval.k` is not, the run's own k beyond the samples are left out."""
+    names = {word.partition("=")[0] for word in overrides}
+    settings = trained.config.eval
+    beyond = [k for k in settings.k or () if k > settings.samples]
+    if not beyond or "eval.samples" not in names or "eval.k" in names:
+        return trained
+    kept = [k for k in settings.k or () if k <= settings.samples] or None
+    left_out = ", ".join(map(str, beyond))
+    console.say(f"eval.k of the run: {left_out} left out, beyond eval.samples={settings.samples}")
+    settings = dataclasses.replace(settings, k=kept)
+    return trained._replace(config=dataclasses.replace(trained.config, eval=settings))
 
 
 def problem_rows(found: Measured) -> list[dict[str, Any]]:
@@ -142,7 +160,7 @@ def out_files(file: Path) -> tuple[Path, Path]:
     """
     if file.suffix != ".jsonl":
         raise UserError(f"--out {file}: one line of JSON a problem; give a name that ends in .jsonl.")
-    files = file, file.with_suffix(".summary.json")
+    files = file, _summary_file(file)
     for each in files:
         if each.exists():
             raise UserError(f"--out {file}: {each} is there already; give another name, or delete it.")
@@ -150,6 +168,10 @@ def out_files(file: Path) -> tuple[Path, Path]:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise UserError(f"--out {file}: {parent} is no folder that can be written to; give another place.")
     return files
+
+
+def _summary_file(file: Path) -> Path:
+    return file.with_suffix(".summary.json")
 
 
 def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from tunix_like.eval_statistics import intervals, mean_known
 
 CURE = "Give a file that `tunix-like eval --out` has written."
 _KINDS = {"problem": int, "prompt": str, "columns": dict, "values": dict}
+_SETTINGS = ("samples", "temperature", "top_p")
 
 
 class Difference(NamedTuple):
@@ -47,6 +48,29 @@ def read_problems(file: Path) -> list[dict[str, Any]]:
     if lines == [""]:
         raise UserError(f"{file} is empty. {CURE}")
     return [_row(line, f"{file}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def read_settings(file: Path) -> dict[str, Any] | None:
+    """How the completions were sampled, out of the summary that `eval --out` writes; None where it cannot be known."""
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    known = isinstance(summary, dict) and all(isinstance(summary.get(name), int | float) for name in _SETTINGS)
+    return summary if known else None
+
+
+def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
+    """Where A and B were sampled in different ways; empty where they were not, or one way is not known."""
+    if a is None or b is None:
+        return ""
+    names = [name for name in _SETTINGS if a[name] != b[name]]
+    sides = (", ".join(_setting(name, each[name]) for name in names) for each in (a, b))
+    return "A: {}; B: {}".format(*sides) if names else ""
+
+
+def _setting(name: str, value: float) -> str:
+    return f"{value:g} sample{'s' * (value != 1)}" if name == "samples" else f"{name} {value:g}"
 
 
 def _row(line: str, where: str) -> dict[str, Any]:

@@ -5,7 +5,10 @@ Knows rows, their `answer` column and reward functions. Does NOT know a model: n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +32,9 @@ NONSENSE = "I do not know."
 SAME = 0.1
 """Share of rows where another row's answer may succeed: two rows may have the same right answer."""
 
+PRINTED = 20
+"""Lines that functions print and that are shown: the first."""
+
 
 class Tried(NamedTuple):
     """What completions of one kind got."""
@@ -38,9 +44,10 @@ class Tried(NamedTuple):
     scores: Scores
 
 
-def try_rewards(config: Config) -> tuple[list[Problem], list[Tried]]:
-    """Scores completions of several kinds for the first training rows: each row's own `answer` (where rows have one),
-    the next row's other answer, no text at all, the prompt itself, and a sentence.
+def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, float]]:
+    """Scores completions of several kinds for the first training rows: each row's own `answer` (where all have one),
+    the next row's other answer, no text at all, the prompt itself, and a sentence. The weights of the functions come
+    last.
 
     Raises:
       UserError: what is wrong with the data or the functions, as `tunix-like train` would say.
@@ -54,12 +61,40 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried]]:
     if len(answers) == len(problems):
         others = [_other(answers, number) for number in range(len(answers))]
         kinds = {GOLD: answers} | ({OTHER: others} if len(set(answers)) > 1 else {}) | kinds
+    with _few_lines():  # what workers print last comes when they end
+        try:
+            tried = [
+                Tried(kind, texts, score_completions(rewards, problems, texts, 1)) for kind, texts in kinds.items()
+            ]
+        finally:
+            close_pools(function for _, function, _ in rewards)
+    return problems, tried, {name: weight for name, _, weight in rewards}
+
+
+class _Few(io.TextIOBase):
+    """Passes on what is written, up to `PRINTED` lines, and counts them all."""
+
+    def __init__(self) -> None:
+        self.to, self.lines = sys.stderr, 0
+
+    def write(self, text: str) -> int:
+        for part in text.splitlines(keepends=True):
+            if self.lines < PRINTED:
+                self.to.write(part)
+            self.lines += part.endswith("\n")
+        return len(text)
+
+
+@contextlib.contextmanager
+def _few_lines() -> Iterator[None]:
+    """What functions print, here or in workers, goes to standard error: the first lines and how many more there are."""
+    few = _Few()
     try:
-        return problems, [
-            Tried(kind, texts, score_completions(rewards, problems, texts, 1)) for kind, texts in kinds.items()
-        ]
+        with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
+            yield
     finally:
-        close_pools(function for _, function, _ in rewards)
+        if few.lines > PRINTED:
+            print(f"({few.lines - PRINTED} more lines that the functions printed are not shown)", file=sys.stderr)
 
 
 def _problem(number: int, source: DataSource) -> Problem:
@@ -77,21 +112,54 @@ def _other(answers: Sequence[str], number: int) -> str:
 
 def print_report(config: Config) -> int:
     """Prints the table and what is suspicious in it; returns 1 where something is, else 0."""
-    problems, tried = try_rewards(config)
+    problems, tried, weights = try_rewards(config)
     threshold = config.rewards.success_threshold
-    names = list(tried[0].scores.by_function)
+    names = list(weights)
     columns = ["completion", "mean reward", "succeed", "unscored", *(names if len(names) > 1 else [])]
     console.table(
         f"{len(problems)} training rows; a completion succeeds when its reward reaches {threshold:g}",
         columns,
         [_row(each, threshold, names if len(names) > 1 else []) for each in tried],
     )
-    wrong = [line for each in tried for line in _suspicions(each, problems, threshold)]
-    for line in wrong:
+    wrong = [line for each in tried for line in _suspicions(each, problems, threshold)] + _failures(tried)
+    if tried[0].kind != GOLD:
+        console.say(
+            "no column `answer` with a text in every row: no gold answer was tried. data.answer_template makes one out "
+            "of the row's columns."
+        )
+    if not any(_passed(each.scores, threshold).any() for each in tried):
+        wrong.append(f"nothing succeeds: no completion above reaches rewards.success_threshold={threshold:g}")
+    cheap = _cheap(tried, weights)
+    for line in wrong + cheap:
         console.say(line)
-    if not wrong:
+    if not wrong and not cheap:
         console.say("nothing suspicious: gold answers succeed, the others do not")
     return int(bool(wrong))
+
+
+def _failures(tried: Sequence[Tried]) -> list[str]:
+    """The first failure of each kind of completion; one that is the same but for prompt and completion once."""
+    found: dict[str, str] = {}
+    for each in tried:
+        if each.scores.first_failure is not None:
+            found.setdefault(each.scores.first_failure.rpartition("\nPrompt: ")[0], each.scores.first_failure)
+    return list(found.values())
+
+
+def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
+    """Of several functions those that give nonsense all that they give to anything. It may be meant: no error."""
+    lines = []
+    nonsense = next(each for each in tried if NONSENSE in each.kind)
+    for name, weight in weights.items() if len(weights) > 1 else ():
+        given = weight * np.concatenate([each.scores.by_function[name] for each in tried])
+        most = np.nanmax(given, initial=0)
+        rows = weight * nonsense.scores.by_function[name] >= most if most > 0 else np.zeros(1, bool)
+        if rows.any():
+            lines.append(
+                f"{nonsense.kind}: gets the full reward of {name} in {int(rows.sum())} of {len(rows)} rows; a model "
+                "can learn that instead of the task"
+            )
+    return lines
 
 
 def _row(each: Tried, threshold: float, names: Sequence[str]) -> list[str]:
@@ -124,11 +192,10 @@ def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> l
     for rows, what in found:
         if rows.mean() > (SAME if each.kind == OTHER and what == "succeeds" else 0):
             first = int(np.flatnonzero(rows)[0])
+            total = scores.total[first]
             lines.append(
                 f"{each.kind}: {what} in {int(rows.sum())} of {len(rows)} rows. The first, row {first + 1}: prompt "
                 f"{problems[first].text!r:.200}, completion {each.texts[first]!r:.200}, "
-                f"reward {scores.total[first]:.3g}"
+                + ("no reward" if np.isnan(total) else f"reward {total:.3g}")
             )
-    if scores.first_failure is not None:
-        lines.append(scores.first_failure)
     return lines
