@@ -40,6 +40,15 @@ def good(rewards, *, scored, lengths, power=1.0):
 
 def blind(rewards, *, lengths):
     return rewards
+
+def branches(rewards, *, scored, lengths):
+    return rewards if rewards.max() > 0 else -rewards
+
+def means(rewards, *, scored, lengths):
+    return rewards.mean(axis=1)
+
+def loss(logprobs, old_logprobs, advantages, mask):
+    return (-logprobs * advantages).sum(-1), {}
 """
 NAMES = "drgrpo, grpo, maxpo, maxrl, opo, passk, pkpo, reinforce_pp, rloo"
 REWARDS = """
@@ -210,13 +219,25 @@ MISTAKES = {
     ),
     "no such estimator in its file": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:best"),
-        ["estimators.py has no function 'best'", "it has: blind, good"],
+        ["estimators.py has no function 'best'", "it has: blind, branches, good, loss, means"],
     ),
     "no such module": (
         (*REVERSED, "algorithm.advantage_estimator=no_such_module.f"),
         ["module no_such_module failed to import", "path/to/file.py:function"],
     ),
     "broken estimator file": ((*REVERSED, "algorithm.advantage_estimator=broken.py:f"), ["broken.py", "SyntaxError"]),
+    "estimator that cannot be traced": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:branches"),
+        ["'estimators.py:branches' raised TracerBoolConversionError", "(estimators.py, line 9)", "write jnp.where"],
+    ),
+    "estimator of another shape": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:means"),
+        ["'estimators.py:means' returned [16] for rewards of shape [16, 8]", "one advantage per completion"],
+    ),
+    "loss of another shape": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:loss"),
+        ["policy loss 'estimators.py:loss': loss has shape [16, 8]", "one number per token"],
+    ),
     "estimator of another form": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:blind"),
         ["'estimators.py:blind'", "no keyword 'scored'", "def f(rewards, *, scored, lengths"],

@@ -139,7 +139,7 @@ def make_models(home: Path) -> None:
 
 def write_rows(file: Path, number: int, answer: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"question": f"What is {i} + 3?", "answer": answer.format(i + 3)} for i in range(number)]
+    rows = [{"question": f"What is {i} + 3?", "answer": answer.format(i + 3), "the sum": i + 3} for i in range(number)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -152,6 +152,8 @@ def home(tmp_path_factory):
     for split in ("train", "test"):
         write_rows(home / "data" / "gsm8k" / f"{split}.jsonl", 10, "It is #### {}")
     write_rows(home / "mine.jsonl", 40, "{}")
+    sums = [{"Task No.": i, "first": i, "second": 3, "the sum": i + 3} for i in range(40)]
+    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     (home / "path" / "to").mkdir(parents=True)
     shutil.copy(ROOT / "examples" / "own_estimator" / "estimator.py", home / "path" / "to" / "file.py")
     for page in PAGES:

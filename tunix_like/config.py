@@ -172,6 +172,9 @@ class DataConfig(_Checked):
     split: str = key("train", doc="split to train on")
     eval_split: str = key("test", doc="split to evaluate on")
     prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")
+    answer_template: str | None = key(
+        doc="jsonl, hub: the like for the column `answer`, which SFT and exact_match read, e.g. '{the sum}'"
+    )
     system_prompt: str | None = key(doc="system message; implies the chat template", blank=True)
     apply_chat_template: bool | None = key(
         doc="wrap the prompt as a user message; unset: only with a system prompt or rows that hold messages"

@@ -24,6 +24,13 @@ class NotSaved(UserError):
     stopped = False
 
 
+def one_line(error: Exception) -> str:
+    """What another library raised, cut to a line."""
+    first = str(error).strip().partition("\n")[0]
+    text = f"{type(error).__name__}: {first}".strip(" .")
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint for a misspelt name: the closest valid spelling if one is close, and always the list."""
     names = sorted(valid)

@@ -57,7 +57,7 @@ from tunix_like.rl.estimators import find_estimator
 from tunix_like.rl.learner import Learner
 from tunix_like.rl.learners import LEARNERS, find_learner
 from tunix_like.rl.losses import loss_parameters
-from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, check_takes_negative, resolve
+from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, check_takes_negative, resolve, trace_own
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.run_lock import FILE as LOCK
 from tunix_like.sampling.sampler import make_sampler, slot_shape
@@ -124,6 +124,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     template_variables(config.data)
     lengths, own = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
     objective = build_objective(algorithm, lengths, updates_per_batch(config), own)
+    trace_own(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")

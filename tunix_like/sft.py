@@ -159,7 +159,10 @@ class SFTTrainer:
     ) -> dict[str, Any]:
         check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
         if "answer" not in rows[0]:
-            raise UserError(f"SFT needs an 'answer' column; the rows have {', '.join(map(str, rows[0]))}.")
+            columns = ", ".join(map(str, rows[0]))
+            raise UserError(
+                f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template makes it out of others."
+            )
         for number in range(len(rows)):
             _check_answer(rows[number], number)
         self.identity["rows"] = len(rows)
@@ -271,5 +274,5 @@ def _check_answer(row: Mapping[str, Any], number: int) -> None:
     if not isinstance(answer, str) or not answer:
         raise UserError(
             f"SFT needs text in the 'answer' column; training row {number} of prompt {row.get('prompt')!r:.60} has "
-            f"{answer!r:.60}."
+            f"{answer!r:.60}. Of a number, data.answer_template='{{answer}}' makes text."
         )

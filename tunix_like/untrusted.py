@@ -23,6 +23,12 @@ _CUT = _OPEN + _CLOSE
 
 
 class _Marking(string.Formatter):
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        """A name with dots or brackets is that of a value, where there is one, before it is a way into another."""
+        if kwargs.get(field_name) is not None:
+            return kwargs[field_name], field_name
+        return super().get_field(field_name, args, kwargs)
+
     def format_field(self, value: Any, format_spec: str) -> str:
         return f"{_BEGIN}{_clean(format(value, format_spec))}{_END}"
 
@@ -34,7 +40,7 @@ class Filled(str):
 
 
 def fill(template: str, values: Mapping[str, Any]) -> Filled:
-    """`template.format_map(values)`, which remembers what was inserted."""
+    """`template.format_map(values)`, but a value may be called `a.b` or `a[b]`; remembers what was inserted."""
     pieces = _MARKED.split(_Marking().vformat(_clean(template), (), values))  # template, value, template, ...
     filled, ends = Filled("".join(pieces)), list(itertools.accumulate(map(len, pieces)))
     filled.values = list(zip(ends[::2], ends[1::2], strict=False))

@@ -1,15 +1,18 @@
-"""Makes a tiny model folder in Hugging Face format, without weights, to run the GSM8K road on any machine.
+"""Makes a tiny model folder in Hugging Face format, without weights, to run GSM8K or data of one's own on any machine.
 
     python examples/gsm8k/make_tiny_model.py --data FOLDER --out tiny --family qwen2
+    python examples/gsm8k/make_tiny_model.py --data mine.jsonl --column question --out tiny
 
-The tokenizer is a byte-level BPE of 2,048 tokens, trained on the questions of FOLDER/train.jsonl, with a ChatML
-template. Use the folder as `model.path=tiny model.init=random`. It does NOT make anything that can solve a problem.
+The tokenizer is a byte-level BPE of at most 2,048 tokens, trained on one column of a JSON-lines file (of a folder:
+train.jsonl), with a ChatML template. Use the folder as `model.path=tiny model.init=random`. It does NOT make anything
+that can solve a problem.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from tunix_like.data import Record
+from tunix_like.data.jsonl import JsonlRows
+from tunix_like.errors import UserError
 from tunix_like.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048
@@ -32,11 +38,19 @@ QWEN_WORDS = (
 )
 
 
-def questions(data: Path) -> Iterator[str]:
-    """The `question` of every row of train.jsonl."""
-    with (data / "train.jsonl").open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)["question"]
+def texts(data: Path, column: str) -> list[str]:
+    """The text of a column in every row of a JSON-lines file.
+
+    Raises:
+      UserError: a line that is no JSON object, or a row without text in the column.
+    """
+
+    def check(row: Record, where: str) -> None:
+        if not isinstance(row.get(column), str):
+            there = ", ".join(name for name, value in row.items() if isinstance(value, str)) or "none"
+            raise UserError(f"{where}: no text in column '{column}'; columns with text: {there}. Name one by --column.")
+
+    return [row[column] for row in JsonlRows(data, check)]
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
@@ -85,9 +99,9 @@ def model_config(family: str, eos: int, pad: int) -> dict[str, Any]:
     return config | ({"head_dim": 16, "attention_bias": False} if family == "qwen3" else {})
 
 
-def make(data: Path, out: Path, family: str) -> None:
+def make(data: Path, column: str, out: Path, family: str) -> None:
     """Writes the folder `out`."""
-    tokenizer = train_tokenizer(questions(data))
+    tokenizer = train_tokenizer(iter(texts(data, column)))
     tokenizer.save(out)
     eos, pad = tokenizer.eos_ids[0], tokenizer.pad_id
     generation = {"eos_token_id": [eos, pad], "pad_token_id": pad, "do_sample": True}
@@ -97,13 +111,18 @@ def make(data: Path, out: Path, family: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl")
+    parser.add_argument("--data", type=Path, required=True, help="JSON-lines file, or a folder with train.jsonl")
+    parser.add_argument("--column", default="question", help="column whose text the tokenizer learns from")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--family", choices=("qwen2", "qwen3"), default="qwen2")
     arguments = parser.parse_args()
-    if not (arguments.data / "train.jsonl").is_file():
-        parser.error(f"{arguments.data} has no train.jsonl: name the folder with GSM8K's {{train,test}}.jsonl")
-    make(arguments.data, arguments.out, arguments.family)
+    data = arguments.data / "train.jsonl" if arguments.data.is_dir() else arguments.data
+    if not data.is_file():
+        parser.error(f"{data} does not exist: --data names a JSON-lines file, or a folder with train.jsonl")
+    try:
+        make(data, arguments.column, arguments.out, arguments.family)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     print(f"wrote {arguments.out}: a tiny {arguments.family}, to be used with model.init=random")
 
 

@@ -254,11 +254,16 @@ def test_hub_id_is_downloaded(folder, monkeypatch):
 
 def test_hub_without_network(monkeypatch):
     def download(name, allow_patterns):
-        raise ConnectionError("offline")
+        raise ConnectionError(f"offline {'x' * 400}\nand more")
 
     fake_hub(monkeypatch, download)
-    with pytest.raises(UserError, match="owner/name could not be downloaded.*offline.*give its path"):
+    with pytest.raises(UserError) as raised:
         load_model("owner/name")
+    advice, _, theirs = str(raised.value).partition("The hub's client said: ")
+    assert advice.startswith("owner/name could not be downloaded")
+    for word in ("give its path", "hf download owner/name --local-dir", "HF_HUB_OFFLINE=1"):
+        assert word in advice
+    assert theirs.startswith("ConnectionError: offline xxx") and len(theirs) < 210 and "\n" not in theirs
 
 
 def test_a_local_folder_wins_over_the_hub(folder, monkeypatch):

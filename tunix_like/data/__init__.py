@@ -42,13 +42,15 @@ _ROW_KEYS = frozenset(
     {"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"}
 )
 
+_OWN_KEYS = _ROW_KEYS | {"answer_template"}  # the columns of GSM8K are known
+
 # Beside data.train_size and data.eval_size, which every source reads.
 _READS: dict[str, frozenset[str]] = {
     "maze": frozenset({"maze_size", "seed"}),
     "gsm8k": _ROW_KEYS,
     "reverse_text": frozenset({"text_length", "seed"}),
-    "jsonl": _ROW_KEYS,
-    "hub": _ROW_KEYS,
+    "jsonl": _OWN_KEYS,
+    "hub": _OWN_KEYS,
 }
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix_like import progress
 from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, take
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from tunix_like.config import DataConfig
@@ -293,9 +293,10 @@ def hub_rows(path: str, split: str) -> Sequence[Record]:
         rows = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # network, id, configuration and split errors come in many classes
         raise UserError(
-            f"The data set {path} (split '{split}') could not be loaded from the hub: {type(error).__name__}: {error}. "
-            f"Check data.path and the network. Without one, download https://huggingface.co/datasets/{name} and name a "
-            "folder with its train.jsonl and test.jsonl: data.path=FOLDER (with data.name=jsonl, or gsm8k for GSM8K)."
+            f"The data set {path} (split '{split}') could not be loaded from the hub. Check data.path and the network. "
+            f"Without one, download https://huggingface.co/datasets/{name} and name a folder with its train.jsonl and "
+            "test.jsonl: data.path=FOLDER (with data.name=jsonl, or gsm8k for GSM8K). With HF_HUB_OFFLINE=1 only "
+            f"what was downloaded before is used. The hub's client said: {one_line(error)}."
         ) from error
     if len(rows) == 0:
         raise UserError(f"The data set {path} has no rows in split '{split}'.")

@@ -142,8 +142,8 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
     for label, part in source.parts.items():
         if needs_answer and "answer" not in part.train[0]:
             raise UserError(
-                f"data source '{label}': its rows have no column 'answer', which SFT trains on; set sft.max_steps=0, "
-                "or leave the source out."
+                f"data source '{label}': its rows have no column 'answer', which SFT trains on; set its "
+                "answer_template or sft.max_steps=0, or leave the source out."
             )
         for rows, what in ((part.train, "training"), (part.eval, "evaluation")):
             count = min(len(rows), SCANNED_ROWS)

@@ -7,12 +7,13 @@ handed on as messages and rendered where they are encoded), shuffling or batchin
 from __future__ import annotations
 
 import dataclasses
+import re
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
-from tunix_like.untrusted import fill
+from tunix_like.untrusted import Filled, fill
 
 if TYPE_CHECKING:
     from tunix_like.config import DataConfig
@@ -87,17 +88,19 @@ class RowRange(Sequence[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """How the columns of a row become its prompt.
+    """How the columns of a row become its prompt and its answer.
 
     Attributes:
       template: Python format string over the columns; None takes the column `prompt` as it is.
       system_prompt: first message; implies messages.
       chat: True makes messages, False text; None leaves messages messages and text text.
+      answer: the like of `template` for the column `answer`, in whose place it comes; None leaves that as it is.
     """
 
     template: str | None
     system_prompt: str | None = None
     chat: bool | None = None
+    answer: str | None = None
 
     @staticmethod
     def of(config: DataConfig, template: str | None) -> PromptFormat:
@@ -109,52 +112,31 @@ class PromptFormat:
         if config.system_prompt is not None and config.apply_chat_template is False:
             raise UserError("data.system_prompt needs the chat template: drop data.apply_chat_template=false.")
         chosen = template if config.prompt_template is None else config.prompt_template
-        format = PromptFormat(chosen, config.system_prompt, config.apply_chat_template)
-        format.columns()
-        return format
-
-    def columns(self) -> list[str]:
-        """The columns that a row must have.
-
-        Raises:
-          UserError: the template is not a format string over named columns.
-        """
-        if self.template is None:
-            return ["prompt"]
-        try:
-            fields = [field for _, field, _, _ in string.Formatter().parse(self.template) if field is not None]
-        except ValueError as error:
-            raise UserError(
-                f"data.prompt_template {self.template!r} is no Python format string ({error}); write {{column}} for a "
-                "column and double a brace that is meant as itself."
-            ) from error
-        names = [field.split(".")[0].split("[")[0] for field in fields]
-        if any(not name or name.isdigit() for name in names):
-            raise UserError(f"data.prompt_template {self.template!r} must name its columns, as in '{{question}}'.")
-        return list(dict.fromkeys(names))
+        for key, each in (("prompt_template", chosen), ("answer_template", config.answer_template)):
+            if each is not None:
+                _fields(each, key)
+        return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Raises a UserError that names `where` when this row cannot become a prompt."""
-        missing = [name for name in self.columns() if row.get(name) is None]
-        if missing:
-            key = (
-                "data.prompt_template names"
-                if self.template is not None
-                else "without data.prompt_template a row needs"
-            )
-            available = ", ".join(sorted(name for name in row if row[name] is not None)) or "none"
-            raise UserError(f"{where}: {key} column '{missing[0]}'; the row has: {available}.")
+        """Raises a UserError that names `where` when this row cannot become a prompt, and an answer if asked for."""
+        if self.template is None:
+            _check_columns(row, ["prompt"], f"{where}: without data.prompt_template a row needs")
+        for key, template in (("prompt_template", self.template), ("answer_template", self.answer)):
+            if template is not None:
+                _check_columns(row, _fields(template, key), f"{where}: data.{key} names")
         try:
             self(row)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
     def __call__(self, row: Record) -> Record:
-        """The row with its `prompt` made; the columns stay."""
-        return {**row, "prompt": self._prompt(row)}
+        """The row with its `prompt` and `answer` made, both out of the columns it came with; these stay."""
+        made = {**row, "prompt": self._prompt(row)}
+        # plain text, as what SFT trains on is data whole
+        return made if self.answer is None else made | {"answer": str(_filled(self.answer, row, "answer_template"))}
 
     def _prompt(self, row: Record) -> str | list[Mapping[str, str]]:
-        value = row["prompt"] if self.template is None else self._fill(row)
+        value = row["prompt"] if self.template is None else _filled(self.template, row, "prompt_template")
         if not isinstance(value, str | list):
             raise UserError(f"column 'prompt' must be text or a list of messages, not {type(value).__name__}.")
         if isinstance(value, list):
@@ -173,14 +155,45 @@ class PromptFormat:
             value = [{"role": "system", "content": self.system_prompt}, *value]
         return value
 
-    def _fill(self, row: Record) -> str:
-        assert self.template is not None
-        try:
-            return fill(self.template, row)
-        except Exception as error:  # a format spec or an attribute that this value does not have
-            raise UserError(
-                f"data.prompt_template {self.template!r} failed: {type(error).__name__}: {error}"
-            ) from error
+
+def _fields(template: str, key: str) -> list[str]:
+    """What stands in the braces of a template, without format specs.
+
+    Raises:
+      UserError: it is not a format string over named columns.
+    """
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise UserError(
+            f"data.{key} {template!r} is no Python format string ({error}); write {{column}} for a column and double a "
+            "brace that is meant as itself."
+        ) from error
+    names = [_head(field) for field in fields]
+    if any(not name or name.isdigit() for name in names):
+        raise UserError(f"data.{key} {template!r} must name its columns, as in '{{question}}'.")
+    return list(dict.fromkeys(fields))
+
+
+def _head(field: str) -> str:
+    return field.split(".")[0].split("[")[0]
+
+
+def _check_columns(row: Record, fields: Collection[str], what: str) -> None:
+    """Every field must be a column of the row, or an attribute or item of one."""
+    for field in fields:
+        if row.get(field) is None and row.get(_head(field)) is None:
+            there = sorted(name for name in row if row[name] is not None)
+            cut = [name for name in there if re.match(re.escape(field) + "[:!]", name)]
+            why = f" In a template a column's name ends at ':' and '!'; rename '{cut[0]}'." if cut else ""
+            raise UserError(f"{what} column '{field}'; the row has: {', '.join(there) or 'none'}.{why}")
+
+
+def _filled(template: str, row: Record, key: str) -> Filled:
+    try:
+        return fill(template, row)
+    except Exception as error:  # a format spec or an attribute that this value does not have
+        raise UserError(f"data.{key} {template!r} failed: {type(error).__name__}: {error}") from error
 
 
 def take(rows: Sequence[Any], size: int | None, key: str) -> Sequence[Any]:
@@ -214,6 +227,7 @@ def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:
         "split": "train",
         "eval_split": "test",
         "prompt_template": None,
+        "answer_template": None,
         "system_prompt": None,
     }
     unset |= {"apply_chat_template": None, "chat_template_args": None}

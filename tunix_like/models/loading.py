@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from tunix_like import progress
 from tunix_like.config import RolloutConfig
-from tunix_like.errors import UserError, nearest
+from tunix_like.errors import UserError, nearest, one_line
 from tunix_like.json_files import read_object
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -314,17 +314,19 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
     wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
     by_hand = (
         f"There is no folder {path} here either. Download {', '.join(wanted)} from https://huggingface.co/{path} into a"
-        " folder and give its path instead."
+        " folder and give its path instead"
     )
     try:
         import huggingface_hub
     except ImportError:
         raise UserError(
-            f"{path} looks like a hub id, and downloading needs the extra: pip install 'tunix-like[hub]'. {by_hand}"
+            f"{path} looks like a hub id, and downloading needs the extra: pip install 'tunix-like[hub]'. {by_hand}."
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(path_or_hub_id, allow_patterns=wanted))
     except Exception as error:  # the hub's client raises its HTTP library's own exceptions, which change with versions
         raise UserError(
-            f"{path} could not be downloaded from the hub ({type(error).__name__}: {error}). {by_hand}"
+            f"{path} could not be downloaded from the hub. {by_hand} (on a machine with a network: hf download {path} "
+            "--local-dir FOLDER). With HF_HUB_OFFLINE=1 only what was downloaded before is used, "
+            f"and no network is waited for. The hub's client said: {one_line(error)}."
         ) from error

@@ -58,9 +58,10 @@ def arguments_of(name: str, function: Callable[..., Any], columns: Collection[st
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [p.name for p in needed if p.name not in columns or p.kind is p.POSITIONAL_ONLY]
     if missing:
+        cure = " data.answer_template makes it out of others, e.g. '{column}'." if missing[0] == "answer" else ""
         raise UserError(
             f"Reward function '{name}' needs an argument '{missing[0]}', which is no column of the rows; there are: "
-            f"{', '.join(sorted(columns))}. Its form is f(prompts, completions, **columns)."
+            f"{', '.join(sorted(columns))}.{cure} Its form is f(prompts, completions, **columns)."
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(columns)

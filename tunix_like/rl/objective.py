@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -31,6 +32,7 @@ from tunix_like.rl.losses import (
     loss_parameters,
     sampler_correction,
 )
+from tunix_like.user_code import is_place
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
 LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
@@ -209,6 +211,26 @@ class Objective:
                     f"token, {list(shape)}. Return (loss, metrics)."
                 )
         return loss, metrics
+
+
+def trace_own(objective: Objective, groups: int, group_size: int) -> None:
+    """Traces estimators and a loss of one's own on shapes alone, as the training step will.
+
+    Raises:
+      UserError: one that raises, or whose result has a wrong shape.
+    """
+    places, config = (groups, group_size), objective.config
+
+    def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    for estimator in objective.estimators:
+        if is_place(estimator.name):
+            jax.eval_shape(estimator, array(places), array(places, jnp.bool_), array(places, jnp.int32))
+    if is_place(str(config.policy_loss_fn)):
+        tokens = (*places, objective.max_tokens)
+        inputs = array(tokens), array(tokens), array((*places, 1)), array(tokens, jnp.bool_)
+        jax.eval_shape(objective._policy_loss, *inputs)
 
 
 def _said(error: Exception) -> str:
