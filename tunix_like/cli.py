@@ -118,8 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="tunix-like", description="RL post-training of language models in JAX/Flax.",
         epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"
         "exit status: 0 done, 1 doctor or check-rewards found something wrong, 2 bad input, 70 an error in one of\n"
-        "several processes, 74 the last checkpoint could not be written, 75 stopped by a signal after saving (the same\n"
-        "command resumes)",
+        "several processes, 74 the last checkpoint could not be written, 75 stopped by a signal after saving (the\n"
+        "same command resumes)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
