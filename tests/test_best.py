@@ -201,19 +201,29 @@ def test_the_old_one_stays_until_the_new_one_reads_back(tmp_path, monkeypatch, c
 def test_a_full_disk_costs_the_new_one_alone(tmp_path, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def full():
-        while saved(tmp_path) != [1]:  # it is written in the background
+    lost = "the checkpoint of step 3 could not be written"
+
+    def until(true):  # checkpoints are written in the background
+        end = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < end
             time.sleep(0.01)
+
+    def full():
+        until(lambda: saved(tmp_path) == [1])
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
 
     def free():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
+    def free_again():
+        until(lambda: lost in caplog.text)
+        free()
+
     try:
-        assert go(Measured({1: 0.3, 3: 0.5, 5: 0.4, 6: 0.1}, at={2: full, 4: free}), tmp_path) == 6
+        assert go(Measured({1: 0.3, 3: 0.5, 5: 0.4, 6: 0.1}, at={2: full, 4: free_again}), tmp_path) == 6
     finally:
         free()
-    assert "the checkpoint of step 3 could not be written" in caplog.text
     assert saved(tmp_path) == [5, 6], "of those that are there"
 
 

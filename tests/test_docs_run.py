@@ -23,6 +23,9 @@ import tunix_like
 from tests.test_docs import BLOCK, PAGES, ROOT
 from tunix_like import cli
 from tunix_like.models.loading import save_model
+from tunix_like.rewards import ANSWERS, REWARDS
+from tunix_like.rl.estimators import ADVANTAGE_ESTIMATORS
+from tunix_like.rl.losses import POLICY_LOSSES
 
 MODEL = {
     "hidden_size": 64,
@@ -165,6 +168,16 @@ def home(tmp_path_factory):
         one_device(patch)
         assert cli.main(["train", "examples/maze.yaml", *SMALL, *SMALL_MAZE]) == 0
     return home
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registries():
+    """What the pages register is forgotten after them: an example may use the same name."""
+    kept = [(each, dict(each)) for each in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARDS, ANSWERS)]
+    yield
+    for each, before in kept:
+        each.clear()
+        each.update(before)
 
 
 def one_device(patch) -> None:
