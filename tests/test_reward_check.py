@@ -93,8 +93,9 @@ def test_what_functions_print(workers, capsys):
     """Of 5 kinds with 50 rows each: a call for each row in a worker, one for each kind in the process."""
     status, said = check(capsys, "rewards.functions=[{name: mine.py:loud}]", workers=workers)
     assert status == 0 and "called for" not in said.out
-    assert said.err.count("called for") == (20 if workers else 5)
-    assert ("(230 more lines that the functions printed are not shown)" in said.err) == bool(workers)
+    shown = [line for line in said.err.splitlines() if "[reward worker" in line]  # one that is cut in two counts twice
+    assert len(shown) == 20 if workers else said.err.count("called for") == 5
+    assert ("more lines that the functions printed are not shown)" in said.err) == bool(workers)
 
 
 def test_in_workers_and_with_several_functions(capsys):
