@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.packing import Layout, pack
 from tunix_like.rl.update import UpdateInput, update_input, update_step
 from tunix_like.types import GroupBatch
@@ -21,6 +22,7 @@ from .repeated_prompts import PLAIN, difference, keep_gradient, make_model, make
 COMPLETIONS = np.array([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]], np.int32)
 """Every completion of at most two tokens out of three, of which 0 ends it."""
 COMPLETION_LENGTHS = np.array([1, 2, 2, 2, 2, 2, 2], np.int32)
+TOKENS = np.arange(2)[None] < COMPLETION_LENGTHS[:, None]
 BINARY = np.array([0, 1, 0, 0, 1, 0, 0], np.float32)
 REAL = np.array([-0.9, 1.0, -0.6, 0.0, 1.4, 0.0, -1.1], np.float32)
 
@@ -46,13 +48,22 @@ def tiny() -> tuple:
     return make_model(3, vocab_size=3, num_layers=1, hidden_size=8, head_dim=4, intermediate_size=8)
 
 
+def token_logprobs(params):
+    """Log-probabilities [7, 2, 3] of every next token after the prompt and the first token of each completion."""
+    rows = np.concatenate([np.broadcast_to(PROMPT, (7, 3)), COMPLETIONS], axis=1)
+    return jax.nn.log_softmax(nnx.merge(tiny()[0], params)(jnp.asarray(rows))[:, 2:4], axis=-1)
+
+
+def own_logprobs(params):
+    """Log-probabilities [7, 2] of the tokens of each completion, 0 beyond its length."""
+    tokens = jnp.take_along_axis(token_logprobs(params), COMPLETIONS[..., None], axis=-1)[..., 0]
+    return jnp.where(TOKENS, tokens, 0.0)
+
+
 @jax.jit
 def chances(params):
     """The probability of each completion, by the plain model."""
-    rows = np.concatenate([np.broadcast_to(PROMPT, (7, 3)), COMPLETIONS], axis=1)
-    table = jax.nn.log_softmax(nnx.merge(tiny()[0], params)(jnp.asarray(rows)), axis=-1)
-    tokens = table[np.arange(7)[:, None], np.array([[2, 3]]), COMPLETIONS]
-    return jnp.exp(jnp.where(np.arange(2)[None] < COMPLETION_LENGTHS[:, None], tokens, 0.0).sum(axis=1))
+    return jnp.exp(own_logprobs(params).sum(axis=1))
 
 
 def one_group(draw: np.ndarray) -> UpdateInput:
@@ -112,3 +123,36 @@ def test_the_expected_gradient_is_the_true_one(name):
         other = every_group("token-mean", "ppo_clip")(name, rewards)
         along = optax.tree.vdot(other, true) / optax.tree.vdot(true, true)
         assert difference(jax.tree.map(lambda g: g / along, other), true) > 0.05, "not even in its direction"
+
+
+def test_the_gradients_of_the_kl():
+    """k1 in the reward has the gradient of the KL of whole completions. In the loss, k1 has none, and k2 and k3 have
+    that of the next-token KLs at the sampled prefixes, which is another one."""
+    params, other = tiny()[1], jax.tree.map(lambda x: 3.0 * jnp.roll(x, 1, axis=-1), tiny()[1])
+    reference, reference_tokens = own_logprobs(other), token_logprobs(other)
+
+    def whole_kl(params):
+        return (chances(params) * (own_logprobs(params) - reference).sum(axis=1)).sum()
+
+    def per_prefix(params, reverse):
+        ours, theirs = token_logprobs(params), reference_tokens
+        p, q = (theirs, ours) if reverse else (ours, theirs)
+        kl = jnp.where(TOKENS, (jnp.exp(p) * (p - q)).sum(-1), 0.0).sum(axis=1)
+        return (jax.lax.stop_gradient(chances(params)) * kl).sum()
+
+    def in_loss(params, mode):
+        kl = jnp.where(TOKENS, kl_estimate(mode, own_logprobs(params), reference, jnp.asarray(TOKENS)), 0.0)
+        return (jax.lax.stop_gradient(chances(params)) * kl.sum(axis=1)).sum()
+
+    def in_reward(params):
+        ours = own_logprobs(params)
+        reward = jax.lax.stop_gradient(kl_estimate("kl", ours, reference, jnp.asarray(TOKENS)))
+        weight = jax.lax.stop_gradient(chances(params)) * jnp.where(TOKENS, reward, 0.0).sum(axis=1)
+        return (weight * ours.sum(axis=1)).sum()
+
+    true = jax.grad(whole_kl)(params)
+    assert difference(jax.grad(in_reward)(params), true) <= 1e-5
+    assert float(optax.tree.norm(jax.grad(in_loss)(params, "kl"))) <= 1e-6
+    assert difference(jax.grad(in_loss)(params, "mse_kl"), jax.grad(per_prefix)(params, False)) <= 1e-5
+    assert difference(jax.grad(in_loss)(params, "low_var_kl"), jax.grad(per_prefix)(params, True)) <= 1e-5
+    assert 0.26 < difference(jax.grad(in_loss)(params, "mse_kl"), true) < 0.28, "the figure of docs/algorithms.md"

@@ -236,9 +236,13 @@ def sampler_correction(
 
 
 def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) -> Tokens:
-    """Per-token KL estimates with `d = log pi - log pi_ref` (clamped to +-20): `kl` = k1 = `d`, `mse_kl` = k2 =
-    `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`. As losses on-policy: k1 has zero expected gradient, k2 that of
-    KL(pi || ref), k3 that of KL(ref || pi)."""
+    """Estimates the KL per token, with `d = log pi - log pi_ref` (clamped to +-20): `kl` = k1 = `d`, `mse_kl` = k2 =
+    `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`.
+
+    As an on-policy loss each has the expected gradient of a KL of the next-token distributions at the sampled prefixes:
+    k1 none, k2 KL(pi || ref), k3 KL(ref || pi). None of them is the gradient of the KL of whole completions, because
+    the loss ignores how a token changes later prefixes; k1 in the reward is.
+    """
     d = log_ratio(logprobs, ref_logprobs, mask)
     return {"kl": d, "mse_kl": 0.5 * d**2, "low_var_kl": jnp.exp(-d) + d - 1}[mode]
 

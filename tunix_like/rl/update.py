@@ -55,6 +55,10 @@ class StepObjective(Protocol):
         """Loss per token (0 where masked) and per-token metrics."""
 
 
+MAXIMA = ("is_ratio/max", "logprob_gap/max")
+"""Metrics of an update that are maxima over its tokens; all others are means or counts."""
+
+
 class UpdateInput(NamedTuple):
     """One optimizer update. Advantages are taken over the whole rollout batch, weights over the groups `in_update`; the
     completions in `packed` go through the model."""
@@ -220,8 +224,10 @@ def update_step(
     `shardings` says where parameters, and so their gradients, lie on a mesh. `frozen` are parameters of the model that
     are not trained (None: there are none).
 
-    Returns the new parameters and optimizer state, scalar metrics and the advantages. Where an advantage, the loss or
-    the gradient is not finite, parameters and optimizer state stay as they were (`update/skipped` is 1).
+    Returns the new parameters and optimizer state, scalar metrics and the advantages. Parameters and optimizer state
+    stay as they were where an advantage, the loss or the gradient is not finite (`update/skipped` is 1), and where no
+    token counts in the loss (`update/empty` is 1): momentum and weight decay would move the weights without any
+    observation. A batch of equal rewards is an observation, whose gradient estimate is 0, and goes to the optimizer.
     """
     batch = jax.tree.map(jnp.asarray, data.batch)
     lengths, ids = batch.completion_lengths, batch.estimator_ids
@@ -233,10 +239,11 @@ def update_step(
     updates, new_state = optimizer.update(grads, opt_state, params)
     norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)
+    empty = ~((weights > 0) & (lengths > 0)).any()
     params, opt_state = jax.tree.map(
-        functools.partial(jnp.where, usable), (optax.apply_updates(params, updates), new_state), (params, opt_state)
+        functools.partial(jnp.where, usable & ~empty), (optax.apply_updates(params, updates), new_state), (params, opt_state)
     )
     metrics = {name: total / tokens for name, total in totals["sums"].items()}  # of no tokens: NaN, written as null
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
-    metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable}
+    metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
     return params, opt_state, metrics, advantages
