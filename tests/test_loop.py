@@ -26,7 +26,7 @@ class Counting:
     name, step_key, iterator = "count", "count/step", None
 
     def __init__(self, total=5, *, at=None, data=None, evaluate_every=None, end_at=None, **identity):
-        self.total, self.at, self.data = total, at or {}, data
+        self.total, self.at, self.data, self.done = total, at or {}, data, 0
         self.evaluate_every, self.end_at, self.identity = evaluate_every, end_at, {"seed": 1, "lr": 0.1} | identity
         self.sum, self.seen, self.loaded, self.cut_after = jnp.zeros(()), [], None, None
 

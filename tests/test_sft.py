@@ -98,6 +98,17 @@ def test_loss_is_the_answers_likelihood_and_the_model_gets_the_weights():
     assert last["sft/loss"] > naive_nll(model, ROWS), "the model handed in is the one that was trained"
 
 
+def test_a_second_call_without_a_folder_continues():
+    """Two calls of two steps are one of four: the same rows, moments and learning rates."""
+    rows, model, whole = [], make_model(), make_model()
+    two = make(model=model, sft={"batch_size": 3})
+    for _ in range(2):
+        two.train(ROWS, on_row=lambda row: rows.append(dict(row)))
+    make(4, model=whole, sft={"batch_size": 3}).train(ROWS)
+    assert [row["sft/step"] for row in rows] == [1, 2, 3, 4]
+    jax.tree.map(np.testing.assert_array_equal, params_of(model), params_of(whole))
+
+
 def test_long_answers_are_cut_without_an_end():
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=3)
     row = make(1, rollout=rollout).train(ROWS)

@@ -61,7 +61,8 @@ class Phase(Protocol):
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
       step_key: the metrics' step column (`step`, `sft/step`).
-      total: number of steps, or None to go on until `advance` returns None.
+      done: steps done so far in this process; a call that is not resumed from a checkpoint starts after them.
+      total: number of the last step, or None to go on until `advance` returns None.
       iterator: the data iterator to save with a checkpoint, or None.
       identity: what must be the same when a checkpoint is taken up again; `base`, of frozen weights, is a
         `models.lora.fingerprint`.
@@ -69,6 +70,7 @@ class Phase(Protocol):
 
     name: str
     step_key: str
+    done: int
     total: int | None
     iterator: Any
     identity: dict[str, Any]
@@ -160,6 +162,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         with progress.task("taking up the checkpoint"):
             done, over = resume(phase, checkpoints, log)
+            phase.done = done
         if over or _complete(phase, done):
             return done
         advance = stack.enter_context(progress.task(phase.name, phase.total, done))
@@ -168,7 +171,7 @@ def _run(
             keep(0, False)
         with _stop_signals() as asked:
             while not _complete(phase, done) and (row := _step(phase, done + 1)) is not None:
-                done += 1
+                phase.done = done = done + 1
                 row, better = record(row)
                 advance(1)
                 over = phase.finished(row)
@@ -226,7 +229,7 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     if checkpoints is None or step is None:
         log.cut(phase.step_key, -1)
         phase.cut(-1)
-        return 0, False
+        return phase.done, False
     meta = checkpoints.meta(step)
     check_base(checkpoints.folder, meta["identity"], phase.identity)
     own = [

@@ -5,6 +5,7 @@ Knows optax and how many optimizer updates the run will make. Does NOT know step
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -48,13 +49,20 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
 
 
 def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW on `build_schedule`; weight decay on arrays of two or more axes only.
+    """Returns the same object for equal settings, so that compiled programs are found again.
+
+    Global-norm clipping, then AdamW on `build_schedule`; weight decay on arrays of two or more axes only.
 
     The structure of the state depends on the parameters alone, so a resumed run may have another `total_updates`.
 
     Raises:
       UserError: as `build_schedule`.
     """
+    return _adamw(config, None if config.schedule == "constant" else total_updates)
+
+
+@functools.lru_cache(maxsize=32)
+def _adamw(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
     adamw = optax.adamw(
         build_schedule(config, total_updates),
@@ -87,6 +95,11 @@ def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) 
         optimizer, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: everywhere
     )
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, shardings)
+
+
+def updates_done(state: optax.OptState) -> int:
+    """How many updates went into the state of a `build_optimizer`; those that were skipped or empty did not."""
+    return int(optax.tree.get_all_with_path(state, "count")[0][1])
 
 
 def _matrices(params: optax.Params) -> Any:

@@ -7,6 +7,7 @@ by the same loop. This module knows no reward.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,13 @@ from tunix_like.models.sharding import (
     scope,
     shardings_of,
 )
-from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer, updates_done
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.guards import SkipWatch
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.update import jit_update, update_input
+from tunix_like.rl.step_programs import step_programs
+from tunix_like.rl.update import update_input
 from tunix_like.run_lock import owned
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.sizes import chunk_size
@@ -54,6 +56,11 @@ logger = logging.getLogger("tunix_like")
 
 class _Likelihood:
     """`-log pi` per token, averaged over the tokens of the batch."""
+
+    built_in = True
+
+    def key(self) -> str:
+        return "likelihood"
 
     def advantages(self, rewards: Array, scored: Array, lengths: Array, ids: Array) -> Array:
         return rewards
@@ -116,20 +123,28 @@ class SFTTrainer:
         check_batch(mesh, "sft.batch_size", sft_config.batch_size)
         self.mesh = mesh
         self.trained, self.frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
+        self.done = 0
         self.total: int | None = sft_config.max_steps
-        self.schedule = build_schedule(sft_config.optimizer, self.total)
-        optimizer = build_optimizer(sft_config.optimizer, self.total)
-        self.opt_state = init_optimizer(optimizer, self.trained)
+        self.opt_state = init_optimizer(build_optimizer(sft_config.optimizer, self.total), self.trained)
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
         self.iterator: Any = None
+        self._data: Any = None
         self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
         self.identity |= {"adapters": model.adapters and str(model.adapters), "quantized": model.quantized}
         if model.adapters is not None:
             self.identity["base"] = fingerprint(model.config, self.frozen, mesh)
         self._evaluate = evaluate
+        self._graphdef = graphdef
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compiles the update for a schedule that ends at `total`."""
+        self.schedule = build_schedule(self.config.optimizer, self.total)
+        optimizer = build_optimizer(self.config.optimizer, self.total)
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
-        shardings = shardings_of((self.trained, self.opt_state), mesh)
-        self._step = jit_update(graphdef, _Likelihood(), optimizer, options, shardings)
+        shardings = shardings_of((self.trained, self.opt_state), self.mesh)
+        programs = step_programs(self._graphdef, _Likelihood(), optimizer, options, shardings, OrderedDict())
+        self._step = programs.update
 
     def train(
         self,
@@ -139,8 +154,9 @@ class SFTTrainer:
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
         another_follows: bool = False,
     ) -> dict[str, Any]:
-        """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Returns the last
-        row of metrics (`sft/...`). Raises what `Learner.train` raises.
+        """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Without a folder a
+        second call trains for as many steps more, as `Learner.train` does. Returns the last row of metrics (`sft/...`).
+        Raises what `Learner.train` raises.
 
         Args:
           another_follows: more training comes after this in the same process, so that SIGTERM or SIGINT in the last
@@ -166,16 +182,22 @@ class SFTTrainer:
         for number in range(len(rows)):
             _check_answer(rows[number], number)
         self.identity["rows"] = len(rows)
-        self.iterator = prompt_batches(
-            rows,
-            self.tokenizer,
-            batch_size=self.config.batch_size,
-            max_prompt_length=self.rollout.max_prompt_length,
-            seed=self.training.seed,
-            shuffle=shuffle,
-            forever=True,
-        )
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
+        if folder is None and self.done:
+            self.total = self.done + self.config.max_steps
+            self._compile()
+        known = self._data is not None and self._data[0] is rows and self._data[1:] == (len(rows), shuffle)
+        if folder is not None or not known:
+            self.iterator = prompt_batches(
+                rows,
+                self.tokenizer,
+                batch_size=self.config.batch_size,
+                max_prompt_length=self.rollout.max_prompt_length,
+                seed=self.training.seed,
+                shuffle=shuffle,
+                forever=True,
+            )
+        self._data = rows, len(rows), shuffle
         parts = {"sft": self.config, "rollout": self.rollout, "training": self.training}
         log = open_metrics(folder, self.training.loggers, {name: as_dict(part) for name, part in parts.items()})
         checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 2)  # one may be damaged
@@ -229,11 +251,12 @@ class SFTTrainer:
         packed = place_packed(pack(batch.completion_lengths, batch.scored, widths[1], layout), self.mesh)
         batch = place_replicated(batch, self.mesh)
         data = update_input(batch, np.ones(self.config.batch_size, bool), packed)
+        rate = float(self.schedule(updates_done(self.opt_state)))
         self.trained, self.opt_state, metrics, _ = self._step(self.trained, self.opt_state, data, self.frozen)
         out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
         self.watch([out])
         self.watch.check()
-        return out | {"learning_rate": float(self.schedule(step - 1))}
+        return out | {"learning_rate": rate}
 
     def _batch(self, prompts: list[Prompt]) -> GroupBatch:
         limit = self.rollout.max_tokens_to_generate

@@ -4,6 +4,7 @@ estimators of one's own and mixed ones, mistakes, resuming."""
 import functools
 import json
 import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import grain.python as grain
@@ -42,6 +43,7 @@ from tunix_like.metrics import rows as metric_rows
 from tunix_like.rl import learners
 from tunix_like.rl.estimators import ADVANTAGE_ESTIMATORS
 from tunix_like.rl.objective import resolve
+from tunix_like.rl.update import jit_update
 
 TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]
@@ -161,6 +163,94 @@ def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
     assert [traced for traced, _ in counts] == [1.0] * 5
     assert counts[0][1] > 0 and len({programs for _, programs in counts}) == 1, f"compiled after step 1: {counts}"
     assert last["train/advantage/max"] == 0.5 and last["train/advantage/min"] == -0.5
+
+
+ADAMW = OptimizerConfig(learning_rate=1e-2)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_a_second_call_without_a_folder_continues(compiled, passes):
+    """Two calls of two steps are one of four: steps, prompts, random numbers, moments; and nothing compiles again."""
+    seen = {"one": [], "two": []}
+
+    def reward_into(name):
+        def reward(prompts, completions, answer):
+            seen[name].append((list(prompts), list(completions)))
+            return varied(prompts, completions, answer)
+
+        return reward
+
+    steps = {"max_steps": None if passes else 2, "actor_optimizer": ADAMW}
+    two = make(reward=reward_into("two"), **steps)
+    first = collect(two)
+    programs = len(compiled)
+    second = collect(two)
+    assert len(compiled) == programs, "the second call compiles nothing"
+    assert [row["step"] for row in first + second] == [1, 2, 3, 4]
+    assert {row["train/perf/update_programs"] for row in second} == {1.0}
+
+    one = make(reward=reward_into("one"), max_steps=4, actor_optimizer=ADAMW)
+    rows = collect(one)
+    assert seen["two"] == seen["one"] and len({completion for _, group in seen["one"] for completion in group}) > 20
+    assert_same(params_of(one.model), params_of(two.model))
+    assert rows[-1]["train/loss"] == second[-1]["train/loss"]
+    assert len(compiled) == programs, "a learner with equal settings compiles nothing"
+    collect(two, [*ROWS])
+    assert seen["two"][4][0] != seen["two"][3][0] and seen["two"][4][1] != seen["two"][0][1], "other data, new numbers"
+
+
+def test_an_iterator_that_was_read_before_is_named():
+    learner = make(max_steps=None)
+    rows = iter(ROWS)
+    learner.train(rows, batch_size=4)
+    with pytest.raises(UserError, match="fewer than 4 usable prompts.*An iterator that was read before is empty"):
+        learner.train(rows, batch_size=4)
+
+
+def test_own_functions_share_no_program(monkeypatch):
+    """A function of the user may read what has changed since; a second learner traces it again."""
+    monkeypatch.setattr("tunix_like.rl.estimators.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+    factor = [1.0]
+
+    @register_advantage_estimator("scaled")
+    def scaled(rewards, *, scored, lengths):
+        return jnp.where(scored, factor[0], 0.0) + 0 * rewards
+
+    for value in (1.0, 3.0):
+        factor[0] = value
+        algo = CustomConfig(advantage_estimator="scaled", num_generations=4)
+        last = make(algo, learner=CustomLearner, max_steps=1).train(ROWS, batch_size=4)
+        assert last["train/advantage/max"] == value
+
+
+def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
+    """With AdamW and weight decay: no momentum moves the weights, and the schedule does not go on. A step whose rewards
+    are all equal is an observation, and the optimizer takes it."""
+    calls = []
+
+    def reward(prompts, completions, answer):
+        calls.append(len(prompts))
+        if len(calls) in (2, 3):  # of the second step; a function that fails for all is asked again
+            return [None] * len(completions)
+        return [1.0] * len(completions) if len(calls) == 5 else varied(prompts, completions, answer)
+
+    weights = []
+    optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=4)
+    learner = make(
+        GRPOConfig(num_generations=4), learner=GRPOLearner, reward=reward, max_steps=5, actor_optimizer=optimizer
+    )
+    learner._on_row = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.trained)))
+    learner.train(ROWS, batch_size=4)
+    rows = [row for row, _ in weights]
+    empty = [row["train/update/empty"] for row in rows]
+    assert sum(empty) == 2 and empty[0] == empty[-1] == 0, (empty, calls)
+    rate = 0
+    for (_, before), (row, after), was in zip(weights, weights[1:], empty[1:], strict=False):
+        assert differ(before, after) == (not was), row["step"]
+    for row, was in zip(rows, empty, strict=True):
+        assert row["train/learning_rate"] == pytest.approx(1e-2 * min(rate + 1, 4) / 4)
+        rate += not was
+    assert rows[-1]["train/groups/zero_signal_frac"] == 1 and rows[-1]["train/grad_norm"] == 0
 
 
 DEFAULTS = {
@@ -528,6 +618,30 @@ def test_what_is_compiled_between_two_steps_is_counted():
 
     make(max_steps=4, reward=varied, on_row=compile_after_2).train(ROWS, batch_size=4)
     assert found[1:] == [0, 1, 0]
+
+
+def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
+    """The ratio is 1 in the first update of a batch, and the metric is the largest of the second."""
+    updates = []
+
+    def recorded(*arguments):
+        program = jit_update(*arguments)
+
+        def update(*inputs):
+            out = program(*inputs)
+            updates.append({name: float(value) for name, value in out[2].items()})
+            return out
+
+        return update
+
+    monkeypatch.setattr("tunix_like.rl.step_programs.jit_update", recorded)
+    monkeypatch.setattr("tunix_like.rl.step_programs._SHARED", OrderedDict())
+    algo = GRPOConfig(num_generations=4, num_iterations=2)
+    last = make(algo, learner=GRPOLearner, reward=varied, max_steps=1).train(ROWS, batch_size=4)
+    first, second = updates
+    assert first["is_ratio/max"] == pytest.approx(1) and second["is_ratio/max"] > 1.01
+    assert last["train/is_ratio/max"] == second["is_ratio/max"]
+    assert last["train/is_ratio/mean"] == pytest.approx((first["is_ratio/mean"] + second["is_ratio/mean"]) / 2)
 
 
 @pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batch_size": 2}])

@@ -142,8 +142,7 @@ def prompt_batches(
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
         source = source.seed(seed)
         source = source.shuffle() if shuffle else source
-        source = source.repeat() if forever else source
-        return _SharedBatches(source, tokenizer, batch_size, max_prompt_length, len(rows))
+        return SharedBatches(source.repeat(), tokenizer, batch_size, max_prompt_length, len(rows), forever)
     if isinstance(rows, grain.IterDataset):
         prompts = rows.map(lambda row: render(row, tokenizer, max_prompt_length))
         prompts = prompts.filter(lambda prompt: usable(prompt, max_prompt_length))
@@ -162,10 +161,14 @@ class Resumable(Protocol):
     def set_state(self, state: Any) -> None: ...
 
 
-class _SharedBatches(Iterator[list[Prompt]]):
+class SharedBatches(Iterator[list[Prompt]]):
     """Batches out of rows that can be asked for by number. Every candidate for a batch is rendered by one process; its
     place is the number of the next candidate, whatever the number of processes. A row that the start did not see
     (`SCANNED_ROWS`) and that cannot be rendered is skipped, with a warning of the first one.
+
+    Attributes:
+      next: number of the next candidate.
+      end: the candidates end there; None: they do not.
 
     Raises:
       UserError: not one of an `epoch` of candidates is left.
@@ -178,16 +181,17 @@ class _SharedBatches(Iterator[list[Prompt]]):
         batch_size: int,
         limit: int,
         epoch: int,
+        forever: bool,
     ):
         self.rows, self.tokenizer, self.batch_size, self.limit, self.epoch = rows, tokenizer, batch_size, limit, epoch
-        self.next = 0
+        self.next, self.end = 0, None if forever else epoch
         self._warned = False
 
     def __next__(self) -> list[Prompt]:
         batch: list[Prompt] = []
         place = self.next
         while (missing := self.batch_size - len(batch)) > 0:
-            candidates = range(place, min(place + missing, len(self.rows)))
+            candidates = range(place, place + missing if self.end is None else min(place + missing, self.end))
             if not candidates:
                 raise StopIteration
             found = spread(candidates, self._render)
@@ -200,6 +204,11 @@ class _SharedBatches(Iterator[list[Prompt]]):
                 )
         self.next = place
         return batch
+
+    def next_epoch(self) -> None:
+        """Goes on with the next epoch, whatever is left of this one."""
+        if self.end is not None:
+            self.next, self.end = self.end, self.end + self.epoch
 
     def _render(self, places: Sequence[int]) -> list[Prompt | None]:
         prompts = [self._prompt(self.rows[place]) for place in places]

@@ -77,7 +77,7 @@ class Collector:
         self.learner, self.objective, self.batches = learner, objective, batches
         self.batch_size, self.rollouts = batch_size, rollouts
         self.drawn = 0
-        self._warned = False
+        self._first, self._warned = True, False
 
     def __call__(self, step: int, lap: Callable[[str], None]) -> Collected | None:
         """The groups of a step, or None when the data is used up; `lap` is told when a part of the work is done.
@@ -142,13 +142,14 @@ class Collector:
         """The next batch of prompts, sampled and scored, and its shaped rewards (NaN where unscored)."""
         learner = self.learner
         prompts = next(self.batches, None)
-        if prompts is None and self.drawn == 0:
+        if prompts is None and self._first:
             raise UserError(
                 f"the training data has fewer than {self.batch_size} usable prompts, which make one step; lower the "
-                "batch size (data.batch_size)."
+                "batch size (data.batch_size). An iterator that was read before is empty."
             )
         if prompts is None:
             return None
+        self._first = False
         problems = [Problem(self.drawn + i, *prompt) for i, prompt in enumerate(prompts)]
         self.drawn += len(problems)
         lap("data")

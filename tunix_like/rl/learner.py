@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +38,7 @@ from tunix_like.rl.objective import build_objective, check_takes_negative, resol
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import FirstFailure, WeightedReward
 from tunix_like.rl.samples import Samples
+from tunix_like.rl.step_programs import ProgramCache
 from tunix_like.run_lock import owned
 from tunix_like.sampling.sampler import make_sampler
 from tunix_like.tokenizer import Tokenizer
@@ -134,7 +136,8 @@ class Learner:
         if self.algo.beta > 0:
             self.ref_graphdef, self.ref_params = self._reference(ref_model)
         self.key = jax.random.key(self.training.seed)
-        self.compilations = 0
+        self.programs: ProgramCache = OrderedDict()
+        self._previous: RLPhase | None = None
 
     def _take_weights(self) -> None:
         """The model's weights as they are now, placed on the mesh; the model keeps pointing at them."""
@@ -195,7 +198,11 @@ class Learner:
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
-          there, and a second call resumes.
+          there, and a second call resumes. Without it a second call continues after the first: `max_steps` (or one
+          pass) more, with the step numbers, random numbers and optimizer state that follow, and in the same data (the
+          same object, batch size and shuffling) with the prompts that follow. Learners with equal settings share
+          compiled programs, and so do the calls of one learner; a `linear` or `cosine` schedule is compiled anew when
+          the number of the last step changes.
 
         Raises:
           UserError: bad data; reward functions that failed for every completion of the first step (these are in
@@ -215,7 +222,8 @@ class Learner:
             raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
         log = open_metrics(folder, self.training.loggers, self._settings())
         self._take_weights()
-        phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder)
+        phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder, self._previous)
+        self._previous = phase if folder is None else None
         checkpoints = None
         if folder is not None:
             best = None if self.training.best_metric is None else Best(self.training.best_metric)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,22 @@ class Objective:
     sources: dict[str, int]
     loss_params: dict[str, Any]
     max_tokens: int
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The estimators' functions and the loss function, which the training step traces."""
+        loss = find_policy_loss(str(self.config.policy_loss_fn))
+        return (*(each.registered.function for each in self.estimators), loss.function)
+
+    @property
+    def built_in(self) -> bool:
+        """True when no function comes from the user."""
+        return all(function.__module__.startswith("tunix_like.") for function in self.functions)
+
+    def key(self) -> Hashable:
+        """Equal for objectives that are traced to the same program."""
+        params = [sorted(each.params.items()) for each in self.estimators]
+        return self.functions, repr((self.config, params, sorted(self.loss_params.items()))), self.max_tokens
 
     def parameters(self) -> dict[str, Any]:
         """Every parameter that the run's own estimator and the loss read, with the value it has."""

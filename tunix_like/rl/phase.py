@@ -6,15 +6,13 @@ It knows the order of things in a step; what they are is the business of the roo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grain.python as grain
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,16 +21,16 @@ from jaxtyping import Bool, Float
 from tunix_like import progress
 from tunix_like.best import check_best_metric
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
-from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
+from tunix_like.data.stream import Prompt, Resumable, SharedBatches, check_prompts, prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.models.lora import fingerprint
 from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope, shardings_of
-from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer, updates_done
 from tunix_like.processes import is_first
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.diagnosis import SignalWatch
-from tunix_like.rl.forward import batch_logprobs, place_packed
+from tunix_like.rl.forward import place_packed
 from tunix_like.rl.guards import FOLDER, GapWatch, Skipped, SkipWatch, keep
 from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.objective import Objective, build_objective
@@ -47,7 +45,8 @@ from tunix_like.rl.rollouts import (
     write_rollouts,
 )
 from tunix_like.rl.samples import pick_samples
-from tunix_like.rl.update import jit_update, update_input
+from tunix_like.rl.step_programs import step_programs
+from tunix_like.rl.update import MAXIMA, update_input
 from tunix_like.sizes import chunk_size
 from tunix_like.speed import Clock, Compilations, Profile, peak_flops
 from tunix_like.types import GroupBatch
@@ -64,11 +63,21 @@ class RLPhase:
     name, step_key = "train", "step"
 
     def __init__(
-        self, learner: Learner, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, folder: Path | None
+        self,
+        learner: Learner,
+        train_ds: Any,
+        eval_ds: Any,
+        batch_size: int,
+        shuffle: bool,
+        folder: Path | None,
+        previous: RLPhase | None,
     ):
+        """`previous` is the call that this one continues: its steps, random numbers, optimizer state and, for the same
+        data, its place there."""
         self.learner, self.rollouts = learner, None if folder is None or not is_first() else folder / "rollouts"
         training, rollout = learner.training, learner.rollout_config
         self._rollouts_lost = False
+        self.done: int = 0 if previous is None else previous.done
         self.compilations = Compilations()
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
@@ -78,9 +87,10 @@ class RLPhase:
                 logger.warning("%d training prompts, %s", len(train_ds), found)
             batch_size = min(batch_size, len(train_ds) - skipped)
         self.batch_size = batch_size
-        self.total = training.max_steps
-        if self.total is None and sized and not learner.algo.dynamic_sampling:
-            self.total = (len(train_ds) - skipped) // batch_size
+        steps = training.max_steps
+        if steps is None and sized and not learner.algo.dynamic_sampling:
+            steps = (len(train_ds) - skipped) // batch_size
+        self.total = None if steps is None else self.done + steps
         self.profile = Profile(training.profile_steps, folder)
         self.mini_batch_size = min(training.mini_batch_size or batch_size, batch_size)
         check_batch(learner.mesh, "data.batch_size", batch_size)
@@ -91,40 +101,44 @@ class RLPhase:
             learner.algo, rollout.max_tokens_to_generate, updates, learner.source_estimators
         )
         self.schedule, optimizer = run_optimizer(training, None if self.total is None else self.total * updates)
-        self.batches = prompt_batches(
-            train_ds,
-            learner.tokenizer,
-            batch_size=batch_size,
-            max_prompt_length=rollout.max_prompt_length,
-            seed=training.seed,
-            shuffle=shuffle,
-            forever=training.max_steps is not None,
-        )
+        self.data = train_ds, len(train_ds) if sized else None, batch_size, shuffle
+        self.batches = self._batches(previous)
         # A plain iterable has no place that could be saved; a resumed run reads up to it instead.
         self.iterator = self.batches if isinstance(self.batches, Resumable) else None
         self.collector = Collector(learner, self.objective, self.batches, batch_size, self.rollouts)
+        self.collector.drawn = 0 if previous is None else previous.collector.drawn
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
         check_best_metric(training, self.evaluator)
         self.identity = _identity(learner) | {"batch_size": batch_size, "mini_batch_size": self.mini_batch_size}
         self.identity |= {"rows": len(train_ds)} if sized else {}
         if learner.model.adapters is not None:
             self.identity["base"] = fingerprint(learner.model.config, learner.frozen, learner.mesh)
-        self.opt_state = init_optimizer(optimizer, learner.trained)
+        self.opt_state: Any = init_optimizer(optimizer, learner.trained) if previous is None else previous.opt_state
         self.watch = SkipWatch(f"the loss '{learner.algo.policy_loss_fn}'", training.max_skipped_updates)
         self.gap_watch, self.signal_watch = GapWatch(training.max_logprob_gap), SignalWatch(learner)
-        self._compile(optimizer)
-
-    def _compile(self, optimizer: optax.GradientTransformation) -> None:
-        learner = self.learner
-
-        def traced() -> None:
-            learner.compilations += 1
-
         fixed = learner.graphdef, self.objective, optimizer, learner.options
         shardings = shardings_of((learner.trained, self.opt_state), learner.mesh)
-        self.update_step = jit_update(*fixed, shardings, traced)
-        self.logprobs = jax.jit(functools.partial(batch_logprobs, options=learner.options), static_argnums=0)
-        self.advantages = jax.jit(self.objective.advantages)
+        self.programs = step_programs(*fixed, shardings, learner.programs)
+
+    def _batches(self, previous: RLPhase | None) -> Iterator[list[Prompt]]:
+        """The data stream: the previous one's where the data are the same, else from its beginning."""
+        forever = self.learner.training.max_steps is not None
+        rows, _, batch_size, shuffle = self.data
+        if previous is not None and previous.data[0] is rows and previous.data[1:] == self.data[1:]:
+            if isinstance(previous.batches, SharedBatches):
+                previous.batches.next_epoch()
+                return previous.batches
+            if forever:
+                return previous.batches
+        return prompt_batches(
+            rows,
+            self.learner.tokenizer,
+            batch_size=batch_size,
+            max_prompt_length=self.learner.rollout_config.max_prompt_length,
+            seed=self.learner.training.seed,
+            shuffle=shuffle,
+            forever=forever,
+        )
 
     def state(self) -> Any:
         drawn = place_replicated(jnp.asarray(self.collector.drawn, jnp.int32), self.learner.mesh)
@@ -174,8 +188,6 @@ class RLPhase:
         kept = self.objective.kept_groups(batch.scored, batch.estimator_ids)
         metrics["groups/dropped_frac"] = float((~kept).mean())
         metrics["groups/zero_signal_frac"] = float((kept & (advantages == 0).all(axis=1)).mean())
-        if self.schedule is not None:
-            metrics["learning_rate"] = float(self.schedule((step - 1) * self.updates_per_step))
         metrics |= self._user_metrics(rollout, advantages)
         if self.rollouts is not None and (step == 1 or step % self.learner.training.log_rollouts_every_n_steps == 0):
             self._write(step, rollout, batch, advantages)
@@ -211,7 +223,7 @@ class RLPhase:
             "perf/generation_tokens_per_sec": sampled / rollout,
             "perf/training_tokens_per_sec": int(batch.completion_lengths.sum()) / update,
             "perf/rollout_occupancy": sampled / row_steps if row_steps else float("nan"),
-            "perf/update_programs": float(self.learner.compilations),
+            "perf/update_programs": float(self.programs.traces),
             "perf/programs_compiled": float(programs),
             "perf/compile_sec": compiling,
         }
@@ -246,7 +258,8 @@ class RLPhase:
         """Of the completions `rows`; None: of all."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self._pack(batch, rows, len(rows)), self.learner.mesh)
-        return np.asarray(fetch(self.logprobs(graphdef, params, self._place(batch), packed), self.learner.mesh))
+        found = self.programs.logprobs(graphdef, params, self._place(batch), packed)
+        return np.asarray(fetch(found, self.learner.mesh))
 
     def _place(self, batch: GroupBatch) -> GroupBatch:
         """Everywhere on the mesh: it is small, and chunks take rows out of it."""
@@ -265,7 +278,7 @@ class RLPhase:
     def _update(
         self, step: int, rollout: Rollout, batch: GroupBatch, ref: np.ndarray | None, clock: Clock
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """All optimizer updates of one rollout batch; metrics are their mean.
+        """Does all optimizer updates of one rollout batch; returns the advantages, and metrics over the updates.
 
         Raises:
           UserError: the estimator gave an advantage that is no finite number (the weights are as before), too many
@@ -280,12 +293,14 @@ class RLPhase:
         starts = [*range(0, count, self.mini_batch_size)] * learner.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
         rows: list[dict[str, Any]] = []
+        if self.schedule is not None:
+            out["learning_rate"] = float(self.schedule(updates_done(self.opt_state)))
         advantages: Any = None
         real, places = 0, 0
         for in_update in parts:
             packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
             data = update_input(placed, in_update, place_packed(packed, learner.mesh), *placed_logprobs)
-            learner.trained, self.opt_state, metrics, advantages = self.update_step(
+            learner.trained, self.opt_state, metrics, advantages = self.programs.update(
                 learner.trained, self.opt_state, data, learner.frozen
             )
             real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
@@ -300,7 +315,7 @@ class RLPhase:
         frozen = learner.model.adapters is not None
         done = update_operations(learner.model.config, batch.prompt_lengths, computed, frozen)
         out["perf/update_operations"] = done * learner.algo.num_iterations
-        return np.asarray(advantages), {name: _mean([row[name] for row in rows]) for name in rows[0]} | out
+        return np.asarray(advantages), {name: _joined(name, [row[name] for row in rows]) for name in rows[0]} | out
 
     def _guard(self, rows: list[dict[str, Any]], updates: list[Skipped]) -> None:
         """Keeps the updates that were skipped, then stops the run where its numbers are not to be trusted."""
@@ -319,7 +334,7 @@ class RLPhase:
         objective, ids, known = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.looks_for_zeros:
-            known = self.advantages(batch.rewards, batch.scored, batch.completion_lengths, ids)
+            known = self.programs.advantages(batch.rewards, batch.scored, batch.completion_lengths, ids)
             known = fetch(known, self.learner.mesh)
         live = objective.live_rows(batch.rewards, batch.scored, ids, known)
         metrics: dict[str, float] = {}
@@ -378,10 +393,12 @@ def run_optimizer(
     return None, chosen
 
 
-def _mean(values: Any) -> float:
-    """The mean of what is a number; NaN where nothing is."""
+def _joined(name: str, values: Sequence[Any]) -> float:
+    """One metric of several updates: the largest of maxima, the mean of others; NaN where no value is finite."""
     finite = [float(value) for value in values if np.isfinite(value)]
-    return float(np.mean(finite)) if finite else float("nan")
+    if not finite:
+        return float("nan")
+    return max(finite) if name in MAXIMA else float(np.mean(finite))
 
 
 def _advantage_metrics(advantages: np.ndarray) -> dict[str, float]:

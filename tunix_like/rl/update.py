@@ -240,9 +240,8 @@ def update_step(
     norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)
     empty = ~((weights > 0) & (lengths > 0)).any()
-    params, opt_state = jax.tree.map(
-        functools.partial(jnp.where, usable & ~empty), (optax.apply_updates(params, updates), new_state), (params, opt_state)
-    )
+    new = optax.apply_updates(params, updates), new_state
+    params, opt_state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, (params, opt_state))
     metrics = {name: total / tokens for name, total in totals["sums"].items()}  # of no tokens: NaN, written as null
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
