@@ -223,6 +223,7 @@ def _update_input(plan: Plan, objective: Objective) -> UpdateInput:
         scored=shape(prompts, group, dtype=jnp.bool_),
         trained=shape(prompts, group, dtype=jnp.bool_),
         estimator_ids=shape(prompts),
+        token_mask=shape(prompts, group, steps, dtype=jnp.bool_),
     )
     old = floats if updates_per_batch(config) > 1 else None
     ref = floats if objective.reference_in_loss else None

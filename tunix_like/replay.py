@@ -89,10 +89,10 @@ def program_of(trained: Trained, objective: Objective) -> Any:
     @jax.jit
     def numbers(params: Any, frozen: Any, data: Any) -> tuple[Any, Any]:
         given = jax.tree.map(jnp.asarray, data.batch)
-        count, ids = given.completion_lengths, given.estimator_ids
+        count, ids = given.sampled_lengths, given.estimator_ids
         advantages = objective.advantages(given.rewards, given.scored, count, ids)
         weights = objective.weights(given.scored, given.trained, count, data.in_update, ids)
-        args = advantages, weights, data.packed.sets
+        args = advantages[..., None], weights, data.packed.sets
         grads, totals = gradient(trained.graphdef, objective, options, params, data, *args, frozen=frozen)
         return totals["sums"]["loss"], optax.tree.norm(grads)
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
@@ -41,9 +42,13 @@ class GroupBatch(NamedTuple):
     """The rollouts of one step. Prompts and completions stay apart because a prompt is computed once per group.
 
     Padding is to the right everywhere; masks come from lengths, never from token values. A completion's end-of-sequence
-    token belongs to it and is counted in its length. `trained` is False for completions that count in their group's
-    statistics but not in the loss (None: all are trained); `estimator_ids` says which of the objective's estimators a
-    group has (None: the run's own).
+    token belongs to it and is counted in its length.
+
+    Attributes:
+      trained: False for completions that count in their group's statistics but not in the loss (None: all are trained).
+      estimator_ids: which of the objective's estimators a group has (None: the run's own).
+      token_mask: True where the policy sampled a token, which may be trained on; False for padding and for tokens that
+        something else wrote (None: the policy sampled every token of each completion).
     """
 
     prompt_tokens: Int[AnyArray, "P S"]
@@ -55,6 +60,19 @@ class GroupBatch(NamedTuple):
     scored: Bool[AnyArray, "P G"]
     trained: Bool[AnyArray, "P G"] | None = None
     estimator_ids: Int[AnyArray, "P"] | None = None
+    token_mask: Bool[AnyArray, "P G T"] | None = None
+
+    @property
+    def sampled(self) -> Bool[AnyArray, "P G T"]:
+        """`token_mask`, filled in where it is None."""
+        if self.token_mask is not None:
+            return self.token_mask
+        return np.arange(self.completion_tokens.shape[-1])[None, None] < self.completion_lengths[..., None]
+
+    @property
+    def sampled_lengths(self) -> Int[AnyArray, "P G"]:
+        """Tokens of each completion that the policy sampled."""
+        return self.completion_lengths if self.token_mask is None else self.token_mask.sum(axis=-1, dtype=np.int32)
 
 
 AdvantageEstimator = Callable[..., Float[Array, "P G"]]

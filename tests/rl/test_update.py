@@ -13,6 +13,7 @@ import pytest
 
 from tunix_like.config import LOSS_AGG_MODES, AlgorithmConfig
 from tunix_like.rl import estimators, losses, packing
+from tunix_like.rl.losses import TokenInputs
 from tunix_like.rl.objective import build_objective
 from tunix_like.rl.packing import Layout
 from tunix_like.rl.update import update_step
@@ -33,9 +34,11 @@ from .repeated_prompts import (
     SIZE,
     TRACES,
     WIDTH,
+    Reinforce,
     data_of,
     difference,
     gradient_of,
+    keep_gradient,
     make_objective,
     plain_logprobs,
     repeated,
@@ -222,6 +225,59 @@ def test_with_nothing_left_the_gradient_is_zero():
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nothing))
     assert (metrics["loss"], metrics["grad_norm"], metrics["update/skipped"]) == (0, 0, 0)
     assert np.isnan(metrics["entropy"]), "the mean of no tokens"
+
+
+SAMPLED = MASK & (np.random.default_rng(5).random(MASK.shape) < 0.6)
+SAMPLED[0, 1] = False
+"""Some tokens of each completion, and none of one, as where an environment wrote the others."""
+
+
+class PerToken(Reinforce):
+    """An advantage for every token."""
+
+    def advantages(self, rewards, scored, lengths, ids):
+        return rewards[..., None] * jnp.linspace(-1.0, 2.0, WIDTH_OF_COMPLETIONS)[None, None]
+
+
+WIDTH_OF_COMPLETIONS = MASK.shape[-1]
+
+
+def plain_gradient(objective, mask, ids):
+    """By the plain model, over the tokens of `mask`."""
+
+    def loss(params):
+        rewards, scored, lengths = (jnp.asarray(x) for x in (BATCH.rewards, BATCH.scored, mask.sum(-1)))
+        everyone = jnp.ones(scored.shape, bool)
+        advantages = objective.advantages(rewards, scored, lengths, ids)
+        weights = objective.weights(scored, everyone, lengths, EVERYONE, ids)[..., None]
+        new, entropy = repeated_logprobs(params, 1.0)
+        tokens = TokenInputs(new, new, jnp.asarray(BATCH.rollout_logprobs), None, entropy, jnp.asarray(mask))
+        by_token = advantages if advantages.ndim == 3 else advantages[..., None]
+        return (weights * objective.token_loss(tokens, by_token)[0]).sum()
+
+    return jax.jit(jax.grad(loss))(PARAMS)
+
+
+@pytest.mark.parametrize("mode", range(len(LOSS_AGG_MODES)))
+def test_tokens_that_the_policy_did_not_sample_count_nowhere(mode):
+    """Neither in the loss nor in the aggregation, in all four modes; they stay in the context of later tokens."""
+    ids = np.full(PROMPTS, mode, np.int32)
+    batch = BATCH._replace(token_mask=SAMPLED, estimator_ids=ids)
+    found, metrics, _ = gradient_of(data_of(batch=batch), objective="every mode")
+    assert difference(found, plain_gradient(OBJECTIVES["every mode"], SAMPLED, jnp.asarray(ids))) <= 1e-5
+    assert metrics["update/empty"] == 0
+    nothing = batch._replace(token_mask=np.zeros_like(SAMPLED))
+    _, metrics, _ = gradient_of(data_of(batch=nothing), objective="every mode")
+    assert metrics["update/empty"] == 1 and metrics["grad_norm"] == 0
+
+
+def test_advantages_of_single_tokens():
+    batch = BATCH._replace(token_mask=SAMPLED)
+    run = jax.jit(functools.partial(update_step, GRAPHDEF, PerToken(), keep_gradient, PLAIN))
+    _, found, _, _ = run(PARAMS, PARAMS, data_of(batch=batch))
+    expected = plain_gradient(PerToken(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))
+    assert difference(found, expected) <= 1e-5
+    assert difference(found, plain_gradient(Reinforce(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))) > 0.1
 
 
 @pytest.mark.parametrize("loss", ["nan in the loss", "nan in the gradient"])

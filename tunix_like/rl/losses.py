@@ -23,7 +23,8 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`, so that neither value nor gradient can overflow."""
 
 Tokens = Float[Array, "*batch T"]
-Rows = Float[Array, "*batch 1"]
+Rows = Float[Array, "*batch #T"]
+"""One value for each completion, or one for each of its tokens."""
 
 
 class TokenInputs(NamedTuple):

@@ -268,7 +268,7 @@ class RLPhase:
     def _kl_into_reward(self, batch: GroupBatch, ref: np.ndarray) -> tuple[GroupBatch, float]:
         """`r - beta sum_t kl_t`, with the trainer's own log-probabilities, before the estimator; and the mean KL per
         token."""
-        mask = np.arange(ref.shape[-1]) < batch.completion_lengths[..., None]
+        mask = batch.sampled
         own = self._logprobs(self.learner.graphdef, self.learner.params, batch)
         tokens = kl_estimate(str(self.learner.algo.kl_loss_mode), jnp.asarray(own), jnp.asarray(ref), jnp.asarray(mask))
         kl = np.where(mask, np.asarray(tokens), 0.0)
@@ -334,7 +334,7 @@ class RLPhase:
         objective, ids, known = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.looks_for_zeros:
-            known = self.programs.advantages(batch.rewards, batch.scored, batch.completion_lengths, ids)
+            known = self.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
             known = fetch(known, self.learner.mesh)
         live = objective.live_rows(batch.rewards, batch.scored, ids, known)
         metrics: dict[str, float] = {}

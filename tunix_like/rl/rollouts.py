@@ -114,6 +114,7 @@ def to_batch(
         prompt_lengths=lengths,
         completion_tokens=completions.tokens[:, :, :steps],
         completion_lengths=completions.lengths,
+        token_mask=np.arange(steps) < completions.lengths[..., None],
         rollout_logprobs=completions.logprobs[:, :, :steps],
         rewards=np.where(scored, rewards, 0.0).astype(np.float32),
         scored=scored,

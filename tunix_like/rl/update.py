@@ -38,8 +38,9 @@ class StepObjective(Protocol):
         scored: Bool[Array, "P G"],
         lengths: Int[Array, "P G"],
         ids: Int[Array, "P"],
-    ) -> Float[Array, "P G"]:
-        """One advantage per completion, from the whole rollout batch; `ids` says which estimator a group has."""
+    ) -> Float[Array, "P G *T"]:
+        """Returns one advantage per completion `[P, G]`, or what broadcasts to one per token `[P, G, T]`, from the
+        whole rollout batch; `ids` says which estimator a group has, `lengths` counts sampled tokens."""
 
     def weights(
         self,
@@ -95,10 +96,10 @@ def chunk_loss(
     graphdef: Any,
     objective: StepObjective,
     options: ForwardOptions,
-    advantages: Float[Array, "P G"],
+    advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
-    """This chunk's share of the update's loss; sums over its tokens, and maxima, for the metrics."""
+    """Computes this chunk's share of the update's loss; sums over its tokens, and maxima, for the metrics."""
 
     def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
         if values is None:
@@ -109,12 +110,12 @@ def chunk_loss(
     found = chunk_logprobs(graphdef, params, states, data.batch, chunk, options)
     logprobs, entropy = (x.reshape(len(x), -1, x.shape[-1]) for x in found)
     length = chunk.length.reshape(len(chunk.length), -1, 1)
-    mask = jnp.arange(logprobs.shape[-1])[None, None] < length
+    mask = rows(data.batch.sampled) & (length > 0)
     weight = jnp.where(length > 0, rows(weights)[..., None], 0.0)
     rollout = rows(data.batch.rollout_logprobs)
     old = jax.lax.stop_gradient(logprobs) if data.old_logprobs is None else rows(data.old_logprobs)
     tokens = TokenInputs(logprobs, old, rollout, rows(data.ref_logprobs), entropy, mask)
-    token_loss, token_metrics = objective.token_loss(tokens, rows(advantages)[..., None])
+    token_loss, token_metrics = objective.token_loss(tokens, rows(advantages))
     largest: dict[str, Array] = {}
     if rollout is not None:  # how far the sampler's arithmetic is from the trainer's
         gap = jnp.abs(jax.lax.stop_gradient(old) - rollout)
@@ -134,14 +135,15 @@ def gradient(
     options: ForwardOptions,
     params: Any,
     data: UpdateInput,
-    advantages: Float[Array, "P G"],
+    advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
     sets: Int[Array, ""],
     shardings: Any = None,
     frozen: Any = None,
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """Gradient of the loss with respect to `params` over the first `sets` sets, lying where `shardings` says; sums and
-    maxima for the metrics. `frozen` are the model's other parameters (None: it has none), which have no gradient."""
+    """Computes the gradient of the loss with respect to `params` over the first `sets` sets, laid out as `shardings`
+    says; sums and maxima for the metrics. `frozen` are the model's other parameters (None: it has none), which have no
+    gradient."""
     packed = jax.tree.map(jnp.asarray, data.packed)
 
     def loss(params: Any, states: PromptStates, chunk: Chunk) -> Any:
@@ -218,7 +220,7 @@ def update_step(
     data: UpdateInput,
     shardings: Any = None,
     frozen: Any = None,
-) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G"]]:
+) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G *T"]]:
     """One optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
 
     `shardings` says where parameters, and so their gradients, lie on a mesh. `frozen` are parameters of the model that
@@ -230,12 +232,13 @@ def update_step(
     observation. A batch of equal rewards is an observation, whose gradient estimate is 0, and goes to the optimizer.
     """
     batch = jax.tree.map(jnp.asarray, data.batch)
-    lengths, ids = batch.completion_lengths, batch.estimator_ids
+    lengths, ids = batch.sampled_lengths, batch.estimator_ids
     advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
     weights = objective.weights(batch.scored, batch.trained, lengths, data.in_update, ids)
     usable = jnp.isfinite(advantages).all()
     sets = jnp.where(usable, data.packed.sets, 0)
-    grads, totals = gradient(graphdef, objective, options, params, data, advantages, weights, sets, shardings, frozen)
+    by_token = advantages if advantages.ndim == 3 else advantages[..., None]
+    grads, totals = gradient(graphdef, objective, options, params, data, by_token, weights, sets, shardings, frozen)
     updates, new_state = optimizer.update(grads, opt_state, params)
     norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)
