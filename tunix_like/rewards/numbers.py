@@ -33,7 +33,7 @@ _UNIT_POWER = re.compile(
     re.IGNORECASE,
 )
 _EQUALS = re.compile(r"(?<![!<>])=|≈|\\approx\b")
-_SEVERAL = re.compile(r"[,;\n]|\b(?:or|and)\b")
+_SEVERAL = re.compile(r"[;\n]|,(?!\d)|\b(?:or|and)\b")
 _SCRIPT = re.compile(r"[_^]\s*(?:\{[^{}]*\}|\w)")
 _TWO_PARTS = re.compile(r"\\[a-z]*(?:frac|binom)\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _NEIGHBOURS = re.compile(r"\d[\s${}']+\.?\d")
