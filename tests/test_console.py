@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import sys
 
@@ -64,6 +65,30 @@ def test_table_holds_every_cell_and_takes_no_markup(capsys):
 def test_a_foreign_text_cannot_command_the_terminal():
     assert console.excerpt("a\x1b[2J\u202eb\r\n\tc\udc80é", 99) == "a\\x1b[2J\\u202eb\\r\n\\tc\\udc80é"
     assert console.excerpt("x" * 50 + "y" * 900 + "z" * 50, 100) == ("x" * 50 + " ... [900 characters] ... " + "z" * 50)
+
+
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\r\x9b\u202eb\u2066\u200f\u2028\x7fc\udc80"
+SHOWN = "a\\x1b]0;title\\x07\\x1b[2J\\r\\x9b\\u202eb\\u2066\\u200f\\u2028\\x7fc\\udc80"
+
+
+def test_nothing_that_is_said_commands_the_terminal(capsys, monkeypatch):
+    """A line, a table, a log record, the error that ends a command, a completion on a terminal; one for a file is what
+    the model wrote."""
+    console.say(f"{HOSTILE}\n\t\u3000\xa0\u00e9")
+    console.table(f"t {HOSTILE}", (HOSTILE, "n"), [(HOSTILE, "1")])
+    record = logging.LogRecord("tunix_like", logging.WARNING, "", 0, "%s", (HOSTILE,), None)
+    console.LogHandler().emit(record)
+    assert cli.main(["report", f"no/{HOSTILE}/folder"]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{SHOWN}\n") and said.out.count(SHOWN) == 4 and said.err.count(SHOWN) == 2
+    assert all(c.isprintable() or c in "\n\t\u3000\xa0" for c in said.out + said.err)
+    text = HOSTILE.replace("\udc80", "")
+    for real, expected in ((True, SHOWN.replace("\\udc80", "")), (False, text)):
+        file = io.StringIO()
+        monkeypatch.setattr(file, "isatty", lambda real=real: real, raising=False)
+        monkeypatch.setattr(sys, "stdout", file)
+        console.print_completion(text)
+        assert file.getvalue() == f"{expected}\n"
 
 
 def test_a_text_of_many_lines_leaves_the_screen_to_others():

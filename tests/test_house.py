@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
+    "visible",
     "types errors console checksums untrusted eval_statistics",
     "json_files starting eval_compare progress checkpoint_files",
     "config tokenizer user_code speed processes",

@@ -28,6 +28,10 @@ def unsure(completions, answer):
 def broken(completions):
     return [1 / 0 for c in completions]
 
+def hostile(completions, answer):
+    print("\\x1b[2J\\u202eone\\rtwo")
+    return good(completions, answer)
+
 def loud(completions, answer):
     print(f"called for {len(completions)}")
     return good(completions, answer)
@@ -117,3 +121,10 @@ def test_no_model_is_needed_and_bad_input_is_told(capsys):
 def test_mazes_are_solved_by_their_answers(capsys):
     assert cli.main(["check-rewards", str(EXAMPLES / "maze.yaml"), "data.train_size=300"]) == 0
     assert "256 training rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_function_prints_commands_no_terminal(capsys, workers):
+    status, said = check(capsys, "rewards.functions=[{name: mine.py:hostile}]", workers=workers)
+    lines = said.err.splitlines()[:5]
+    assert status == 0 and len(lines) == 5 and all(line.endswith("\\x1b[2J\\u202eone\\rtwo") for line in lines)

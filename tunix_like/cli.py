@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tunix_like import console, progress, starting
 from tunix_like.config_file import load
 from tunix_like.errors import NotSaved, UserError
+from tunix_like.visible import visible
 
 if TYPE_CHECKING:
     from tunix_like.rl.learner import Learner
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with progress.shown(lines=arguments.run is not _generate):  # whose output is the completion and nothing else
             return int(arguments.run(arguments) or 0)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         if joined:
             from tunix_like import processes
 
@@ -552,7 +553,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         prompt = [*system, {"role": "user", "content": prompt}]
     sampler = make_sampler(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
-    print(_complete(sampler, trained.params, trained.tokenizer, prompt, sampling, trained.config.training.seed))
+    seed = trained.config.training.seed
+    console.print_completion(_complete(sampler, trained.params, trained.tokenizer, prompt, sampling, seed))
 
 
 def _export(arguments: argparse.Namespace) -> None:

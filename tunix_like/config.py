@@ -281,12 +281,13 @@ class RolloutConfig(_Checked):
 class RewardsConfig(_Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
-        doc="list of {name, weight}; a name is maze, gsm8k, exact_match or FILE.py:function; unset: the data source's"
+        doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match or FILE.py:function; "
+        "unset: the data source's"
     )
     success_threshold: float = key(1.0, doc="a completion succeeds (pass@k) when its total reward reaches this")
     workers: int | None = key(
-        doc="processes that run reward functions; 0: none, they run in the run's own; unset: up to 4 for gsm8k and "
-        "functions of files and modules, none for the others",
+        doc="processes that run reward functions; 0: none, they run in the run's own; unset: up to 4 for gsm8k, "
+        "gsm8k_lenient and functions of files and modules, none for the others",
         at_least=0,
     )
     timeout_seconds: float = key(

@@ -17,6 +17,8 @@ import rich.console
 import rich.table
 import rich.text
 
+from tunix_like.visible import visible
+
 _CONSOLE = rich.console.Console(highlight=False, emoji=False)
 _LOG_WIDTH = 140  # columns where there is no terminal to ask
 _EXCERPT_LINES = 20
@@ -29,10 +31,16 @@ def silence() -> None:
 
 
 def say(text: str) -> None:
-    """Prints one line as it is: no markup, no wrapping, above the line at the bottom if there is one."""
+    """Prints a text without markup and wrapping, above the line at the bottom if there is one. What does not print is
+    written by its number (`visible`)."""
     global _said
     _said = time.monotonic()
-    _CONSOLE.print(text, markup=False, soft_wrap=True)
+    _CONSOLE.print(visible(text), markup=False, soft_wrap=True)
+
+
+def print_completion(text: str) -> None:
+    """Prints what a model wrote: on a terminal with `visible`, into a file or a pipe as it is."""
+    print(visible(text) if sys.stdout.isatty() else text)
 
 
 def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any]) -> str:
@@ -95,11 +103,11 @@ def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, texts: Collection[str] = ()) -> None:
     """Prints a table; a column whose cells all start like numbers is aligned to the right, unless `texts` names it."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[visible(str(cell)) for cell in row] for row in rows]
     shown = rich.table.Table(box=rich.box.HEAVY_HEAD if _draws_lines() else rich.box.ASCII)
     for index, column in enumerate(columns):
         numeric = column not in texts and all(row[index].lstrip("+-.")[:1].isdigit() for row in cells)
-        shown.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        shown.add_column(rich.text.Text(visible(column)), justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         shown.add_row(*map(rich.text.Text, row))
     console = _CONSOLE
@@ -110,15 +118,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
 
 
 def excerpt(text: str, most: int) -> str:
-    """A text of foreign origin for the screen: line breaks stay, whatever else does not print is written by its
-    number (`\\x1b`), and of more than `most` characters, or 20 lines, the middle is left out."""
+    """A text of foreign origin for the screen: line breaks stay, tabs and whatever does not print are written by their
+    numbers (`\\x1b`), and of more than `most` characters, or 20 lines, the middle is left out."""
     ends = [text]
     if len(text) > most or text.count("\n") >= _EXCERPT_LINES:
         half, lines = most // 2, _EXCERPT_LINES // 2
         ends = ["\n".join(text[:half].split("\n")[:lines]), "\n".join(text[-half:].split("\n")[-lines:])]
     left_out = len(text) - sum(map(len, ends))
-    printable = ("".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in end) for end in ends)
-    return f" ... [{left_out} characters] ... ".join(printable)
+    return f" ... [{left_out} characters] ... ".join(visible(end).replace("\t", "\\t") for end in ends)
 
 
 def has_bottom_line() -> bool:
@@ -141,7 +148,7 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr)
+            print(visible(self.format(record)), file=sys.stderr)
         except Exception:
             self.handleError(record)
 

@@ -22,6 +22,7 @@ from tunix_like.rewards.scoring import Scores
 from tunix_like.rl.rollouts import score_completions, succeeds
 from tunix_like.runs import reward_functions
 from tunix_like.types import Problem
+from tunix_like.visible import visible
 
 ROWS = 256
 """Training rows that are looked at: the first."""
@@ -72,13 +73,13 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, f
 
 
 class _Few(io.TextIOBase):
-    """Passes on what is written, up to `PRINTED` lines, and counts them all."""
+    """Passes on what is written, with `visible`, up to `PRINTED` lines, and counts them all."""
 
     def __init__(self) -> None:
         self.to, self.lines = sys.stderr, 0
 
     def write(self, text: str) -> int:
-        for part in text.splitlines(keepends=True):
+        for part in visible(text).splitlines(keepends=True):
             if self.lines < PRINTED:
                 self.to.write(part)
             self.lines += part.endswith("\n")

@@ -216,7 +216,7 @@ def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[
     if not workers:
         return functions
 
-    risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "by_source")}
+    risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "gsm8k_lenient", "by_source")}
     chosen = {name: each for name, each, _ in functions if config.workers is not None or name in risky}
     if not chosen:
         return functions

@@ -85,10 +85,17 @@ def real():
     return REAL
 
 
-def test_real_rows_load_and_every_solution_is_graded_right():
+def test_real_rows_load_and_solutions_alone_are_graded_right():
     data = load_source(DataConfig(name="gsm8k", path=str(real())))
     assert (len(data.train), len(data.eval)) == (7473, 1319)
-    assert all(grade(row["answer"], row["gold"]) == 1.0 for rows in (data.train, data.eval) for row in rows)
+    for rows in (data.train, data.eval):
+        for row in rows:
+            assert grade(row["answer"], row["gold"]) == 1.0
+            assert grade(row["answer"] + "1", row["gold"]) == 0.0
+    for row in data.eval:
+        value = int(row["gold"].replace(",", ""))
+        assert grade(f"#### ${value:,}.00", row["gold"]) == 1.0
+        assert grade(f"#### {value - 1} + 1", row["gold"]) == 0.0
 
 
 def example():

@@ -14,7 +14,9 @@ from tunix_like.rl.pass_rates import bins_of, count_groups, sum_advantages
 from tunix_like.rl.rollouts import write_rollouts
 from tunix_like.types import Problem
 
-HOSTILE = "</script><img src=x onerror=\"window.broken='img'\"><script>window.broken='script'</script><!-- &amp; \u2028"
+HOSTILE = "</script><img src=x onerror=\"window.broken='img'\"><script>window.broken='script'</script><!-- &amp;"
+HOSTILE, SHOWN = f"{HOSTILE} \u2028 \x1b[2J\u202e\u2069", f"{HOSTILE} \\u2028 \\x1b[2J\\u202e\\u2069"
+"""A text that tries to be more than text, and how the page writes it."""
 GRID = "#####\n#S..#\n###.#\n#..G#\n#####"
 PATHS = ["RIGHT RIGHT DOWN DOWN DONE", "RIGHT RIGHT DOWN UP DONE", "DOWN DONE", HOSTILE]
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.report.runs import HOSTILE, write_run
+from tests.report.runs import SHOWN, write_run
 from tunix_like.cli import main
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -66,12 +66,12 @@ def numbers(page, name):
 def test_hostile_text_stays_text(page):
     """The prompt, the completions, the name of the run and of its source, a metric, a value of the config."""
     page.locator("#rollouts .groups button").first.click()
-    assert page.locator("#rollouts .prompt").text_content() == HOSTILE
-    assert completions(page)[0] == f"{HOSTILE} 0"
+    assert page.locator("#rollouts .prompt").text_content() == SHOWN
+    assert completions(page)[0] == f"{SHOWN} 0"
     assert page.locator("h1").text_content() == "<img src=x onerror=alert(1)>, second"
     assert "<b>mix</b>" in page.locator("#rollouts .groups button").first.inner_text()
     page.locator("#overview details").first.click()
-    assert HOSTILE in page.locator("#overview details td").all_text_contents()
+    assert SHOWN in page.locator("#overview details td").all_text_contents()
     page.locator("#curves details > summary").click()
     assert page.locator("#curves h3", has_text="train/<i>odd</i>").count() == 1
     assert page.locator("script").count() == 2 and page.locator("img, u").count() == 0, "the data and the page's own"

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.report.runs import ADVANTAGES, GRID, LENGTHS, PATHS, REWARDS, problems, texts, write_run
+from tests.report.runs import ADVANTAGES, GRID, LENGTHS, PATHS, REWARDS, SHOWN, problems, texts, write_run
 from tunix_like.cli import main
 from tunix_like.data import maze
 from tunix_like.metrics import MetricsLog
@@ -200,6 +200,33 @@ def test_a_gradient_that_is_no_number_is_left_out():
     found = _finite(Gradients([0.0, 0.5, 1.0], [0, 4, 9], [1.0, float("nan"), 2.0], "step 1"))
     assert found == Gradients([0.0, 1.0], [0, 9], [1.0, 2.0], "step 1")
     assert _finite(Gradients([0.5], [4], [float("inf")], "step 1")).norms == []
+
+
+def test_every_text_on_the_page_is_of_characters_that_print(tmp_path):
+    """Read back out of the file: prompts, completions, the config, the names of runs, sources and metrics; paths are
+    those of the completions as they were written."""
+    folder = write_run(tmp_path / "run \u202e\x1b")
+    run_of(folder, {"step": 7, "train/odd\u2067": 1.0})
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+    def strings(value):
+        if isinstance(value, dict):
+            yield from (each for item in value.items() for part in item for each in strings(part))
+        elif isinstance(value, list):
+            yield from (each for part in value for each in strings(part))
+        elif isinstance(value, str):
+            yield value
+
+    found = list(strings(data))
+    assert all(text.replace("\n", "").isprintable() for text in found)
+    assert {SHOWN, f"{SHOWN} 0", "run \\u202e\\x1b", "train/odd\\u2067"} <= set(found)
+    (raw,), (own,) = (
+        [group for group in steps[-1]["groups"] if "grid" in group]
+        for steps in (read_steps(folder, 10**9)[0], data["runs"][0]["rollouts"])
+    )
+    assert [each["path"] for each in raw["completions"]] == [each["path"] for each in own["completions"]]
 
 
 def test_data_cannot_leave_its_block():

@@ -107,6 +107,21 @@ def printing(completions):
     return [float(len(text)) for text in completions]
 
 
+def ragged(completions):
+    """Each completion as a line, written a few bytes at a time; before the first call's last line there is no end."""
+    for i, text in enumerate(completions):
+        line = f"<{text}>".encode() + b"\n" * (i + 1 < len(completions))
+        for start in range(0, len(line), 3):
+            os.write(1 + start % 2, line[start : start + 3])
+            time.sleep(0.002)
+    return [1.0] * len(completions)
+
+
+def quotes(completions):
+    """Fails, and says for what."""
+    raise ValueError(f"cannot read {completions[0]}")
+
+
 def leaking(completions):
     """Keeps 30 MB a call, and says which process it was in."""
     LEAKED.append(bytearray(os.urandom(1)) * 30_000_000)

@@ -1,14 +1,19 @@
 """Grading numbers: a table of how models write answers, and what each is worth, here and in a worker."""
 
+import random
+import re
 import threading
 import time
+import unicodedata
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from tunix_like.errors import UserError
 from tunix_like.rewards import REWARDS, close_pools, pooled, score
-from tunix_like.rewards.math import final_answer, grade, gsm8k
+from tunix_like.rewards.math import final_answer, grade, gsm8k, gsm8k_lenient
+from tunix_like.rewards.numbers import parse_number
 
 RIGHT = [
     # separators, signs, currency, units
@@ -29,7 +34,6 @@ RIGHT = [
     ("5", "#### 5 (five) apples"),
     ("1234567", "#### 1{,}234{,}567"),
     ("1234567", "\\boxed{1,234,567}"),
-    ("1000000", "\\boxed{10^6}"),
     ("72", "#### 72 clips"),
     ("72", "\\boxed{72\\text{ km}}"),
     ("72", "\\boxed{72\\,\\text{km/h}}"),
@@ -52,7 +56,6 @@ RIGHT = [
     ("-1/2", "\\boxed{-\\frac{1}{2}}"),
     ("0.75", "#### 3/4"),
     ("1.5", "#### 1 1/2 cups"),
-    ("2", "#### 6/3"),
     # boxes and tags
     ("5", "The answer is \\boxed{5}."),
     ("5", "$\\boxed {5}$"),
@@ -70,15 +73,96 @@ RIGHT = [
     ("5", "#### 5\n####\n"),  # the last is empty
     ("5", "Step 1: \\boxed{2}. Step 2: \\boxed{3}. In all \\boxed{5}"),
     ("5", "junk " * 2000 + "#### 5"),  # ten thousand characters of thought
-    # what only a parser settles
+    # LaTeX
     ("1/2", "\\boxed{\\frac{1}{2}}"),
     ("0.75", "\\boxed{\\dfrac{3}{4}}"),
     ("7/2", "\\boxed{3\\frac{1}{2}}"),
-    ("6", "\\boxed{2 \\times 3}"),
     ("5", "#### x = 5"),
-    ("4", "\\boxed{\\sqrt{16}}"),
+    ("7/2", "\\boxed{3 \\frac 12}"),
+    ("-0.5", "\\boxed{\\frac{-1}{2}}"),
+    ("5600", "\\boxed{5\\,600}"),
+    ("1234567", "\\boxed{1,\\!234,\\!567}"),
+    ("18", "\\boxed{\\mathbf{18}}"),
+    ("18", "\\boxed{\\left(18\\right)}"),
+    ("18", "\\boxed{18^{\\circ}\\text{C}}"),
+    ("18", "#### $18$ dollars"),
+    ("18", "#### \\(18\\)"),
+    ("72", "\\boxed{72\\text{ m}^2}"),
+    ("1500", "\\boxed{1.5 \\times 10^{3}}"),
+    # trailing zeros, signs, scientific notation, equations whose last side is a number
+    ("18", "#### 18.00"),
+    ("1234.5", "#### $1,234.50"),
+    ("-18", "#### -$18"),
+    ("-18", "#### $-18.0"),
+    ("18", "#### +18"),
+    ("0.0015", "#### 1.5e-3"),
+    ("1500", "#### 1.5 x 10^3"),
+    ("18", "#### 2*9 = 18"),
+    ("3000", "#### $1,000 + $2,000 = $3,000"),
+    ("18", "#### x ≈ 18"),
+    # Unicode
+    ("0.5", "#### ½"),
+    ("2.5", "#### 2½"),
+    ("2.5", "#### 2 ½ cups"),
+    ("-1/3", "#### −⅓"),
+    ("1/2", "#### 1⁄2"),
+    ("1500", "#### 1.5×10³"),
+    ("72", "#### 72 m²"),
+    ("1234", "#### 1 234"),  # a no-break space groups digits
+    ("1234567", "#### 1 234 567"),
+    ("18", "#### １８"),
+    ("18", "#### ١٨"),
+    # a gold answer that is a formula: math-verify compares
     ("x^2", "\\boxed{x \\cdot x}"),
+    ("\\sqrt{8}", "\\boxed{2\\sqrt{2}}"),
+    ("36/2", "#### 36/2"),
 ]
+ARITHMETIC = [
+    ("18", "2*9"),
+    ("18", "9+9"),
+    ("18", "20 - 2"),
+    ("18", "36/2"),
+    ("18", "18/1"),
+    ("18", "\\frac{36}{2}"),
+    ("18", "x = 2 \\times 9"),
+    ("18", "\\sum_{i=1}^{18} 1"),
+    ("18", "18 \\cdot 1"),
+    ("4", "\\sqrt{16}"),
+    ("25", "5²"),
+    ("25", "5^2"),
+    ("1000000", "10^6"),
+    ("1/25", "5⁻²"),
+    ("1.5", "\\frac{1}{2} + 1"),
+]
+"""Answers that equal a plain gold number once somebody does the arithmetic: the lenient reward does."""
+
+NEIGHBOURS = [
+    ("11", "5 6"),
+    ("56", "5 6"),
+    ("30", "5 6"),
+    ("235", "1 234"),
+    ("1234", "1 234"),  # a plain space separates numbers
+    ("56", "5\\,6"),
+    ("56", "5\\!6"),
+    ("11", "5\\ 6"),
+    ("56", "5\\;6"),
+    ("11", "5\n6"),
+    ("11", "5 6/1"),
+    ("11", "5\\frac{6}{1}"),
+    ("1", "\\frac{1}{2}\\frac{1}{2}"),
+    ("52", "5²"),
+    ("29", "2**9"),
+    ("182", "18₂"),
+    ("51", "5①"),
+    ("51", "5㏠"),  # a square sign for "day 1"
+    ("56", "5\\text{6}"),
+    ("56", "5$6"),
+    ("11", "5\\thinspace 6"),
+    ("11", "{5}{6}"),
+    ("56", "5'6"),
+]
+"""Numbers that stand side by side: neither joined, added nor multiplied, by either reward."""
+
 WRONG = [
     ("5", ""),
     ("5", "5"),
@@ -117,6 +201,18 @@ WRONG = [
     ("5", "\\boxed{" * 20_000),
     ("5", "<answer>" * 20_000),
     ("5", "#" * 100_000),
+    ("100000", "#### 1,00,000"),
+    ("2.5", "#### 2,5"),
+    ("1234.5", "#### 1.234,50"),
+    ("5", "#### |5|"),
+    ("5", "#### 5 ± 0"),
+    ("5", "#### x != 5"),
+    ("5", "#### about 5"),
+    ("5", "#### x = 4 or x = 5"),
+    ("5", "#### x = 4, y = 5"),
+    ("0", "#### 5² - 25"),
+    ("5", "\\boxed{9^{9^9}}"),
+    *((gold, f"<answer>{text}</answer>") for gold, text in ARITHMETIC + NEIGHBOURS),
 ]
 
 
@@ -132,6 +228,68 @@ def test_wrong_and_quickly(gold, completion):
     assert time.perf_counter() - start < 5
 
 
+@pytest.mark.parametrize("gold, text", ARITHMETIC)
+def test_arithmetic_is_right_for_the_lenient_reward_alone(gold, text):
+    rewards = [REWARDS[name](["p"], [f"<answer>{text}</answer>"], gold=[gold]) for name in ("gsm8k", "gsm8k_lenient")]
+    assert rewards == [[0.0], [1.0]]
+
+
+def test_the_lenient_reward_differs_in_arithmetic_alone():
+    done = [(gold, text, 1.0) for gold, text in RIGHT] + [
+        (gold, f"<answer>{text}</answer>", 0.0) for gold, text in NEIGHBOURS
+    ]
+    assert [grade(text, gold, lenient=True) for gold, text, _ in done] == [right for *_, right in done]
+
+
+SIX = dict.fromkeys(["=", "==", "===", "::=", "\u2248"], Fraction(6))
+BETWEEN = SIX | {"e": Fraction(5 * 10**6), "E": Fraction(5 * 10**6), ".": Fraction("5.6"), "/": Fraction(5, 6)}
+BETWEEN |= dict.fromkeys("\u2044\u2215", Fraction(5, 6))
+"""What makes a number of a 5 before it and a 6 behind it, beside digits."""
+
+
+def test_no_character_joins_the_digits_beside_it():
+    """Characters of the first plane between and behind digits: ASCII, those with another form, marks, numerals and
+    spaces. Oracle: Unicode's table of numeric values."""
+    for character in map(chr, range(0x10000)):
+        plain = character.isascii() or unicodedata.decomposition(character)
+        if not plain and (character.isalpha() or unicodedata.category(character) in ("So", "Cn", "Co", "Cs")):
+            continue
+        between, behind = parse_number(f"5{character}6"), parse_number(f"5{character}")
+        if character.isdecimal():
+            digit = unicodedata.decimal(character)
+            assert (between.value, behind.value) == (506 + 10 * digit, 50 + digit)
+            continue
+        folded = unicodedata.normalize("NFKC", character)
+        assert (between and between.value) == BETWEEN.get(character, BETWEEN.get(folded)), ascii(character)
+        vulgar = unicodedata.numeric(character, 0) if re.fullmatch(r"\d+\u2044\d+", folded) else 0
+        assert behind is None or abs(float(behind.value) - 5 - vulgar) < 1e-9, ascii(character)
+        if vulgar and character != "\u2189":  # 0/3 is no fraction that is written
+            assert behind is not None
+
+
+def test_numbers_in_every_form_against_the_decimal_that_python_writes():
+    """Oracle: `fractions` and format strings make the forms; each is worth 1 for its value and 0 for others."""
+    draw = random.Random(0)
+    for _ in range(30):
+        cents = draw.randrange(-10_000_000, 10_000_000)
+        value = Fraction(cents, 100)
+        digits, sign = f"{abs(cents) / 100:,.2f}", "-" if cents < 0 else ""
+        forms = [
+            f"{sign}{digits}", f"{sign}${digits}", f"${sign}{digits}", f"{sign}{digits.replace(',', '')}00",
+            f"{sign}{digits} dollars", f"\\text{{{sign}{digits}}}", f"{sign}{digits.replace(',', '{,}')}",
+            f"{sign}{digits.replace(',', chr(0x202F))}", f"{cents / 100:.9e}", f"{cents}%",
+        ]  # fmt: skip
+        if value.denominator > 1:
+            whole, rest = divmod(abs(value), 1)
+            forms += [str(value), f"{sign}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"]
+            forms += [f"{sign}{whole} {rest}"] if whole else []
+        for form in forms:
+            text = f"#### {form}"
+            assert grade(text, str(value)) == 1.0, form
+            for wrong in {value + 1, -value, value * 10} - {value}:
+                assert grade(text, str(wrong)) == 0.0, (form, wrong)
+
+
 BOMBS = [
     "9^{9^9}",
     "((10!)!)!",
@@ -145,19 +303,20 @@ BOMBS = [
 """Answers short enough to be read, and without end, or nearly, for who computes them."""
 
 
-def test_what_blows_up_a_simplifier_is_wrong_or_unscored_in_bounded_time():
+def test_what_blows_up_a_simplifier_is_wrong_in_bounded_time():
     """In workers, as a run asks by default: two steps of at most `SECONDS` each, so that none is a timeout of the pool;
-    and the right answers beside them are right."""
-    functions = pooled([gsm8k], workers=2, timeout_seconds=20)
+    and the right answers beside them are right. Against a gold formula such an answer is unscored."""
+    functions = pooled([gsm8k_lenient], workers=2, timeout_seconds=20)
     completions = [text for bomb in BOMBS for text in (f"\\boxed{{{bomb}}}", "#### 3/4")]
     gold = ["0.75"] * len(completions)
+    completions, gold = [*completions, completions[0], "#### 3"], [*gold, "\\frac{x}{4}", "\\sqrt{9}"]
     start = time.perf_counter()
-    scores = score([("gsm8k", functions["gsm8k"], 1.0)], gold, completions, {"gold": gold}, 2)
+    scores = score([("gsm8k", functions["gsm8k_lenient"], 1.0)], gold, completions, {"gold": gold}, 2)
     assert time.perf_counter() - start < 60
     close_pools(functions.values())
-    assert scores.total[1::2].tolist() == [1.0] * len(BOMBS)
+    assert scores.total[1::2].tolist() == [1.0] * (len(BOMBS) + 1)
     bombs = scores.total[::2]
-    assert ((bombs == 0) | np.isnan(bombs)).all() and np.isnan(bombs[:3]).all()
+    assert bombs[:-1].tolist() == [0.0] * len(BOMBS) and np.isnan(bombs[-1])
     assert scores.first_failure is None
 
 
@@ -170,14 +329,19 @@ def test_the_corpus_in_a_worker():
     assert scores.total.tolist() == [1.0] * len(RIGHT) + [0.0] * len(WRONG)
 
 
-def test_outside_the_main_thread_only_plain_comparisons_are_settled():
+def test_outside_the_main_thread_formulas_are_not_evaluated():
     got = []
-    thread = threading.Thread(
-        target=lambda: got.extend(grade(text, "0.5") for text in ("#### 1/2", "#### 2", "\\boxed{\\frac{1}{2}}"))
-    )
+    texts = ("#### 1/2", "#### 2", "\\boxed{\\frac{1}{2}}")
+
+    def ask():
+        got.extend(grade(text, "0.5") for text in texts)
+        got.append(grade("\\boxed{x \\cdot x}", "x^2"))
+        got.append(grade("\\boxed{\\sqrt{0.25}}", "0.5", lenient=True))
+
+    thread = threading.Thread(target=ask)
     thread.start()
     thread.join()
-    assert got == [1.0, 0.0, None]
+    assert got == [1.0, 0.0, 1.0, None, 0.0]
 
 
 def test_nested_braces():

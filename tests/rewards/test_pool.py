@@ -126,6 +126,34 @@ def test_what_is_printed_is_passed_on_up_to_a_limit(workers, capfd):
     assert len(shown.err) < 300_000 and "(it prints more, which is not shown)" in shown.err
 
 
+HOSTILE = "\x1b[31m\r\u202etxt\u2066 \u00e9\U0001f600\t\x07\x9b2J\u2028."
+SHOWN = "\\x1b[31m\\r\\u202etxt\\u2066 \u00e9\U0001f600\t\\x07\\x9b2J\\u2028."
+
+
+def test_lines_of_two_workers_stay_whole_and_command_no_terminal(capfd):
+    """Both write at the same time, in parts that cut characters apart; the last line of each has no end."""
+    functions = pooled([misbehaving.ragged], workers=2, timeout_seconds=20)
+    completions = [f"{name} {i} {HOSTILE}" for name in ("a", "b") for i in range(30)]
+    assert run(functions["ragged"], completions, group_size=30).scored.all()
+    workers = pids(functions)
+    close_pools(functions.values())
+    said = capfd.readouterr().err.split("\n")
+    assert said.pop() == "" and len(workers) == 2
+    found = {pid: [line for line in said if line.startswith(f"[reward worker {pid}] ")] for pid in workers}
+    assert sum(map(len, found.values())) == len(said)
+    texts = sorted([line.partition("] ")[2] for line in lines] for lines in found.values())
+    assert texts == [[f"<{name} {i} {SHOWN}>" for i in range(30)] for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_failure_is_told_in_characters_that_print(apart):
+    functions = pooled([misbehaving.quotes], workers=1) if apart else {"quotes": misbehaving.quotes}
+    got = run(functions["quotes"], [HOSTILE], group_size=1)
+    close_pools(functions.values())
+    assert f"raised ValueError: cannot read {SHOWN}" in got.first_failure
+    assert got.first_failure.replace("\n", "").replace("\t", "").isprintable()
+
+
 def test_groups_stay_whole(workers):
     completions = ["a", "bb", "cc", "d", "ee", "fff"]
     assert run(workers["compares"], completions, group_size=3).total.tolist() == [1, 3, 3, 1, 2, 3]

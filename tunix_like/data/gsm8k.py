@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tunix_like.data.jsonl import check_hub_rows, hub_rows, make_source, split_folder
 from tunix_like.data.source import DataSource, PromptFormat, Record
 from tunix_like.errors import UserError
-from tunix_like.rewards.math import parse_number
+from tunix_like.rewards.numbers import parse_number
 
 if TYPE_CHECKING:
     from tunix_like.config import DataConfig

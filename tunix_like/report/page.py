@@ -19,6 +19,7 @@ from tunix_like.report import contents
 from tunix_like.report.reading import Run, Table
 from tunix_like.report.rollouts import MOST_BYTES, read_steps
 from tunix_like.rl.pass_rates import PASS_RATES
+from tunix_like.visible import visible
 
 if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
@@ -51,7 +52,8 @@ def embedded(data: Any) -> str:
 
 
 def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[str, Any]:
-    return {
+    """What the page's script draws. No text in it holds a character that does not print."""
+    data = {
         "runs": [_run(run, MOST_BYTES // len(runs)) for run in runs],
         "curves": [curve._asdict() for curve in contents.curves(runs)],
         "others": [curve._asdict() for curve in contents.others(runs)],
@@ -62,6 +64,16 @@ def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[
         "differing": contents.differing(runs) if len(runs) > 1 else [],
         "bins": PASS_RATES,
     }
+    return {name: _visible(value) for name, value in data.items()}
+
+
+def _visible(value: Any) -> Any:
+    """The same with `visible` for every text and key: a bidirectional control reorders the text around it."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {_visible(key): _visible(each) for key, each in value.items()}
+    return [_visible(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _finite(each: Gradients) -> Gradients:

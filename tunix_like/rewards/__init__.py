@@ -26,5 +26,6 @@ __all__ = [
 
 register_reward_fn("maze")(maze.maze)
 register_reward_fn("gsm8k", math.vote)(math.gsm8k)
+register_reward_fn("gsm8k_lenient", math.vote)(math.gsm8k_lenient)
 register_reward_fn("exact_match", str.strip)(text.exact_match)
 register_reward_fn("by_source")(by_source.by_source)

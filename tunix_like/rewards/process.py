@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.rewards.worker import HEADER, START, message
+from tunix_like.visible import visible
 
 SHOWN = 65_536
 """Bytes of what a worker prints that are passed on to stderr; what follows is dropped, as it may be without end."""
 
+_CUT = "(it prints more, which is not shown)"
 _TAIL = 4_000  # bytes of it that are told when a worker dies
 _READ = 1 << 20
 
@@ -52,7 +54,8 @@ class WorkerProcess:
         self.channel.setblocking(False)
         os.set_blocking(self.output.fileno(), False)
         self.gone = False
-        self._out, self._in, self._printed, self._tail = b"", bytearray(), 0, b""
+        self._out, self._in = b"", bytearray()
+        self._printed, self._line, self._tail = 0, b"", b""  # bytes, an unfinished line of them, the last of them
 
     @property
     def alive(self) -> bool:
@@ -95,7 +98,8 @@ class WorkerProcess:
         return dict(json.loads(content))
 
     def _pass_on(self) -> None:
-        """Shows on stderr what was printed."""
+        """Shows on stderr the lines that were printed, whole: workers print at the same time, and a line may arrive in
+        parts. An unfinished one is shown once the output ends."""
         if self.output.closed:
             return
         try:
@@ -103,16 +107,28 @@ class WorkerProcess:
         except BlockingIOError:
             return
         if not part:
-            self.output.close()
+            self._end_output()
             return
         self._tail = (self._tail + part)[-_TAIL:]
-        if self._printed >= SHOWN:
+        room = SHOWN - self._printed
+        if room <= 0:
             return
         self._printed += len(part)
-        lines = part[:SHOWN].decode(errors="replace").splitlines()
-        if self._printed >= SHOWN:
-            lines.append("(it prints more, which is not shown)")
-        sys.stderr.write("".join(f"[reward worker {self._process.pid}] {line}\n" for line in lines))
+        *lines, self._line = (self._line + part[:room]).split(b"\n")
+        if len(part) >= room:
+            lines, self._line = [*lines, *filter(None, [self._line]), _CUT.encode()], b""
+        self._show(lines)
+
+    def _end_output(self) -> None:
+        self.output.close()
+        if self._line:
+            self._show([self._line])
+        self._line = b""
+
+    def _show(self, lines: Sequence[bytes]) -> None:
+        """Writes the lines to stderr in one call, so that no other process's come between them."""
+        texts = [visible(_decoded(line)) for line in lines]
+        sys.stderr.write("".join(f"[reward worker {self._process.pid}] {text}\n" for text in texts))
 
     def memory(self) -> int:
         """Bytes of physical memory that it holds; 0 where that is not known."""
@@ -124,7 +140,6 @@ class WorkerProcess:
 
     def kill(self) -> str:
         """Ends it and all that it started; returns how it ended and what it printed last, for a message."""
-        self._pass_on()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.1 if self.gone else 0)
         ended = self._process.poll()
@@ -133,10 +148,17 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self.channel.close()
-        self.output.close()
+        self._pass_on()  # what it printed meanwhile
+        if not self.output.closed:
+            self._end_output()
         self.gone = True
         how = "closed its side" if ended is None else f"ended with status {ended}"
         if ended is not None and ended < 0:
             how = f"was killed by signal {-ended} ({signal.strsignal(-ended)})"
-        said = self._tail.decode(errors="replace").strip()
+        said = _decoded(self._tail).strip()
         return f"{how}; it printed last:\n{said}" if said else how
+
+
+def _decoded(printed: bytes) -> str:
+    """The text, with line ends of Windows as those of Unix, and a byte that is no UTF-8 as its number."""
+    return printed.decode(errors="backslashreplace").replace("\r\n", "\n").removesuffix("\r")

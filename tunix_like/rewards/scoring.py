@@ -15,6 +15,7 @@ import numpy as np
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import arguments_of, call_in_process
 from tunix_like.rewards.pool import PooledFunction
+from tunix_like.visible import visible
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,5 +116,6 @@ def score(
             (timeouts if failure.kind == "timeout" else errors)[i] = True
         if first is None and marks.failures:
             i = min(marks.failures)
-            first = f"{marks.failures[i].reason}\nPrompt: {prompts[i]!r}\nCompletion: {completions[i]!r}"
+            reason = visible(marks.failures[i].reason)  # what a function says may hold what a model wrote
+            first = f"{reason}\nPrompt: {prompts[i]!r}\nCompletion: {completions[i]!r}"
     return Scores(total, by_function, timeouts, errors, first)
