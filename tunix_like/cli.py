@@ -574,7 +574,9 @@ def _export(arguments: argparse.Namespace) -> None:
                 "are off by the error of the quantisation; the merged export is not"
             )
         return
-    export_model(trained.model, trained.tokenizer, arguments.out)
+    ends = trained.config.rollout.eos_tokens
+    tokenizer = trained.tokenizer if ends is None else trained.tokenizer.with_eos_ids(ends)
+    export_model(trained.model, tokenizer, arguments.out)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers and tunix-like load it")
 
 

@@ -276,7 +276,8 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 
 
 def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
-    """What ends a completion by `generation_config.json`, else by `config.json`; empty when neither says."""
+    """The ids that end a completion by `generation_config.json`, else by `config.json`; empty when neither says. The
+    tokenizer adds its own."""
     path = folder / "generation_config.json"
     generation = read_object(path, "Mend it, or remove it to use config.json.") if path.is_file() else {}
     for file, fields in ((path, generation), (folder / "config.json", config.source or {})):
