@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -16,7 +18,8 @@ import pytest
 from flax import nnx
 
 from tests.tiny_model import HF
-from tunix_like import cli, processes
+from tunix_like import cli, coordinator, processes
+from tunix_like.errors import UserError
 from tunix_like.metrics import rows
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -301,6 +304,90 @@ def test_options_that_do_not_say_enough(said, options):
         [sys.executable, "-m", "tunix_like", *RUN, *options], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and said in done.stderr
+
+
+def serve(answer):
+    """A listener on the loopback that gives `answer` to what is sent (None: nothing at all); its address."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def work():
+        kept = []
+        while True:
+            try:
+                peer = listening.accept()[0]
+            except OSError:
+                return
+            kept.append(peer)
+            if answer is not None:
+                peer.recv(100)
+                peer.sendall(answer)
+                peer.close()
+
+    threading.Thread(target=work, daemon=True).start()
+    return listening, f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+LATE = (
+    "import sys; from tunix_like import cli, processes; processes.START_SECONDS = 3; sys.exit(cli.main(sys.argv[1:]))"
+)
+
+
+def test_processes_that_do_not_find_each_other_end_with_a_message(tmp_path):
+    """Where jax alone ends with a segmentation fault (a port in use) or aborts after five minutes."""
+    taken, there = serve(b"HTTP/1.1 400 Bad request\r\n\r\n")
+    cases = [
+        (["-m", "tunix_like"], there, "0", f"--coordinator {there}: port {there[10:]} is in use on this machine"),
+        (["-m", "tunix_like"], there, "1", f"--coordinator {there}: what answers there is no process 0"),
+        (["-c", LATE], f"127.0.0.1:{free_port()}", "1", "nothing answers there after 3 seconds"),
+        (["-c", LATE], f"127.0.0.1:{free_port()}", "0", "did not find each other"),
+    ]
+    options = ["--num-processes", "2", "--coordinator"]
+    with taken:
+        started = [
+            start([sys.executable, *how, *RUN, *options, at, "--process-id", index], tmp_path, 2)
+            for how, at, index, _ in cases
+        ]
+        found = ends(started, 120)
+    for (status, _, error), (*_, said) in zip(found, cases, strict=True):
+        lines = [line for line in error.splitlines() if line.startswith("error: ")]
+        assert status == 2 and len(lines) == 1 and said in lines[0], error
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "no-such-host.invalid"])
+def test_a_port_that_is_free_is_left_free(host):
+    port = free_port()
+    for _ in range(2):
+        coordinator.check_port(f"{host}:{port}")
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match=f"port {port} is in use"):
+        coordinator.check_port(f"{host}:{port}")
+    with pytest.raises(UserError, match="port 70000.*1 to 65535"):
+        coordinator.check_port(f"{host}:70000")
+
+
+@pytest.mark.parametrize("answer", [None, b""])
+def test_a_listener_that_says_nothing(monkeypatch, answer):
+    monkeypatch.setattr(coordinator, "ANSWER_SECONDS", 0.3)
+    listening, address = serve(answer)
+    with listening, pytest.raises(UserError, match=f"{address}: .* does not answer as a process 0"):
+        coordinator.wait_for(address, 60)
+
+
+def test_a_coordinator_that_starts_later_is_waited_for():
+    port, service = free_port(), []
+
+    def later():
+        time.sleep(0.8)
+        make = jax._src.distributed._jax.get_distributed_runtime_service
+        service.append(make(f"[::]:{port}", 2, heartbeat_timeout=10, shutdown_timeout=1))
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    coordinator.wait_for(f"localhost:{port}", 60)
+    thread.join()
+    assert service
+    with pytest.raises(UserError, match="is in use"):
+        coordinator.check_port(f"localhost:{port}")
+    service[0].shutdown()
 
 
 @pytest.mark.parametrize(

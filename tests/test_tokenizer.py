@@ -8,6 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tunix_like.errors import UserError
 from tunix_like.tokenizer import Tokenizer
+from tunix_like.untrusted import fill
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -181,6 +182,44 @@ def test_ids_pad_and_eos():
     assert several.eos_ids == (2, 5) and ours.eos_ids == (2,) and several.encode("UP") == [1, 4]
     assert ours.token(4) == "UP" and "99" in ours.token(99)
     assert ours.decode([1, 4, 3, 2, 99]) == "UP <unk>"
+
+
+def test_the_own_end_token_is_among_the_ids_that_end_a_completion():
+    """Else an answer of SFT would end with a token at which no sampler stops."""
+    assert words().with_eos_ids([5]).eos_ids == (5, 2) and words(eos_ids=[0]).eos_ids == (0, 2)
+    assert words().with_eos_ids([2, 5]).with_template_variables({}).eos_ids == (2, 5)
+
+
+TEMPLATE = processors.TemplateProcessing
+ENDS = [("<bos>", 1), ("<eos>", 2)]
+
+
+@pytest.mark.parametrize(
+    ("processor", "before", "behind"),
+    [
+        (TEMPLATE(single="<bos> $A <eos>", special_tokens=ENDS), [1], [2]),
+        (TEMPLATE(single="$A <eos> <eos>", special_tokens=ENDS), [], [2, 2]),
+        (processors.Sequence([processors.ByteLevel(), TEMPLATE(single="$A <eos>", special_tokens=ENDS)]), [], [2]),
+        (processors.RobertaProcessing(("<eos>", 2), ("<bos>", 1)), [1], [2]),
+        (TEMPLATE(single="<eos> $A", special_tokens=ENDS), [2], []),
+        (TEMPLATE(single="<bos> $A", special_tokens=ENDS), [1], []),
+        (TEMPLATE(single="$A <bos>", special_tokens=ENDS), [], [1]),
+    ],
+)
+def test_a_prompt_goes_without_the_end_token_that_the_tokenizer_appends(tmp_path, processor, before, behind):
+    """An end that the text itself spells stays, and so do other tokens that are appended."""
+    words().save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = processor
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours, kept = Tokenizer.from_folder(tmp_path), [id for id in behind if id != 2]
+    assert ours.encode("UP") == [*before, 4, *behind] == auto(tmp_path)("UP")["input_ids"]
+    for text, ids in (("UP DOWN", [4, 5]), ("UP <eos>", [4, 2]), ("", [])):
+        assert ours.encode_prompt(text, False)[1] == [*before, *ids, *kept], text
+    if not kept:  # a word of this vocabulary that data spells, which is encoded apart from what stands at its sides
+        filled = fill("UP {word} UP", {"word": "<pad>"})
+        assert ours.encode_prompt(filled, False)[1] == [*before, 4, 0, 4]
+    assert ours.encode_prompt("UP " * 1000, False, most=3)[1][: len(before) + 4] == [*before, 4, 4, 4, 4]
 
 
 def test_wrap(tmp_path):

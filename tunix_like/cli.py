@@ -188,6 +188,7 @@ def _add_trained(command: AddCommand) -> None:
     export.add_argument("source", help=source)
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
+    export.add_argument("--overwrite", action="store_true", help="replace OUT, all of it, if it is an earlier export")
     for sub in (evaluate, generate, export):
         sub.add_argument(
             "--best", action="store_true", help="of a run the best checkpoint by training.best_metric, not the newest"
@@ -561,12 +562,14 @@ def _export(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights are copied alone: the host holds what one device may not
     from tunix_like.models.loading import export_model
     from tunix_like.models.lora import save_adapter
+    from tunix_like.output_folder import check_folder
     from tunix_like.trained import open_trained
 
+    check_folder(arguments.out, arguments.overwrite, arguments.source)  # before weights are read, which takes minutes
     overrides = [*arguments.overrides, "model.attention=auto"]  # the run's own may need the run's devices
     trained = open_trained(_chosen(arguments.source, arguments.best), overrides, whole=True)
     if arguments.adapter:
-        save_adapter(trained.model, arguments.out)
+        save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite)
         console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft loads them")
         if trained.config.model.init == "random":
             console.say("their base was drawn at random and is written nowhere: beside any other they mean nothing")
@@ -576,7 +579,9 @@ def _export(arguments: argparse.Namespace) -> None:
                 "are off by the error of the quantisation; the merged export is not"
             )
         return
-    export_model(trained.model, trained.tokenizer, arguments.out)
+    ends = trained.config.rollout.eos_tokens
+    tokenizer = trained.tokenizer if ends is None else trained.tokenizer.with_eos_ids(ends)
+    export_model(trained.model, tokenizer, arguments.out, overwrite=arguments.overwrite)
     console.say(f"wrote {trained.origin} to {arguments.out}: transformers and tunix-like load it")
 
 

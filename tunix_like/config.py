@@ -274,7 +274,9 @@ class RolloutConfig(_Checked):
         choices=("auto",),
         at_least=1,
     )
-    eos_tokens: list[int] | None = key(doc="ids that end a completion; unset: those of generation_config.json")
+    eos_tokens: list[int] | None = key(
+        doc="ids that end a completion; unset: the tokenizer's and those of generation_config.json"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

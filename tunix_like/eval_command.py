@@ -5,6 +5,7 @@ It knows options, overrides and tables. What is measured is `evaluate`'s, how tw
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -175,13 +176,26 @@ def _summary_file(file: Path) -> Path:
 
 
 def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Both files, each whole or not at all; columns of kinds that JSON does not know are written as their text."""
+    """Writes both files, whole, or none; columns of kinds that JSON does not know are written as their text.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
     lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    files[0].parent.mkdir(parents=True, exist_ok=True)
-    for file, text in zip(files, (lines, json.dumps(summary, indent=2, ensure_ascii=False) + "\n"), strict=True):
-        part = file.with_name(f"{file.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+    texts = lines, json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+    parts = [file.with_name(f"{file.name}.part") for file in files]
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for part, text in zip(parts, texts, strict=True):
+            part.write_text(text, encoding="utf-8")
+        for part, file in zip(parts, files, strict=True):
+            part.replace(file)
+    except OSError as error:
+        raise UserError(f"--out {files[0]}: cannot be written: {error.strerror or error}.") from error
+    finally:
+        for part in parts:
+            with contextlib.suppress(OSError):
+                part.unlink()
 
 
 def _known(value: float) -> float | None:

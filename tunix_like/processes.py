@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,10 +21,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from tunix_like.coordinator import check_port, wait_for
 from tunix_like.errors import UserError
 
 HEARTBEAT_SECONDS = 30
 """After so long without a sign of life a process counts as gone, and the others are stopped."""
+
+START_SECONDS = 300
+"""How long a process waits for the others at the start."""
 
 LEAVE_SECONDS = 15
 """How long a process that is done waits for the others."""
@@ -46,23 +51,44 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
     """
     # It would swallow SIGTERM, after which a run saves itself and ends.
     jax.config.update("jax_enable_preemption_service", False)
+    if coordinator is not None and index == 0:
+        check_port(coordinator)
+    elif coordinator is not None:
+        wait_for(coordinator, START_SECONDS)
+    late = threading.Timer(START_SECONDS, _leave_late, [coordinator])
+    late.daemon = True
+    late.start()
     try:
         jax.distributed.initialize(
             coordinator,
             count,
             index,
+            initialization_timeout=2 * START_SECONDS,  # at its end jax aborts with a stack trace
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=LEAVE_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
-        where = "as the environment says" if coordinator is None else f"at {coordinator}"
-        raise UserError(
-            f"the processes of this run did not find each other {where} ({error}). Start every one of them with the "
-            "same --coordinator HOST:PORT (process 0's) and --num-processes, and its own --process-id."
-        ) from error
+        raise UserError(_not_found(coordinator, str(error))) from error
+    finally:
+        late.cancel()
     if not is_first():
         for name in (None, "tunix_like"):
             logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _not_found(coordinator: str | None, why: str) -> str:
+    where = "as the environment says" if coordinator is None else f"at {coordinator}"
+    return (
+        f"the processes of this run did not find each other {where} ({why}). Start every one of them with the same "
+        "--coordinator HOST:PORT (process 0's) and --num-processes, and its own --process-id."
+    )
+
+
+def _leave_late(coordinator: str | None) -> NoReturn:
+    """Ends this process, which waits inside jax for the others, where no exception reaches it."""
+    print(f"error: {_not_found(coordinator, f'not all are there after {START_SECONDS} seconds')}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(UserError.status)
 
 
 def is_first() -> bool:

@@ -114,7 +114,7 @@ class SFTTrainer:
         check_loggers(self.training.loggers)
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout)
-        # What ends an answer must end a completion too; a tokenizer's own token is the one of its chat template.
+        # A tokenizer's own token ends a turn of its chat template, and is always one that ends a completion.
         own = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
         self.eos_id = (self.rollout.eos_tokens or own)[0]
         self.model = model

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,8 @@ class Tokenizer:
           backend: the tokenizer itself; truncation and padding stored in it are switched off.
           bos_token, eos_token, pad_token: special tokens by their text.
           chat_template: jinja source, in the Hugging Face dialect.
-          eos_ids: every id that ends a completion; unset means the id of `eos_token`.
+          eos_ids: further ids that end a completion; the id of `eos_token` always does (so vLLM has it too), as it is
+            what supervised fine-tuning teaches as the end of an answer.
           template_variables: handed to the chat template at every rendering, e.g. `enable_thinking`.
 
         Raises:
@@ -71,7 +73,8 @@ class Tokenizer:
         self._letters: tokenizers.Tokenizer | None = None  # made when first needed: a copy takes a second
         self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
         self._eos_id = eos_id
-        self._eos_ids = tuple(int(i) for i in eos_ids) if eos_ids is not None else () if eos_id is None else (eos_id,)
+        given = tuple(int(i) for i in eos_ids or ())
+        self._eos_ids = given if eos_id is None or eos_id in given else (*given, eos_id)
         pad_id = self._id("pad_token", pad_token)
         self._pad_id = next((i for i in (pad_id, eos_id, *self._eos_ids) if i is not None), 0)
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -143,7 +146,8 @@ class Tokenizer:
         )
 
     def with_eos_ids(self, ids: Sequence[int]) -> Tokenizer:
-        """The same tokenizer with this set of ids that end a completion (as generation_config.json lists them)."""
+        """The same tokenizer with these ids (as generation_config.json lists them) and its own as ends of a
+        completion."""
         return self._copy(eos_ids=ids)
 
     def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
@@ -260,7 +264,8 @@ class Tokenizer:
     def encode_prompt(
         self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
     ) -> tuple[str, list[int]]:
-        """The prompt as the model sees it: its text and its ids, with at most one beginning-of-sequence token.
+        """The prompt as the model sees it: its text and its ids, with at most one beginning-of-sequence token, and
+        without end-of-sequence tokens that the tokenizer appends to every text: the completion would follow the end.
 
         A list of messages is always rendered; a string is wrapped as a user message and rendered when
         `apply_chat_template`, else encoded as it is. Rendered text brings its own special tokens, so none are added.
@@ -290,7 +295,7 @@ class Tokenizer:
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):
             return text, self._encode_enough(text, add_special_tokens, most)
-        ids = self.encode("") if add_special_tokens else []
+        ids = self._open("") if add_special_tokens else []
         for piece, literal in pieces:
             if most is not None and len(ids) > most:
                 break
@@ -298,14 +303,34 @@ class Tokenizer:
         return "".join(piece for piece, _ in pieces), ids
 
     def _encode_enough(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        encode = self._open if add_special_tokens else self._inside
         size = len(text) if most is None else _LONG_TOKEN * max(most, 1)
         while most is not None and size < len(text):
-            beginning = self.encode(text[:size], add_special_tokens)
+            beginning = encode(text[:size])
             # The last tokens of a beginning may be others than in the whole: hence twice as many as would do.
             if len(beginning) > 2 * most:
                 return beginning
             size *= 4
-        return self.encode(text, add_special_tokens)
+        return encode(text)
+
+    def _inside(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def _open(self, text: str) -> list[int]:
+        """Ids with the special tokens that the tokenizer adds, but for the end-of-sequence tokens behind the text."""
+        ids = self.encode(text)
+        return ids[: len(ids) - self._appended_ends]
+
+    @functools.cached_property
+    def _appended_ends(self) -> int:
+        """How many end-of-sequence tokens the post-processor of tokenizer.json appends to every text."""
+        if not self._eos_ids:
+            return 0
+        # Any text does that gives a token: of none it is not known which added tokens stand before it.
+        probe = self._backend.encode(self.token(self._eos_ids[-1]))
+        added = zip(reversed(probe.ids), reversed(probe.sequence_ids), strict=True)
+        behind = itertools.takewhile(lambda each: each[1] is None and each[0] in self._eos_ids, added)
+        return sum(1 for _ in behind)
 
     def _by_letters(self, text: str) -> list[int]:
         if self._letters is None:

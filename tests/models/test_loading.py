@@ -16,12 +16,15 @@ import tokenizers
 from flax import nnx
 from jax.sharding import AxisType
 
+from tunix_like.config import RolloutConfig, SFTConfig
 from tunix_like.errors import UserError
 from tunix_like.models import stored
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import load_abstract, load_model, save_model
+from tunix_like.models.loading import export_model, load_abstract, load_model, save_model
 from tunix_like.models.sharding import parameter_shardings
+from tunix_like.sampling.sampler import make_sampler
+from tunix_like.sft import SFTTrainer
 from tunix_like.tokenizer import Tokenizer
 
 HF = {
@@ -140,19 +143,38 @@ def test_export_loads_in_transformers(folder):
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [([4, 2], 3, (4, 2)), (4, 3, (4,)), (..., 3, (3,)), (None, [6, 7], (6, 7)), (..., ..., (2,)), ([], None, (2,))],
+    [
+        ([4, 2], 3, (4, 2)),
+        (4, 3, (4, 2)),
+        (..., 3, (3, 2)),
+        (None, [6, 7], (6, 7, 2)),
+        (..., ..., (2,)),
+        ([], None, (2,)),
+    ],
 )
 def test_order_of_the_eos_sources(folder, generation, config, expected):
-    """generation_config.json, else config.json, else the tokenizer's own token."""
+    """generation_config.json, else config.json; and always the tokenizer's own token."""
     rewrite(folder / "generation_config.json", eos_token_id=generation)
     rewrite(folder / "config.json", eos_token_id=config)
     assert load_model(folder)[1].eos_ids == expected
 
 
+def test_chatml_beside_the_generation_config_of_a_base_model(folder, tmp_path):
+    """What SFT teaches as the end, what the sampler stops at and what an export says are one set."""
+    rewrite(folder / "generation_config.json", eos_token_id=5)
+    model, tokenizer = load_model(folder)
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8)
+    trainer = SFTTrainer(model=model, tokenizer=tokenizer, sft_config=SFTConfig(max_steps=1), rollout_config=rollout)
+    assert trainer.eos_id == tokenizer.eos_id == 2
+    assert trainer.eos_id in make_sampler(nnx.split(model)[0], tokenizer, rollout).eos_ids
+    export_model(model, tokenizer, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [5, 2]
+
+
 def test_no_generation_config(folder):
     (folder / "generation_config.json").unlink()
     rewrite(folder / "config.json", eos_token_id=7)
-    assert load_model(folder, init="random")[1].eos_ids == (7,)
+    assert load_model(folder, init="random")[1].eos_ids == (7, 2)
 
 
 def test_dtypes(folder):

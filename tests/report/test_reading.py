@@ -103,7 +103,7 @@ def test_what_is_no_run_is_named(tmp_path, capsys, damage, message):
     [
         (["{tmp}/nothing"], "nothing is no folder"),
         (["{tmp}", "{tmp}/."], "is named twice"),
-        (["{tmp}", "--out", "{tmp}/no/page.html"], "page.html: cannot write it: No such file"),
+        (["{tmp}", "--out", "{tmp}/no/page.html"], "/no is no folder; make it"),
         (["{tmp}", "--png", "{tmp}/metrics.jsonl"], "metrics.jsonl: cannot write it: File exists"),
     ],
 )

@@ -25,10 +25,11 @@ from tunix_like.errors import UserError, nearest, one_line
 from tunix_like.json_files import read_object
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.lora import merge_lora
+from tunix_like.models.lora import merge_lora, source_of
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
+from tunix_like.output_folder import written_whole
 from tunix_like.tokenizer import Tokenizer
 
 _INITS = ("pretrained", "random")
@@ -139,19 +140,24 @@ def _described(
     return folder, config, _load_tokenizer(folder, config)
 
 
-def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path) -> None:
-    """Writes a folder that transformers and `load_model` load: weights, configs and, if given, the tokenizer.
-    Adapters are merged into what is written, and quantised weights turned back into numbers; the model stays as it is.
+def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path, *, overwrite: bool = False) -> None:
+    """Writes a folder that transformers and `load_model` load: weights, configs and, if given, the tokenizer. It is
+    whole, or not there. Adapters are merged into what is written, and quantised weights turned back into numbers; the
+    model stays as it is.
+
+    Args:
+      overwrite: the folder may be that of an earlier export, which is replaced with all that is in it.
 
     Raises:
-      UserError: the folder cannot be written.
+      UserError: the folder cannot be written or replaced (`output_folder.check_folder`).
     """
-    merged = merge_lora(model)
-    save_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, tokenizer, folder)
+    with written_whole(folder, overwrite, source_of(model.config)) as part:
+        merged = merge_lora(model)
+        save_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, tokenizer, part)
 
 
 def save_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
-    """`export_model` of bare parameters.
+    """Writes the files of a model's folder one by one, given bare parameters.
 
     Args:
       params: the decoder's parameters as a pure dict; they are written in the dtype they have.
@@ -276,7 +282,8 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 
 
 def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
-    """What ends a completion by `generation_config.json`, else by `config.json`; empty when neither says."""
+    """The ids that end a completion by `generation_config.json`, else by `config.json`; empty when neither says. The
+    tokenizer adds its own."""
     path = folder / "generation_config.json"
     generation = read_object(path, "Mend it, or remove it to use config.json.") if path.is_file() else {}
     for file, fields in ((path, generation), (folder / "config.json", config.source or {})):

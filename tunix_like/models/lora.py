@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 from flax import nnx
 from jax.sharding import Mesh
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tunix_like.config import LORA_TARGETS, LoraConfig
 from tunix_like.errors import UserError
@@ -29,7 +29,8 @@ from tunix_like.models.layers import Linear
 from tunix_like.models.quantization import LEAVES as QUANTIZED
 from tunix_like.models.quantization import dequantize
 from tunix_like.models.sharding import fetch
-from tunix_like.models.weights import Params, write_json
+from tunix_like.models.weights import Params, save_tensors, write_json
+from tunix_like.output_folder import written_whole
 
 LEAVES = ("lora_a", "lora_b")
 """Names of the arrays that are trained where there are any: A `[in, r]` and B `[r, out]`, float32."""
@@ -241,24 +242,29 @@ def _merged(linear: Linear, dtype: Any) -> jax.Array:
     return wide.astype(dtype)
 
 
-def save_adapter(model: Decoder, folder: str | Path) -> None:
+def source_of(config: DecoderConfig) -> str | None:
+    """Path or hub id of the weights that a model began with; None where they were drawn at random."""
+    return (config.source or {}).get("_name_or_path")
+
+
+def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False) -> None:
     """Writes the adapters as PEFT does: `adapter_config.json` and `adapter_model.safetensors`, which
-    `peft.PeftModel.from_pretrained(base, folder)` loads beside the base.
+    `peft.PeftModel.from_pretrained(base, folder)` loads beside the base. The folder is whole, or not there.
+
+    Args:
+      overwrite: the folder may be that of an earlier export, which is replaced with all that is in it.
 
     Raises:
-      UserError: the model has no adapters, or the folder cannot be written.
+      UserError: the model has no adapters, or the folder cannot be written or replaced (`output_folder.check_folder`).
     """
-    folder = Path(folder)
-    save_adapter_config(model, folder)
-    tensors = {
-        f"{_PEFT_PREFIX}{name}.{_PEFT_NAMES[leaf]}": np.ascontiguousarray(np.asarray(getattr(linear, leaf)[...]).T)
-        for name, linear in _adapted(model).items()
-        for leaf in LEAVES
-    }
-    try:
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{folder}: cannot write the adapter: {error}") from error
+    with written_whole(folder, overwrite, source_of(model.config)) as part:
+        save_adapter_config(model, part)
+        tensors = {
+            f"{_PEFT_PREFIX}{name}.{_PEFT_NAMES[leaf]}": np.ascontiguousarray(np.asarray(getattr(linear, leaf)[...]).T)
+            for name, linear in _adapted(model).items()
+            for leaf in LEAVES
+        }
+        save_tensors(tensors, part / ADAPTER_WEIGHTS)
 
 
 def save_adapter_config(model: Decoder, folder: str | Path, **further: str | None) -> None:
@@ -272,7 +278,7 @@ def save_adapter_config(model: Decoder, folder: str | Path, **further: str | Non
         raise UserError("the model has no adapters; train with lora.rank, or export the whole model.")
     alpha = int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha
     fields = {
-        "base_model_name_or_path": (model.config.source or {}).get("_name_or_path"),
+        "base_model_name_or_path": source_of(model.config),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

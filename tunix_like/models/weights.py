@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -169,15 +170,27 @@ def save_weights(
         try:
             for file, names in files.items():
                 arrays = {name: _to_host(*tensors[name]) for name in names}
-                # transformers before 5 refuses a file without this entry, which says how tensors are laid out
-                save_file(arrays, folder / temporary[file], metadata={"format": "pt"})
+                save_tensors(arrays, folder / temporary[file])
                 del arrays
             _publish(folder, temporary, files, sum(sizes.values()))
         finally:
             for left_over in temporary.values():
                 (folder / left_over).unlink(missing_ok=True)
-    except (OSError, safetensors.SafetensorError) as error:
+    except OSError as error:
         raise UserError(f"{folder}: cannot write the weights: {error}") from error
+
+
+def save_tensors(arrays: dict[str, np.ndarray], file: Path) -> None:
+    """Writes a safetensors file with the mode that the umask says: the library makes one for its owner alone. Raises
+    OSError."""
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        # transformers before 5 refuses a file without this entry, which says how tensors are laid out
+        save_file(arrays, file, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
+    file.chmod(stat.S_IMODE(mode))
 
 
 def write_json(path: Path, value: Any) -> None:
