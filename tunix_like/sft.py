@@ -21,10 +21,10 @@ from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.config_file import as_dict
 from tunix_like.data.stream import Prompt, check_prompts, prompt_batches
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, check_type
 from tunix_like.loggers import check_loggers, open_metrics
 from tunix_like.loop import run
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import fingerprint, join_params, split_params
 from tunix_like.models.sharding import (
@@ -101,9 +101,13 @@ class SFTTrainer:
         mesh: Mesh | None = None,
         evaluate: Callable[[Any, int], dict[str, float]] | None = None,
     ):
+        check_decoder("model", model)
         self.config = sft_config
-        self.rollout = rollout_config or RolloutConfig()
-        self.training = training_config or RLTrainingConfig()
+        self.rollout = RolloutConfig() if rollout_config is None else rollout_config
+        self.training = RLTrainingConfig() if training_config is None else training_config
+        check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
+        check_type("rollout_config", self.rollout, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
+        check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")
         check_loggers(self.training.loggers)
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout)
