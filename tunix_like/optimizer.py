@@ -47,6 +47,12 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
     return learning_rate
 
 
+def follows_total(optimizer: Any) -> bool:
+    """Whether the learning rate of an update depends on the number of updates of the run: not if it is constant, nor
+    with an `optax.GradientTransformation` of the user's own, which is never told that number."""
+    return isinstance(optimizer, OptimizerConfig) and optimizer.schedule != "constant"
+
+
 def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW on `build_schedule`; weight decay on arrays of two or more axes only.
 

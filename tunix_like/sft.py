@@ -37,7 +37,7 @@ from tunix_like.models.sharding import (
     scope,
     shardings_of,
 )
-from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.optimizer import build_optimizer, build_schedule, follows_total, init_optimizer
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.guards import SkipWatch
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
@@ -121,6 +121,7 @@ class SFTTrainer:
         self.mesh = mesh
         self.trained, self.frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
         self.total: int | None = sft_config.max_steps
+        self.rate_follows_total = follows_total(sft_config.optimizer)
         self.schedule = build_schedule(sft_config.optimizer, self.total)
         optimizer = build_optimizer(sft_config.optimizer, self.total)
         self.opt_state = init_optimizer(optimizer, self.trained)
