@@ -284,7 +284,8 @@ def _train(arguments: argparse.Namespace) -> None:
     folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
     _announce(parts, folder)
     if arguments.dry_run:
-        print("dry run: everything above was checked, the model by its description alone; nothing was trained.")
+        unknown = "" if runs.check_memory(parts) else ", but for memory, of which the device says nothing"
+        print(f"dry run: everything above was checked{unknown}, the model by its description alone; nothing was trained.")
         return
     with run_lock.owned(folder):
         runs.claim(folder, parts)
