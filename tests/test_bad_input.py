@@ -562,6 +562,13 @@ MISTAKES = {
     "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
     "export of nothing": (("export", "nowhere", "out"), ["nowhere: no such folder"]),
     "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Set both"]),
+    "greedy, and sampled": (
+        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.temperature=0.5"),
+        ["--greedy is rollout.temperature=0", "leave rollout.temperature=0.5 out"],
+    ),
+    "greedy, of some tokens": (
+        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.top_k=2"), ["leave rollout.top_k=2 out"],
+    ),
     "nothing to fine-tune": (("sft", REVERSE, "sft.max_steps=0"), ["sft.max_steps", "e.g. sft.max_steps="]),
 }  # fmt: skip
 
