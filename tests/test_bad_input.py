@@ -3,6 +3,7 @@ compiled or written wherever no completion is needed to know it, and with nothin
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -49,6 +50,24 @@ def means(rewards, *, scored, lengths):
 
 def loss(logprobs, old_logprobs, advantages, mask):
     return (-logprobs * advantages).sum(-1), {}
+
+def scalar(logprobs, old_logprobs, advantages, mask):
+    return (-logprobs * advantages).sum()
+
+def alone(logprobs, old_logprobs, advantages, mask):
+    return -logprobs * advantages
+
+def nothing(logprobs, old_logprobs, advantages, mask):
+    -logprobs * advantages
+
+def empty(logprobs, old_logprobs, advantages, mask):
+    return None, {}
+
+def triple(logprobs, old_logprobs, advantages, mask):
+    return -logprobs * advantages, {}, 1
+
+def no_advantage(rewards, *, scored, lengths):
+    rewards - 1
 """
 NAMES = "drgrpo, grpo, maxpo, maxrl, opo, passk, pkpo, reinforce_pp, rloo"
 REWARDS = """
@@ -60,6 +79,12 @@ def negative(prompts, completions):
 
 def needs_gold(completions, gold):
     return [1.0 for _ in completions]
+
+async def waits(prompts, completions, **columns):
+    return [1.0 for _ in completions]
+
+def yields(prompts, completions, **columns):
+    yield 1.0
 """
 
 
@@ -72,6 +97,8 @@ FILES = {
     "own.yaml": OWN_DATA,
     "unknown_key.yaml": "algorithm: {num_generation: 4}\n",
     "wrong_type.yaml": "data: {batch_size: four}\n",
+    "no_space.yaml": "algorithm: {num_generations:4}\n",
+    "no_space_below.yaml": "algorithm:\n  k:4\n",
     "no_section.yaml": "learning_rate: 1\n",
     "torn.yaml": "data: [\n",
     "good.jsonl": jsonl(GOOD),
@@ -135,6 +162,15 @@ def place(tmp_path_factory):
     save_file(tensors | {"lm_head.weight": head}, place / "two_heads" / "model.safetensors")
     (place / "other_tokenizer" / "generation_config.json").write_text('{"eos_token_id": 12}')
     fewer_words().save(place / "other_tokenizer")
+    (place / "packed.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode()))
+    (place / "packed.yaml").write_bytes(gzip.compress(OWN_DATA.encode()))
+    (place / "splits").mkdir()
+    for name in ("round.jsonl", "round.yaml", "splits/train.jsonl"):  # each is a link to itself
+        (place / name).symlink_to((place / name).name)
+    (place / "nul.yaml").write_text('training: {output_dir: "a\\0b"}\n')
+    (place / "to_nowhere.jsonl").symlink_to("nowhere.jsonl")
+    for name in ("pipe.jsonl", "pipe.yaml"):
+        os.mkfifo(place / name)
     save(load(place / "own.yaml"), place / "run" / "config.yaml")
     return place
 
@@ -168,6 +204,40 @@ MISTAKES = {
     "no value": ((*REVERSED, "data.batch_size"), ["override 'data.batch_size'", "write it as section.key=value"]),
     "no YAML file": (("train", "nowhere.yaml"), ["nowhere.yaml", "cannot read", "name a YAML file"]),
     "no YAML": (("train", "torn.yaml"), ["torn.yaml, line"]),
+    "no space after a colon": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.estimator_params={power:0.8}"),
+        ["override algorithm.estimator_params={power:0.8}: '{power:0.8}'", "write {power: 0.8}, with a space"],
+    ),
+    "no space after a colon in a list": (
+        (*REVERSED, "rewards.functions=[{name:exact_match, weight: 2}]"),
+        ["rewards.functions=[{name:exact_match", "write {name: exact_match}, with a space after the colon"],
+    ),
+    "an equals sign for a colon": (
+        (*REVERSED, "algorithm.estimator_params={power=0.8}"), ["write {power: 0.8}, with a space after the colon"],
+    ),
+    "no space after a colon in a file": (
+        ("train", "no_space.yaml"), ["no_space.yaml, line 1: ", "write {num_generations: 4}, with a space"],
+    ),
+    "no space after a colon in a section": (
+        ("train", "no_space_below.yaml"), ["algorithm: got 'k:4'", "a space must follow the colon: 'k: 4'"],
+    ),
+    "config file that is a loop": (("train", "round.yaml"), ["round.yaml", "loop of symbolic links"]),
+    "config file that is a pipe": (("train", "pipe.yaml"), ["pipe.yaml", "named pipe", "write its content to a file"]),
+    "config file that is a folder": (("train", "splits"), ["splits", "is a folder", "name a YAML file"]),
+    "config file that is compressed": (("train", "packed.yaml"), ["packed.yaml", "is compressed (gzip)", "gunzip"]),
+    "output_dir that no folder can be called": (
+        ("train", "nul.yaml"), ["training.output_dir", "'a\\x00b'", "NUL character", "take it out"],
+    ),
+    "the same on the command line": (
+        (*REVERSED, "training.output_dir=a\0b"), ["training.output_dir", "NUL character", "take it out"],
+    ),
+    "bytes that are no UTF-8": (
+        (*REVERSED, "training.output_dir=a\udcffb"), ["training.output_dir", "half of a character"],
+    ),
+    "model path with NUL": ((*OWN, "model.path=a\0b"), ["model.path", "NUL character"]),
+    "reward file with NUL": (
+        (*REVERSED, "rewards.functions=[{name: \"a\\0b.py:f\"}]"), ["Reward", "b.py", "is no name that a file can have"],
+    ),
     "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
     "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
     "key of another source": ((*REVERSED, "data.maze_size=9"), ["data.maze_size", "data.name=reverse_text", "remove"]),
@@ -219,7 +289,7 @@ MISTAKES = {
     ),
     "no such estimator in its file": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:best"),
-        ["estimators.py has no function 'best'", "it has: blind, branches, good, loss, means"],
+        ["estimators.py has no function 'best'", "it has: alone, blind, branches, empty, good, loss"],
     ),
     "no such module": (
         (*REVERSED, "algorithm.advantage_estimator=no_such_module.f"),
@@ -232,11 +302,35 @@ MISTAKES = {
     ),
     "estimator of another shape": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:means"),
-        ["'estimators.py:means' returned [16] for rewards of shape [16, 8]", "one advantage per completion"],
+        ["'estimators.py:means' returned an array of shape [16] for rewards of shape [16, 8]", "one advantage per completion"],
     ),
     "loss of another shape": (
         (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:loss"),
-        ["policy loss 'estimators.py:loss': loss has shape [16, 8]", "one number per token"],
+        ["policy loss 'estimators.py:loss': loss is an array of shape [16, 8]", "one number per token"],
+    ),
+    "loss that returns one scalar": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:scalar"),
+        ["policy loss 'estimators.py:scalar' returned one number", "Return (loss, metrics)", "[16, 8, 8]"],
+    ),
+    "loss that returns one array": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:alone"),
+        ["policy loss 'estimators.py:alone' returned an array of shape [16, 8, 8]", "Return (loss, metrics)"],
+    ),
+    "loss that returns nothing": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:nothing"),
+        ["policy loss 'estimators.py:nothing' returned None", "Return (loss, metrics)"],
+    ),
+    "loss of a pair of nothing": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:empty"),
+        ["policy loss 'estimators.py:empty': loss is None", "[16, 8, 8]"],
+    ),
+    "loss without a dict": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:triple"),
+        ["policy loss 'estimators.py:triple' returned a tuple of 3", "Return (loss, metrics)"],
+    ),
+    "estimator that returns nothing": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:no_advantage"),
+        ["'estimators.py:no_advantage' returned None for rewards of shape [16, 8]", "one advantage per completion"],
     ),
     "estimator of another form": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:blind"),
@@ -383,6 +477,17 @@ MISTAKES = {
     ),
     # data
     "no data file": ((*OWN, "data.path=nowhere.jsonl"), ["nowhere.jsonl does not exist", "data.path must name"]),
+    "compressed data": (
+        (*OWN, "data.path=packed.jsonl.gz"),
+        ["packed.jsonl.gz is compressed (gzip); decompress it with gunzip", "data.path must name a JSON-lines file"],
+    ),
+    "data that is a pipe": ((*OWN, "data.path=pipe.jsonl"), ["pipe.jsonl is a named pipe", "to a file"]),
+    "data that is a loop": ((*OWN, "data.path=round.jsonl"), ["round.jsonl is a loop of symbolic links"]),
+    "split that is a loop": ((*OWN, "data.path=splits"), ["splits/train.jsonl is a loop of symbolic links"]),
+    "data that is a link to nothing": (
+        (*OWN, "data.path=to_nowhere.jsonl"), ["is a symbolic link to nowhere.jsonl, which does not exist"],
+    ),
+    "data that is a device": ((*OWN, "data.path=/dev/null"), ["/dev/null is a device, not a file"]),
     "no data path": ((*OWN, "data.path=null"), ["data.path is required", "JSON-lines file"]),
     "row that does not parse": ((*OWN, "data.path=torn.jsonl"), ["torn.jsonl:3", "at column 27", "write one object"]),
     "missing column": (
@@ -408,7 +513,15 @@ MISTAKES = {
     ),
     "no such function": (
         (*REVERSED, "rewards.functions=[{name: rewards.py:long}]"),
-        ["rewards.py has no function 'long'", "it has: needs_gold, negative, short"],
+        ["rewards.py has no function 'long'", "it has: needs_gold, negative, short, waits, yields"],
+    ),
+    "reward that is async": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:waits}]"),
+        ["'rewards.py:waits' is async", "asyncio.run"],
+    ),
+    "reward that yields": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:yields}]"),
+        ["'rewards.py:yields' is a generator", "return a list"],
     ),
     "broken reward file": ((*REVERSED, "rewards.functions=[{name: broken.py:reward}]"), ["broken.py", "SyntaxError"]),
     "unknown reward": (
@@ -449,6 +562,13 @@ MISTAKES = {
     "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
     "export of nothing": (("export", "nowhere", "out"), ["nowhere: no such folder"]),
     "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Set both"]),
+    "greedy, and sampled": (
+        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.temperature=0.5"),
+        ["--greedy is rollout.temperature=0", "leave rollout.temperature=0.5 out"],
+    ),
+    "greedy, of some tokens": (
+        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.top_k=2"), ["leave rollout.top_k=2 out"],
+    ),
     "nothing to fine-tune": (("sft", REVERSE, "sft.max_steps=0"), ["sft.max_steps", "e.g. sft.max_steps="]),
 }  # fmt: skip
 

@@ -105,7 +105,8 @@ def made(home, first):
         "eval checkpoint": ["eval", f"{RUN}/checkpoints/3"],
         "eval sft": ["eval", f"{RUN}/sft_checkpoints/4", "eval.max_problems=3"],
         "generate": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
-        "generate again": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
+        "generate greedy": ["generate", RUN, "--prompt", "abc>", "--greedy"],
+        "generate sampled": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0.5", "rollout.top_p=0.9"],
         "export": ["export", RUN, "exported"],
         "eval exported": [
             "eval", "exported", "data.name=reverse_text", "data.eval_size=8", "data.train_size=50", "eval.samples=4",
@@ -113,7 +114,7 @@ def made(home, first):
         ],
         "eval without data": ["eval", "exported"],
         "generate exported": [
-            "generate", "exported", "--prompt", "abc>", "rollout.temperature=0", "rollout.max_prompt_length=16",
+            "generate", "exported", "--prompt", "abc>", "--greedy", "rollout.max_prompt_length=16",
             "rollout.max_tokens_to_generate=8",
         ],
         "export of an export": ["export", "exported", "twice"],
@@ -249,11 +250,27 @@ def test_an_export_is_a_model_like_any_other(home, made):
     assert code == 0 and numbers(said) == numbers(made["eval"][1]), "the weights, the data and the draws are the same"
     code, _, error = made["eval without data"]
     assert code == 2 and "data.name=" in error
-    assert made["generate exported"][:2] == made["generate"][:2] == made["generate again"][:2]
+    assert made["generate exported"][:2] == made["generate"][:2] == made["generate greedy"][:2]
     assert made["generate"][0] == 0 and re.fullmatch(r"[a-h<>unk]+\n", made["generate"][1])
     assert made["export of an export"][0] == 0
     one, two = (load_file(home / name / "model.safetensors") for name in ("exported", "twice"))
     assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_generate_says_on_stderr_how_it_sampled(home, made):
+    """The completion alone is on stdout; greedy is the argmax of the plain forward pass, token by token."""
+    for name in ("generate", "generate greedy"):
+        assert "greedy: the most likely token at every place" in made[name][2] and "--greedy" not in made[name][2]
+    code, said, error = made["generate sampled"]
+    assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
+    assert "sampled at temperature 0.5, top-p 0.9, seed 0; --greedy takes the most likely token" in error
+    model, tokenizer = tunix_like.load_model(home / "exported")
+    tokens = list(tokenizer.encode("abc>"))
+    prompt = len(tokens)
+    while len(tokens) < prompt + 8 and tokens[-1] not in tokenizer.eos_ids:
+        tokens.append(int(model(jnp.array([tokens]))[0, -1].argmax()))
+    ended = tokens[-1] in tokenizer.eos_ids
+    assert made["generate greedy"][1] == tokenizer.decode(tokens[prompt : len(tokens) - ended]) + "\n"
 
 
 def test_doctor_and_things_that_are_not_there(made):

@@ -82,8 +82,9 @@ def test_a_jax_that_cannot_start(monkeypatch):
 
 
 def test_device_memory_in_gib():
-    assert doctor._memory({"bytes_limit": 4 * 2**30, "bytes_in_use": 2**30}) == "3.0 of 4.0 GiB free"
-    assert doctor._memory(None) == "the host's memory"
+    assert doctor._memory("gpu", {"bytes_limit": 4 * 2**30, "bytes_in_use": 2**30}) == "3.0 of 4.0 GiB free"
+    assert doctor._memory("cpu", None) == "the host's memory"
+    assert doctor._memory("tpu", None) == "memory unknown (the device does not say)"
 
 
 def test_the_hub_cache(tmp_path):

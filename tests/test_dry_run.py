@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
 from tests.process import ROOT, python
-from tunix_like import cli
+from tunix_like import cli, sizes
 
 EXAMPLES = ROOT / "examples"
 MODELS = {
@@ -47,6 +48,47 @@ def home(tmp_path_factory):
         ends = {"eos_token_id": tokenizer.eos_id}  # the published ones are of the models' own tokenizers
         (home / name / "config.json").write_text(json.dumps(fields | ends))
     return home
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    """Room for every example, whatever this machine has; a function that gives the device so many bytes instead."""
+    monkeypatch.setattr(sizes, "device_memory", lambda: 10**12)
+    return lambda size: monkeypatch.setattr(sizes, "device_memory", lambda: size)
+
+
+def dry(capsys, *overrides):
+    """The dry run of a small example: exit status, stdout, stderr."""
+    code = cli.main(["train", str(EXAMPLES / "debug" / "reverse_text.yaml"), "--dry-run", *overrides])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize("chosen", ["as set", "auto"])
+def test_what_does_not_fit_the_machine_is_an_error(chosen, memory, capsys):
+    """Everything is shown all the same, and the error is one line with what is needed, what there is and what to do."""
+    fixed = ["training.train_micro_batch_size=4", "rollout.max_concurrent_rows=4"] if chosen == "as set" else []
+    code, said, _ = dry(capsys, *fixed)
+    assert code == 0 and said.endswith("nothing was trained.\n")
+    size, unit = re.search(r"memory: ([\d.]+) (MB|kB) at most", said).groups()
+    peak = float(size) * {"MB": 1e6, "kB": 1e3}[unit]
+    for share, status in ((1.3, 0), (1 / 60, 2)):
+        memory(int(peak * share))
+        code, said, error = dry(capsys, *fixed)
+        assert code == status and "  memory: " in said and "    ids: " in said
+        assert ("everything above was checked" in said) == (status == 0)
+    assert error.startswith("error: dry run: ") and error.count("\n") == 1
+    assert re.search(r"[\d.]+ [Mk]B at most \(\w+\), [\d.]+ (MB|kB|bytes) on the device", error)
+    assert re.search(r"take a smaller model or more devices|[Ll]ower training\.", error)
+    assert "doctor --config" in error
+
+
+def test_where_the_memory_is_not_known_nothing_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sizes, "this_device", lambda: sizes.Device("tpu", 1000, known=False))
+    code, said, error = dry(capsys)
+    assert code == 0 and not error
+    assert re.search(r"memory: [\d.]+ [MGkB]+ at most \(\w+\); the device does not say how much it has\n", said)
+    assert "but for memory" in said
 
 
 def test_adapters_beside_four_bits(home, monkeypatch, capsys):
@@ -99,7 +141,7 @@ def test_the_other_examples(example, monkeypatch, capsys):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
 def test_eight_billion_parameters_take_no_memory(home):
-    """What does not fit this machine is a warning: a dry run may be about another one."""
+    """All of it is described; it ends as an error where this machine has too little memory."""
     code = (  # `ru_maxrss` would count what the process held that started this one
         "import sys; from tunix_like.cli import main; status = main(sys.argv[1:]); "
         "print(status, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
@@ -109,6 +151,9 @@ def test_eight_billion_parameters_take_no_memory(home):
     done = python("-c", code, *argv, *auto, "model.attention=blocked", cwd=home)
     assert done.returncode == 0, done.stderr
     status, peak = map(int, done.stdout.split()[-2:])
-    assert status == 0 and peak < 1e6, "kB; the parameters alone would be 33 million"
+    assert peak < 1e6, "kB; the parameters alone would be 33 million"
     assert "model: 8190.74 M parameters, float32 on cpu, attention blocked\n" in done.stdout
     assert re.search(r"weights 32\.8 GB", done.stdout)
+    needed = float(re.search(r"memory: (\d+) GB at most", done.stdout)[1]) * 1e9
+    fits = needed <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert status == (0 if fits else 2) and ("error: dry run: " in done.stderr) == (not fits)

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
     "visible",
-    "types errors console checksums untrusted eval_statistics",
+    "types errors console checksums untrusted eval_statistics input_files",
     "json_files starting eval_compare progress checkpoint_files output_folder coordinator",
     "config tokenizer user_code speed processes",
     "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "

@@ -23,7 +23,7 @@ from tunix_like.metrics import MetricsLog, rows
 class Counting:
     """Adds the step's number to a sum; `at` maps a step to what happens within it."""
 
-    name, step_key, iterator = "count", "count/step", None
+    name, step_key, iterator, rate_follows_total = "count", "count/step", None, False
 
     def __init__(self, total=5, *, at=None, data=None, evaluate_every=None, end_at=None, **identity):
         self.total, self.at, self.data, self.done = total, at or {}, data, 0
@@ -165,10 +165,14 @@ def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path, caplog):
     assert float(again.sum) == 6, "its state is loaded all the same"
     assert go(Counting(2), tmp_path) == 3, "nor taken back"
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    longer = Counting(5)
+    longer = Counting(4)
     caplog.clear()
-    assert go(longer, tmp_path) == 5 and longer.seen == [4, 5]
-    assert "5 steps now, 3 when the checkpoint was written" in caplog.text
+    assert go(longer, tmp_path) == 4 and longer.seen == [4]
+    assert "when the checkpoint was written" not in caplog.text, "nothing depends on the number of steps"
+    longer = Counting(5)
+    longer.rate_follows_total = True
+    assert go(longer, tmp_path) == 5 and longer.seen == [5]
+    assert "5 steps now, 4 when the checkpoint was written" in caplog.text
     assert sums(tmp_path) == ALL
 
 

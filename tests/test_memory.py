@@ -388,6 +388,17 @@ def test_a_device_says_its_own_memory(monkeypatch):
     assert sizes.device_memory.__wrapped__() == 5
 
 
+def test_a_device_that_does_not_say_is_known_to_be_unknown(monkeypatch):
+    """The host's memory stands in for it; that of a CPU's device it is."""
+    device = type("Device", (), {"memory_stats": lambda self: None})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert sizes.this_device().known
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert not sizes.this_device().known and sizes.this_device().memory > 0
+    device.__class__.memory_stats = lambda self: {"bytes_limit": 5}
+    assert sizes.this_device().known
+
+
 def test_the_config_takes_auto_or_a_number():
     assert load(None, ["rollout.max_concurrent_rows=3"]).rollout.max_concurrent_rows == 3
     assert load(None).training.train_micro_batch_size == "auto"

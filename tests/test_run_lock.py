@@ -113,9 +113,23 @@ def test_a_lock_of_another_machine_is_taken_over_when_it_stays_untouched(tmp_pat
     assert time.monotonic() - began >= 1.0 and "gave no sign of life" in caplog.text
 
 
-def test_so_is_one_whose_owner_died_before_it_had_written_a_word(tmp_path, quick):
+def test_so_is_one_whose_owner_died_before_it_had_written_a_word(tmp_path, quick, caplog):
     (tmp_path / "run.lock").touch()
     take(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert "in use by a process that its lock does not name" in caplog.text and "None" not in caplog.text
+
+
+def test_a_run_whose_folder_or_lock_is_deleted_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: pytest.fail("what is gone is not waited for"))
+    with owned(tmp_path / "run") as check:
+        (tmp_path / "run" / "run.lock").unlink()
+        with pytest.raises(UserError, match=r"run/run\.lock was deleted .*Nothing more is written.* start it again"):
+            check()
+        (tmp_path / "run").rmdir()
+        with pytest.raises(UserError, match=r"run was deleted .*Nothing more is written.*starts? anew") as found:
+            check()
+        assert "None" not in str(found.value) and "\n" not in str(found.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,5 +207,5 @@ def test_a_disk_that_fails_to_read_the_lock_for_a_moment_ends_nothing(tmp_path, 
         check()
         assert not answers
         (tmp_path / "run.lock").unlink()
-        with pytest.raises(UserError, match="no longer this process's run"):
+        with pytest.raises(UserError, match="run.lock was deleted"):
             check()

@@ -197,6 +197,15 @@ def test_resumed_is_uninterrupted(tmp_path):
         make(6, output_dir=str(tmp_path / "parts"), seed=1).train(ROWS)
 
 
+@pytest.mark.parametrize(("schedule", "warns"), [("constant", False), ("cosine", True)])
+def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(schedule, warns, tmp_path, caplog):
+    sft = {"optimizer": OptimizerConfig(learning_rate=1e-2, schedule=schedule)}
+    make(1, sft=sft, output_dir=str(tmp_path)).train(ROWS)
+    assert "when the checkpoint was written" not in caplog.text
+    make(2, sft=sft, output_dir=str(tmp_path)).train(ROWS)
+    assert ("2 steps now, 1 when the checkpoint was written" in caplog.text) is warns
+
+
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, caplog):
     make(3, output_dir=str(tmp_path), checkpoint_every_n_steps=1).train(ROWS)
     (file,) = (tmp_path / "sft_checkpoints" / "3" / "state" / "d").iterdir()

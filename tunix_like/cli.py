@@ -175,13 +175,17 @@ def _add_trained(command: AddCommand) -> None:
         help="instead of one source two, or two files of --out: what B does better, problem by problem",
     )
     evaluate.add_argument("source", nargs="?", help=source)
-    generate = command(
-        "generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" rollout.temperature=0'
-    )
+    generate = command("generate", _generate, "complete one prompt", 'generate runs/x --prompt "2 + 2 =" --greedy')
     generate.add_argument(
         "--prompt",
         required=True,
         help="text; a chat message where the run has a system prompt or data.apply_chat_template; no prompt_template",
+    )
+    generate.add_argument(
+        "--greedy",
+        action="store_true",
+        help="the most likely token at every place, as eval --preset greedy, instead of one drawn at the run's "
+        "rollout.temperature; the same as rollout.temperature=0",
     )
     generate.add_argument("source", help=source)
     export = command("export", _export, "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
@@ -286,7 +290,10 @@ def _train(arguments: argparse.Namespace) -> None:
     folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
     _announce(parts, folder)
     if arguments.dry_run:
-        print("dry run: everything above was checked, the model by its description alone; nothing was trained.")
+        unknown = "" if runs.check_memory(parts) else ", but for memory, of which the device says nothing"
+        print(
+            f"dry run: everything above was checked{unknown}, the model by its description alone; nothing was trained."
+        )
         return
     with run_lock.owned(folder):
         runs.claim(folder, parts)
@@ -538,14 +545,29 @@ def _chosen(source: str, best: bool) -> str:
     return str(Path(source) / "checkpoints" / BEST)
 
 
+def _greedy(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a greedy completion.
+
+    Raises:
+      UserError: an override that asks for another way to sample.
+    """
+    names = [f"rollout.{name}" for name in ("temperature", "top_p", "top_k")]
+    given = [word for word in overrides if word.partition("=")[0].strip() in names]
+    greedy = ["rollout.temperature=0"]
+    if given and load(None, given).rollout != load(None, greedy).rollout:
+        raise UserError(f"generate: --greedy is rollout.temperature=0; leave {' and '.join(given)} out, or --greedy.")
+    return [*overrides, *greedy]
+
+
 def _generate(arguments: argparse.Namespace) -> None:
+    overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
     _setup_jax()
     from tunix_like.models.loading import check_fit
     from tunix_like.sampling.logits import SamplingParams
     from tunix_like.sampling.sampler import make_sampler
     from tunix_like.trained import open_trained
 
-    trained = open_trained(_chosen(arguments.source, arguments.best), arguments.overrides)
+    trained = open_trained(_chosen(arguments.source, arguments.best), overrides)
     check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)
     data, rollout = trained.config.data, trained.config.rollout
     prompt: Any = arguments.prompt
@@ -555,7 +577,19 @@ def _generate(arguments: argparse.Namespace) -> None:
     sampler = make_sampler(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     seed = trained.config.training.seed
+    print(_sampling_line(sampling, seed), file=sys.stderr)
     console.print_completion(_complete(sampler, trained.params, trained.tokenizer, prompt, sampling, seed))
+
+
+def _sampling_line(sampling: SamplingParams, seed: int) -> str:
+    """How a completion is sampled, since an evaluation or another program may do it otherwise."""
+    if sampling.temperature == 0:
+        return "greedy: the most likely token at every place"
+    top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"
+    return (
+        f"sampled at temperature {sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, seed {seed}; --greedy takes "
+        "the most likely token at every place"
+    )
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -64,6 +64,17 @@ def number_problem(value: Any) -> str | None:
     return None
 
 
+def _text_problem(text: str) -> str | None:
+    """What is wrong with a text that neither a file's name nor a UTF-8 file can hold, or None."""
+    if "\0" in text:
+        return "it holds a NUL character, which no file's name can; take it out"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # what Python makes of an argument in another encoding than UTF-8
+        return "it holds half of a character (a lone surrogate); write it in UTF-8"
+    return None
+
+
 def shortened(value: Any) -> str:
     """`repr(value)` for a message, cut where it is long; Python itself refuses to write integers of 4300 digits."""
     if isinstance(value, int) and abs(value) > 10**60:
@@ -80,6 +91,9 @@ def check_ranges(section: Any, path: str) -> None:
             continue
         if isinstance(value, str) and not value.strip() and not rule["blank"]:
             raise UserError(f"{name}: got {value!r}, an empty text; give a value, or leave the key out.")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (problem := _text_problem(text)):
+                raise UserError(f"{name}: got {shortened(text)}; {problem}.")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         may_be_number = number and rule["at_least"] is not None  # `auto` or a number
         if rule["choices"] is not None and value not in rule["choices"] and not may_be_number:

@@ -24,6 +24,7 @@ from ml_collections import ConfigDict, config_dict
 
 from tunix_like.config import Config
 from tunix_like.errors import UserError
+from tunix_like.input_files import file_problem
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true/false", dict: "mapping", list: "list"}
 _BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
@@ -262,7 +263,9 @@ def _flatten(
         elif isinstance(value, Mapping):
             yield from _flatten(value, leaves, source, f"{name}.")
         elif value is not None:  # a section whose keys are all commented out reads as null
-            raise UserError(f"{source}{name}: got {value!r}; it is a section: write its keys below it, indented.")
+            colon = re.fullmatch(r"(\w+):(\S+)", value) if isinstance(value, str) else None
+            hint = f" (a space must follow the colon: '{colon[1]}: {colon[2]}')" if colon else ""
+            raise UserError(f"{source}{name}: got {value!r}; it is a section: write its keys below it, indented{hint}.")
 
 
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
@@ -336,7 +339,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 class _Loader(yaml.SafeLoader):
     """YAML with the numbers of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text. A key given twice raises, and
-    so do aliases, which nest without end and grow without measure, and tags."""
+    so do aliases, which nest without end and grow without measure, tags, and `{a:1}`, which YAML reads as a key 'a:1'
+    without a value."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -355,7 +359,22 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
+        if node.flow_style:
+            for key, value in node.value:
+                _check_colon(key, value)
         return super().construct_mapping(node, deep)
+
+
+def _check_colon(key: yaml.Node, value: yaml.Node) -> None:
+    """Raises `MarkedYAMLError` for an entry of a mapping in braces that was written `name:value` or `name=value`."""
+    plain = isinstance(key, yaml.ScalarNode) and key.style is None
+    entry = re.fullmatch(r"([^:=]+)[:=](.+)", key.value) if plain else None
+    if entry is not None and isinstance(value, yaml.ScalarNode) and value.value == "":
+        problem = (
+            f"'{{{key.value}}}' is read as a name without a value; write {{{entry[1]}: {entry[2]}}}, with a space after "
+            "the colon (text in braces needs quotes)"
+        )
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -388,10 +407,10 @@ _use_numbers(_Dumper)
 
 
 def _read(path: Path) -> Mapping[Any, Any]:
+    if problem := file_problem(path):
+        raise UserError(f"{path}: cannot read this config file (it {problem}); name a YAML file.")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # _Loader is a SafeLoader
-    except OSError as error:
-        raise UserError(f"{path}: cannot read this config file ({error.strerror}); name a YAML file.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}{_problem(error)}") from None
     except RecursionError:
@@ -414,6 +433,8 @@ def _parse(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
         problem = getattr(error, "problem", None) or error
+        if type(error) is yaml.MarkedYAMLError:  # raised by `_Loader`, whose messages say what to write
+            raise UserError(f"override {name}={text}: {problem}.") from None
         raise UserError(f"override {name}={text}: the value is not YAML ({problem}); quote it.") from None
     except RecursionError:
         raise UserError(f"override {name}={text:.40}...: nested too deeply.") from None

@@ -101,7 +101,10 @@ def _devices() -> list[Check]:
         return [Check("devices", f"jax cannot start ({error})", advice, works=False)]
     works = total == 12
     checks = [
-        Check(f"device {device.id}", f"{device.platform} {device.device_kind}, {_memory(device.memory_stats())}")
+        Check(
+            f"device {device.id}",
+            f"{device.platform} {device.device_kind}, {_memory(device.platform, device.memory_stats())}",
+        )
         for device in devices
     ]
     checks.append(Check("a compiled program", "ran" if works else "gave a wrong result", works=works))
@@ -110,9 +113,9 @@ def _devices() -> list[Check]:
     return checks
 
 
-def _memory(stats: Mapping[str, int] | None) -> str:
+def _memory(platform: str, stats: Mapping[str, int] | None) -> str:
     if not stats or "bytes_limit" not in stats:
-        return "the host's memory"
+        return "the host's memory" if platform == "cpu" else "memory unknown (the device does not say)"
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     return f"{free / 2**30:.1f} of {stats['bytes_limit'] / 2**30:.1f} GiB free"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -22,6 +23,12 @@ class NotSaved(UserError):
 
     status = 74  # EX_IOERR of sysexits.h
     stopped = False
+
+
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) -> None:
+    """Raises UserError where the argument `name` of a Python call is no `kind`; `cure` says what to give."""
+    if not isinstance(value, kind):
+        raise UserError(f"{name}: got {type(value).__name__}; {cure}.")
 
 
 def one_line(error: Exception) -> str:

@@ -6,10 +6,12 @@ It knows no field of any file.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from tunix_like.errors import UserError
+from tunix_like.input_files import file_problem
 
 
 def read_object(file: Path, cure: str) -> dict[str, Any]:
@@ -21,6 +23,8 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
     Raises:
       UserError: the file cannot be read, or is not one JSON object of well-formed text.
     """
+    if os.path.lexists(file) and (problem := file_problem(file)):
+        raise UserError(f"{file}: it {problem}. {cure}")
     try:
         raw = file.read_bytes()
         value = json.loads(raw)

@@ -63,6 +63,7 @@ class Phase(Protocol):
       step_key: the metrics' step column (`step`, `sft/step`).
       done: steps done so far in this process; a call that is not resumed from a checkpoint starts after them.
       total: number of the last step, or None to go on until `advance` returns None.
+      rate_follows_total: whether the learning rate of a step depends on `total`.
       iterator: the data iterator to save with a checkpoint, or None.
       identity: what must be the same when a checkpoint is taken up again; `base`, of frozen weights, is a
         `models.lora.fingerprint`.
@@ -72,6 +73,7 @@ class Phase(Protocol):
     step_key: str
     done: int
     total: int | None
+    rate_follows_total: bool
     iterator: Any
     identity: dict[str, Any]
 
@@ -239,8 +241,8 @@ def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tu
     log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
     phase.cut(step)
     checkpoints.take_up(log.rows(), sound=step)
-    if meta["total"] != phase.total and not _complete(phase, step):
-        message = "%s steps now, %s when the checkpoint was written: a schedule follows the new number from here"
+    if phase.rate_follows_total and meta["total"] != phase.total and not _complete(phase, step):
+        message = "%s steps now, %s when the checkpoint was written: the schedule follows the new number from here"
         logger.warning(message, phase.total, meta["total"])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), phase.state())
     phase.load_state(checkpoints.restore(step, abstract, phase.iterator)[0], step)

@@ -48,6 +48,12 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
     return learning_rate
 
 
+def follows_total(optimizer: Any) -> bool:
+    """Whether the learning rate of an update depends on the number of updates of the run: not if it is constant, nor
+    with an `optax.GradientTransformation` of the user's own, which is never told that number."""
+    return isinstance(optimizer, OptimizerConfig) and optimizer.schedule != "constant"
+
+
 def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
     """Returns the same object for equal settings, so that compiled programs are found again.
 

@@ -82,10 +82,27 @@ def _check(lock: Path) -> None:
         if owner or _gone(lock):
             break
         time.sleep(look)  # a network disk may fail to read a file that is there
+    if _gone(lock.parent):
+        raise UserError(
+            f"{lock.parent} was deleted while this run was at work. Nothing more is written; the same command starts "
+            "anew."
+        )
+    if not owner and _gone(lock):
+        raise UserError(
+            f"{lock} was deleted while this run was at work, so that another one may have begun. Nothing more is "
+            "written; start it again to go on from the newest checkpoint."
+        )
     raise UserError(
-        f"{lock.parent} is no longer this process's run: {lock} names process {owner.get('pid')} on "
-        f"{owner.get('host')}. Nothing more is written; that process goes on from the newest checkpoint."
+        f"{lock.parent} is no longer this process's run: {lock} names {_called(owner)}. Nothing more is written; that "
+        "process goes on from the newest checkpoint."
     )
+
+
+def _called(owner: dict[str, Any]) -> str:
+    """The owner of a lock, for a message."""
+    if not owner:
+        return "a process that its lock does not name (the file is empty or cannot be read)"
+    return f"process {owner.get('pid')} on {owner.get('host')}"
 
 
 def _take(lock: Path) -> None:
@@ -119,7 +136,7 @@ def _wait_until_gone(lock: Path) -> None:
     if not owner:  # just made, and about to be written
         time.sleep(0.5)
         owner = _read(lock)
-    said = f"{lock.parent} is in use by process {owner.get('pid')} on {owner.get('host')} ({lock})"
+    said = f"{lock.parent} is in use by {_called(owner)} ({lock})"
     cure = "Wait for it, stop it, or choose another training.output_dir."
     if _within_reach(owner):
         if owner.get("began") == _began(owner["pid"]):

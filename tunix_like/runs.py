@@ -61,7 +61,7 @@ from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, 
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.run_lock import FILE as LOCK
 from tunix_like.sampling.sampler import make_sampler, slot_shape
-from tunix_like.sizes import foresee
+from tunix_like.sizes import Foreseen, foresee
 from tunix_like.speed import check_profile_steps
 from tunix_like.tokenizer import Tokenizer
 
@@ -398,8 +398,29 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("model", f"{describe_model(parts.model)}, {kind}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
-        *foresee(config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights).lines(),
+        *_foreseen(parts).lines(),
     ]
+
+
+def _foreseen(parts: Parts) -> Foreseen:
+    """What the run will hold. Of a model of shapes alone everything can be said, though it does not fit; with weights
+    there is something to run, and sizes that do not fit are refused."""
+    return foresee(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
+
+
+def check_memory(parts: Parts) -> bool:
+    """Whether the memory of this machine's devices is known.
+
+    Raises:
+      UserError: it is, and the run of these parts is foreseen to need more.
+    """
+    found = _foreseen(parts)
+    if problems := found.problems():
+        raise UserError(
+            f"dry run: {found.peak_line()}. {' '.join(problems).rstrip('.')}. For other devices than this machine's: tunix-like "
+            "doctor --config CONFIG --devices v5e-8."
+        )
+    return found.known
 
 
 def _describe_reward(reward: WeightedReward) -> str:

@@ -22,10 +22,10 @@ from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.config_file import as_dict
 from tunix_like.data.stream import Prompt, check_prompts, prompt_batches
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, check_type
 from tunix_like.loggers import check_loggers, open_metrics
 from tunix_like.loop import run
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import fingerprint, join_params, split_params
 from tunix_like.models.sharding import (
@@ -38,7 +38,7 @@ from tunix_like.models.sharding import (
     scope,
     shardings_of,
 )
-from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer, updates_done
+from tunix_like.optimizer import build_optimizer, build_schedule, follows_total, init_optimizer, updates_done
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.guards import SkipWatch
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
@@ -108,9 +108,13 @@ class SFTTrainer:
         mesh: Mesh | None = None,
         evaluate: Callable[[Any, int], dict[str, float]] | None = None,
     ):
+        check_decoder("model", model)
         self.config = sft_config
-        self.rollout = rollout_config or RolloutConfig()
-        self.training = training_config or RLTrainingConfig()
+        self.rollout = RolloutConfig() if rollout_config is None else rollout_config
+        self.training = RLTrainingConfig() if training_config is None else training_config
+        check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
+        check_type("rollout_config", self.rollout, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
+        check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")
         check_loggers(self.training.loggers)
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout)
@@ -125,6 +129,7 @@ class SFTTrainer:
         self.trained, self.frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
         self.done = 0
         self.total: int | None = sft_config.max_steps
+        self.rate_follows_total = follows_total(sft_config.optimizer)
         self.opt_state = init_optimizer(build_optimizer(sft_config.optimizer, self.total), self.trained)
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
         self.iterator: Any = None

@@ -57,10 +57,12 @@ LOWER = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What sizes are chosen for: jax's name of the backend, and the bytes of one device."""
+    """What sizes are chosen for: jax's name of the backend, and the bytes of one device. `known` is False where the
+    device does not say, and `memory` is the host's in its place."""
 
     backend: str
     memory: int
+    known: bool = True
 
 
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
@@ -75,9 +77,8 @@ def device_memory() -> int:
 
 
 def _own_memory() -> int:
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
+    if (said := _said_memory()) is not None:
+        return said
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
         file = Path("/sys/fs/cgroup") / name
@@ -86,8 +87,15 @@ def _own_memory() -> int:
     return min(limits) // jax.local_device_count()
 
 
+def _said_memory() -> int | None:
+    """Bytes of a device by its own word, if it gives one."""
+    stats = jax.local_devices()[0].memory_stats()
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
 def this_device() -> Device:
-    return Device(jax.default_backend(), device_memory())
+    backend = jax.default_backend()
+    return Device(backend, device_memory(), known=backend == "cpu" or _said_memory() is not None)
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
@@ -242,7 +250,16 @@ def _most(top: int, needed: Callable[[int], int], limit: float) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Foreseen:
-    """What a run will hold at its worst moments, and the sizes chosen for it."""
+    """What a run will hold at its worst moments, and the sizes chosen for it.
+
+    Attributes:
+      micro_batch: completions a chunk of an update.
+      rows: completions sampled at once.
+      chosen: whether these two were chosen here (`auto`).
+      phases: the worst moments.
+      available: bytes of the device, `known` or guessed (`Device`).
+      refused: why a size could not be chosen, as one completion does not fit.
+    """
 
     micro_batch: int
     rows: int
@@ -250,6 +267,7 @@ class Foreseen:
     phases: tuple[Phase, ...]
     available: int
     refused: tuple[str, ...] = ()
+    known: bool = True
 
     @property
     def peak(self) -> Phase:
@@ -260,20 +278,30 @@ class Foreseen:
         much."""
         update, rollout = ("auto" if auto else "as set" for auto in self.chosen)
         sizes = f"{self.micro_batch} completions a chunk ({update}), {self.rows} sampled at once ({rollout})"
-        peak = f"{amount(self.peak.bytes)} at most ({self.peak.name}), {amount(self.available)} on the device"
         update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
         shown = [phase for phase in self.phases if phase.name != "optimizer" or phase.bytes > update_bytes]
         phases = [(phase.name, str(phase)) for phase in shown]
-        return [("sizes", sizes), ("memory", peak), *phases, *self._warning()]
+        warnings = [("warning", problem) for problem in self.problems()]
+        return [("sizes", sizes), ("memory", self.peak_line()), *phases, *warnings]
 
-    def _warning(self) -> list[tuple[str, str]]:
+    def peak_line(self) -> str:
+        """The peak, and beside it what the device has."""
+        peak = f"{amount(self.peak.bytes)} at most ({self.peak.name})"
+        if not self.known:
+            return f"{peak}; the device does not say how much it has"
+        return f"{peak}, {amount(self.available)} on the device"
+
+    def problems(self) -> list[str]:
+        """Why this is more than the device has, and what to do; empty where it fits, or where it is not known."""
+        if not self.known:
+            return []
         if self.refused:
-            return [("warning", said) for said in self.refused]
+            return list(self.refused)
         if self.peak.bytes <= self.available:
             return []
         lower = {"rollout": "sampling", "evaluation": "sampling"}.get(self.peak.name, "training")
         cure = "" if self.peak.fixed > self.available else f"lower {LOWER[lower]}, or "
-        return [("warning", f"this is more than the device has: {cure}take a smaller model or more devices")]
+        return [f"this is more than the device has: {cure}take a smaller model or more devices"]
 
 
 def foresee(
@@ -330,4 +358,4 @@ def foresee(
         phases.append(dataclasses.replace(found, name="sft"))
     auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
     rows = min(limit, data.batch_size * group)
-    return Foreseen(size, rows, auto, tuple(phases), device.memory, tuple(refused))
+    return Foreseen(size, rows, auto, tuple(phases), device.memory, tuple(refused), device.known)

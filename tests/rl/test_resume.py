@@ -9,6 +9,7 @@ import shutil
 import grain.python as grain
 import jax
 import numpy as np
+import optax
 import pytest
 from absl import flags
 
@@ -42,7 +43,7 @@ def zero_or_one(prompts, completions, **columns):
     return [float(sum(map(ord, text)) % 3 == 0) for text in completions]
 
 
-def train(name, folder, steps, data=ROWS, **training):
+def train(name, folder, steps, data=ROWS, optimizer=OptimizerConfig(learning_rate=1e-2), **training):
     kind = LEARNERS[name]
     learner = kind(
         model=tunix_like.load_model(HF, init="random")[0],
@@ -58,7 +59,7 @@ def train(name, folder, steps, data=ROWS, **training):
             eval_every_n_steps=2,
             log_rollouts_every_n_steps=1,
             mini_batch_size=2 if name == "drgrpo" else None,
-            actor_optimizer=OptimizerConfig(learning_rate=1e-2),
+            actor_optimizer=optimizer,
             **training,
         ),
         eval_config=EvalConfig(samples=2, k=[1]),
@@ -103,6 +104,15 @@ def test_every_learner_resumes_to_the_bit(name, tmp_path):
         assert_same(outcome(parts), outcome(tmp_path / "whole"))
     rewards = [row["train/rewards/mean"] for row in metric_rows(tmp_path / "whole")[-STEPS:]]
     assert len(set(rewards)) > 1, "steps differ"
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "of one's own"])
+def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(kind, tmp_path, caplog):
+    own = optax.sgd(1e-2) if kind == "of one's own" else OptimizerConfig(learning_rate=1e-2, schedule=kind)
+    for steps in (1, 2):
+        assert "when the checkpoint was written" not in caplog.text
+        train("opo", tmp_path, steps, optimizer=own)
+    assert ("2 steps now, 1 when the checkpoint was written" in caplog.text) is (kind == "linear")
 
 
 def test_data_that_worker_processes_load(tmp_path):

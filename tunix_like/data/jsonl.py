@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tunix_like import progress
 from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, take
 from tunix_like.errors import UserError, one_line
+from tunix_like.input_files import file_problem
 
 if TYPE_CHECKING:
     from tunix_like.config import DataConfig
@@ -50,15 +51,15 @@ class JsonlRows(Sequence[Record]):
         """Indexes the file and runs `check(row, "file:line")` on every row.
 
         Raises:
-          UserError: a missing file, one without rows, rows of more than `MOST_COLUMNS` columns, or a line (with its
+          UserError: a file that is missing or cannot be read as text, one without rows, rows of more than `MOST_COLUMNS` columns, or a line (with its
             number) that is no JSON object in UTF-8, or holds half a character or more than `MOST_NESTED` levels.
         """
         self._path = Path(path)
         self._descriptor: int | None = None
         self._starts = array.array("q")
         self._columns: dict[str, None] = {}
-        if not self._path.is_file():
-            raise UserError(f"{self._path} does not exist: data.path must name a JSON-lines file, or a folder of them.")
+        if problem := file_problem(self._path):
+            raise UserError(f"{self._path} {problem}. data.path must name a JSON-lines file, or a folder of them.")
         end = self._index(check)
         if not self._starts:
             raise UserError(f"{self._path} is empty: it must hold one JSON object per line.")
@@ -220,8 +221,8 @@ def split_folder(
     rows: list[Sequence[Record]] = []
     for key, split in (("split", config.split), ("eval_split", config.eval_split)):
         file = folder / f"{split}.jsonl"
-        if not file.is_file():
-            found = ", ".join(sorted(each.name for each in folder.glob("*.jsonl"))) or "no .jsonl file"
+        if not os.path.lexists(file):
+            found = ", ".join(sorted(each.name for each in folder.glob("*.jsonl*"))) or "no .jsonl file"
             raise UserError(f"{file} does not exist (data.{key}={split}); {folder} has {found}.")
         rows.append(JsonlRows(file, check))
     return make_source(config, rows[0], rows[1], make, reward)

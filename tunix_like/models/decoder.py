@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tunix_like.config import LORA_TARGETS
+from tunix_like.errors import check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
@@ -233,6 +234,11 @@ class Decoder(nnx.Module):
             x = run(layer, x, prompt, index)
         before = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), self.norm(x[:, :, :-1])], axis=2)
         return jnp.where((offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
+
+
+def check_decoder(name: str, value: Any) -> None:
+    """Raises UserError where the argument `name` of a Python call is no `Decoder`."""
+    check_type(name, value, Decoder, "give a Decoder; tunix_like.load_model(folder) returns one, and its tokenizer")
 
 
 def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:

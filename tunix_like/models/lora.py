@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from tunix_like.config import LORA_TARGETS, LoraConfig
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.layers import Linear
 from tunix_like.models.quantization import LEAVES as QUANTIZED
@@ -63,6 +63,7 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     Raises:
       UserError: no rank, a target that the model does not have, or a model that has adapters.
     """
+    check_decoder("model", model)
     if model.adapters is not None:
         raise UserError("the model has adapters already; merge_lora takes them in first.")
     adapters = resolve_adapters(model.config, config)
@@ -219,6 +220,7 @@ def merge_lora(model: Decoder) -> Decoder:
     """A model without adapters that computes the same: `W + A B * alpha / rank` in float32, rounded once to the dtype
     of the weights. Quantised weights, with adapters or without, are turned back into numbers. The model itself stays as
     it is."""
+    check_decoder("model", model)
     merged = nnx.merge(*nnx.split(model))
     for linear in merged.projections().values():
         if linear.lora_a is None and linear.kernel is not None:
@@ -274,6 +276,7 @@ def save_adapter_config(model: Decoder, folder: str | Path, **further: str | Non
     Raises:
       UserError: as `save_adapter`.
     """
+    check_decoder("model", model)
     if (adapters := model.adapters) is None:
         raise UserError("the model has no adapters; train with lora.rank, or export the whole model.")
     alpha = int(adapters.alpha) if adapters.alpha == int(adapters.alpha) else adapters.alpha

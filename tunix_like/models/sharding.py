@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix_like.config import LORA_TARGETS, MeshConfig
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
 
 AXES = ("data", "fsdp", "tp")
@@ -135,6 +135,8 @@ def _is_own(x: Any) -> bool:
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
     """Raises UserError where the devices along `tp` do not divide the heads of a model, or where several processes have
     no mesh in common."""
+    if mesh is not None:
+        check_type("mesh", mesh, Mesh, "give a jax.sharding.Mesh, e.g. tunix_like.models.sharding.build_mesh(...)")
     if mesh is None and jax.process_count() > 1:
         raise UserError(
             f"mesh: none is given, and there are {jax.process_count()} processes, each of which would train a model of "

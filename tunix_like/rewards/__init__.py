@@ -1,12 +1,13 @@
 """What a completion is worth: reward functions, the registry that names them, and the scoring of a batch.
 
 Public names: `REWARDS`, `ANSWERS`, `register_reward_fn`, `resolve`, `verl_compatible`, `Scores`, `score`,
-`check_arguments`, `pooled`, `close_pools`. It does NOT know estimators, models or where rows come from.
+`check_arguments`, `check_form`, `pooled`, `close_pools`. It does NOT know estimators, models or where rows come from.
 """
 
 from __future__ import annotations
 
 from tunix_like.rewards import by_source, math, maze, text
+from tunix_like.rewards.calls import check_form
 from tunix_like.rewards.pool import close_pools, pooled
 from tunix_like.rewards.registry import ANSWERS, REWARDS, register_reward_fn, resolve, verl_compatible
 from tunix_like.rewards.scoring import Scores, check_arguments, score
@@ -16,6 +17,7 @@ __all__ = [
     "REWARDS",
     "Scores",
     "check_arguments",
+    "check_form",
     "close_pools",
     "pooled",
     "register_reward_fn",

@@ -48,12 +48,37 @@ class Marks(NamedTuple):
     failures: dict[int, Failure]
 
 
+def check_form(name: str, function: Any) -> None:
+    """Raises UserError where this cannot be called for rewards: it is no function, has no signature, or a call only
+    makes a coroutine or a generator."""
+    if not callable(function):
+        raise UserError(
+            f"Reward function '{name}' is {_show(function)}, which cannot be called; its form is "
+            "f(prompts, completions, **columns)."
+        )
+    forms = (function, function.__call__)  # an object's own __call__ may be what is async
+    if any(map(inspect.iscoroutinefunction, forms)) or any(map(inspect.isasyncgenfunction, forms)):
+        raise UserError(
+            f"Reward function '{name}' is async, and nothing would wait for its result; write a plain def, which may "
+            "use asyncio.run."
+        )
+    if any(map(inspect.isgeneratorfunction, forms)):
+        raise UserError(f"Reward function '{name}' is a generator (it has a yield); return a list of one number each.")
+    try:
+        inspect.signature(function)
+    except ValueError:  # some of Python's own functions have no signature
+        raise UserError(
+            f"Reward function '{name}' takes no arguments by name; its form is f(prompts, completions, **columns)."
+        ) from None
+
+
 def arguments_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> list[str]:
     """Those of the columns (`prompts` and `completions` among them) that the function accepts by keyword.
 
     Raises:
-      UserError: it needs another one.
+      UserError: it needs another one, or has another form than that of a reward function.
     """
+    check_form(name, function)
     parameters = inspect.signature(function).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [p.name for p in needed if p.name not in columns or p.kind is p.POSITIONAL_ONLY]

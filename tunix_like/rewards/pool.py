@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import Failure, Marks, arguments_of, put, slices
+from tunix_like.rewards.calls import Failure, Marks, arguments_of, check_form, put, slices
 from tunix_like.rewards.process import WorkerProcess
 
 START_SECONDS = 120
@@ -70,11 +70,13 @@ def pooled(
       memory_gb: a worker that holds more than so many GB (10^9 bytes) of memory is stopped (Linux).
 
     Raises:
-      UserError: a function that no other process can import.
+      UserError: a function that no other process can import, or that is none of rewards (async, a generator).
     """
     named = functions if isinstance(functions, Mapping) else {_name_of(each): each for each in functions}
     if len(named) < len(functions):
         raise UserError("pooled: two reward functions have the same __name__; give a mapping of names to functions.")
+    for name, function in named.items():
+        check_form(name, function)
     places = {name: place_of(name, function) for name, function in named.items()}
     pool = Pool(list(places.values()), workers, timeout_seconds, memory_gb)
     return {name: PooledFunction(name, function, places[name], pool) for name, function in named.items()}

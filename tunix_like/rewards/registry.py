@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix_like.errors import UserError, nearest
+from tunix_like.rewards.calls import check_form
 from tunix_like.user_code import load_function
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
     the column `reward_model`, else `gold`, else `answer`. A returned dict counts by its `score`.
 
     The function made raises a UserError when none of these columns is there.
+
+    Raises:
+      UserError: what is given is no function, async, or a generator.
     """
+    check_form(getattr(function, "__name__", repr(function)), function)
     parameters = inspect.signature(function).parameters
     by_keyword = "solution_str" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -22,19 +24,19 @@ from tunix_like.best import Best
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, EvalConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.config_file import as_dict
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, check_type
 from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
 from tunix_like.loggers import check_loggers, open_metrics
 from tunix_like.loop import run
 from tunix_like.metrics import rows
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import join_params, save_adapter_config, split_params, without_adapters
 from tunix_like.models.sharding import check_divides, fetch, place_params
 from tunix_like.processes import by_first
-from tunix_like.rewards import close_pools
+from tunix_like.rewards import check_form, close_pools
 from tunix_like.rl.forward import ForwardOptions
-from tunix_like.rl.objective import build_objective, check_takes_negative, resolve
+from tunix_like.rl.objective import build_objective, check_takes_negative, resolve, trace_own
 from tunix_like.rl.phase import RLPhase
 from tunix_like.rl.rollouts import FirstFailure, WeightedReward
 from tunix_like.rl.samples import Samples
@@ -105,10 +107,17 @@ class Learner:
         on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
         on_samples: Callable[[int, Samples], None] | None = None,
     ):
+        check_decoder("model", model)
+        if ref_model is not None:
+            check_decoder("ref_model", ref_model)
         self.algo = self._resolve(algo_config)
-        self.rollout_config = rollout_config or RolloutConfig()
-        self.training = training_config or RLTrainingConfig()
-        self.eval_config = eval_config or EvalConfig()
+        self.rollout_config = RolloutConfig() if rollout_config is None else rollout_config
+        self.training = RLTrainingConfig() if training_config is None else training_config
+        self.eval_config = EvalConfig() if eval_config is None else eval_config
+        check_type("rollout_config", self.rollout_config, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
+        check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")
+        check_type("eval_config", self.eval_config, EvalConfig, "give a tunix_like.EvalConfig(...)")
+        check_type("metric_fns", metric_fns, Sequence, "give a list of functions")
         check_loggers(self.training.loggers)
         self.success_threshold = success_threshold
         self.metric_fns = tuple(metric_fns)
@@ -123,6 +132,7 @@ class Learner:
             logger.warning("rollout.top_p and top_k cut what the policy can say: samples are no longer from the policy")
         self.source_estimators = {name: _settings(name, given) for name, given in (source_estimators or {}).items()}
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
+        trace_own(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
             check_takes_negative(objective, "reward_weights", "weights of at least 0")
         check_divides(mesh, model.config)
@@ -309,15 +319,27 @@ def _settings(source: str, given: Any) -> dict[str, Any]:
 
 
 def _weighted(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
+    """Name, function and weight of each. Raises UserError naming `reward_fns` or `reward_weights`."""
     named = functions if isinstance(functions, Mapping) else None
-    functions = [functions] if callable(functions) else list(functions.values() if named else functions)
+    if not callable(functions):
+        cure = "give a function f(prompts, completions, **columns), a list of functions, or a mapping of names to them"
+        check_type("reward_fns", functions, (Mapping, list, tuple), cure)
+    functions = [functions] if callable(functions) else list(functions if named is None else named.values())
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if not functions:
         raise UserError("reward_fns: give at least one reward function.")
     if len(weights) != len(functions):
         raise UserError(f"reward_weights: got {len(weights)} for {len(functions)} reward functions.")
-    if named:
-        return list(zip(named, functions, weights, strict=True))
-    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
-    names = [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+    for i, weight in enumerate(weights):
+        cure = "give one finite number per reward function"
+        check_type(f"reward_weights[{i}]", weight, (int, float, np.number), cure)
+        if not math.isfinite(weight):
+            raise UserError(f"reward_weights[{i}]: got {weight}; {cure}.")
+    if named is None:
+        names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+        names = [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+    else:
+        names = list(named)
+    for name, function in zip(names, functions, strict=True):
+        check_form(name, function)
     return list(zip(names, functions, weights, strict=True))

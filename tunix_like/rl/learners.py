@@ -13,6 +13,7 @@ from tunix_like.config import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.rl.estimators import ADVANTAGE_ESTIMATORS, find_estimator
 from tunix_like.rl.learner import Learner
+from tunix_like.user_code import is_place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,6 +200,7 @@ def find_learner(name: str | None) -> type[Learner]:
       UserError: an unknown name (with the list), or a place where there is no such function.
     """
     if name is None:
-        raise UserError(f"algorithm.advantage_estimator: choose one. {nearest('', ADVANTAGE_ESTIMATORS)}")
+        known = [each for each in ADVANTAGE_ESTIMATORS if not is_place(each)]
+        raise UserError(f"algorithm.advantage_estimator: choose one. {nearest('', known)}")
     find_estimator(name)
     return LEARNERS.get(name, CustomLearner)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import traceback
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +30,7 @@ from tunix_like.rl.losses import (
     loss_parameters,
     sampler_correction,
 )
-from tunix_like.user_code import is_place
+from tunix_like.user_code import is_own, kind_of, said_of
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
 LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
@@ -59,13 +57,11 @@ class GroupEstimator:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"advantage estimator '{self.name}' raised {_said(error)}.") from error
-        shape = getattr(out, "shape", None)
-        if shape != rewards.shape:
+            raise UserError(f"advantage estimator '{self.name}' raised {said_of(error)}.") from error
+        if getattr(out, "shape", None) != rewards.shape:
             raise UserError(
-                f"advantage estimator '{self.name}' returned {type(out).__name__ if shape is None else list(shape)} "
-                f"for rewards of shape {list(rewards.shape)} [groups, completions]; it must return one advantage per "
-                "completion."
+                f"advantage estimator '{self.name}' returned {kind_of(out)} for rewards of shape "
+                f"{list(rewards.shape)} [groups, completions]; it must return one advantage per completion."
             )
         return out
 
@@ -215,17 +211,24 @@ class Objective:
         return jnp.where(mask, loss, 0.0), metrics
 
     def _policy_loss(self, *inputs: Any) -> tuple[Tokens, dict[str, Tokens]]:
+        """Loss and metrics per token of the loss function that the config names.
+
+        Raises:
+          UserError: the function raises, returns no pair `(loss, metrics)`, or one of its values is not of the shape of
+            the tokens.
+        """
         name, shape = str(self.config.policy_loss_fn), inputs[0].shape
         try:
-            loss, metrics = find_policy_loss(name).function(*inputs, **self.loss_params)
+            result = find_policy_loss(name).function(*inputs, **self.loss_params)
         except Exception as error:
-            raise UserError(f"policy loss '{name}' raised {_said(error)}.") from error
+            raise UserError(f"policy loss '{name}' raised {said_of(error)}.") from error
+        form = f"one number per token, {list(shape)}. Return (loss, metrics), metrics a dict of such arrays or {{}}."
+        loss, metrics = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
+        if not isinstance(metrics, Mapping):
+            raise UserError(f"policy loss '{name}' returned {kind_of(result)}; the loss must be {form}")
         for what, value in {"loss": loss, **metrics}.items():
-            if jnp.shape(value) != shape:
-                raise UserError(
-                    f"policy loss '{name}': {what} has shape {list(jnp.shape(value))}; it must be one number per "
-                    f"token, {list(shape)}. Return (loss, metrics)."
-                )
+            if getattr(value, "shape", None) != shape:
+                raise UserError(f"policy loss '{name}': {what} is {kind_of(value)}; it must be {form}")
         return loss, metrics
 
 
@@ -233,28 +236,20 @@ def trace_own(objective: Objective, groups: int, group_size: int) -> None:
     """Traces estimators and a loss of one's own on shapes alone, as the training step will.
 
     Raises:
-      UserError: one that raises, or whose result has a wrong shape.
+      UserError: one that raises, or whose result has a wrong form or shape.
     """
-    places, config = (groups, group_size), objective.config
+    places, loss = (groups, group_size), find_policy_loss(str(objective.config.policy_loss_fn))
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     for estimator in objective.estimators:
-        if is_place(estimator.name):
+        if is_own(estimator.registered.function):
             jax.eval_shape(estimator, array(places), array(places, jnp.bool_), array(places, jnp.int32))
-    if is_place(str(config.policy_loss_fn)):
+    if is_own(loss.function):
         tokens = (*places, objective.max_tokens)
         inputs = array(tokens), array(tokens), array((*places, 1)), array(tokens, jnp.bool_)
         jax.eval_shape(objective._policy_loss, *inputs)
-
-
-def _said(error: Exception) -> str:
-    """What a user's function raised, in a line, with the place where it did."""
-    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first below ours
-    where = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else ""
-    hint = ": it is traced by jax, write jnp.where and not `if`" if "Tracer" in type(error).__name__ else ""
-    return f"{f'{type(error).__name__}: {error}'.splitlines()[0].rstrip('.'):.300}{where}{hint}"
 
 
 def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> AlgorithmConfig:

@@ -26,7 +26,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.lora import fingerprint
 from tunix_like.models.operations import forward_operations, update_operations
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope, shardings_of
-from tunix_like.optimizer import build_optimizer, build_schedule, init_optimizer, updates_done
+from tunix_like.optimizer import build_optimizer, build_schedule, follows_total, init_optimizer, updates_done
 from tunix_like.processes import is_first
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.diagnosis import SignalWatch
@@ -100,6 +100,7 @@ class RLPhase:
         self.objective: Objective = build_objective(
             learner.algo, rollout.max_tokens_to_generate, updates, learner.source_estimators
         )
+        self.rate_follows_total = follows_total(training.actor_optimizer or OptimizerConfig())
         self.schedule, optimizer = run_optimizer(training, None if self.total is None else self.total * updates)
         self.data = train_ds, len(train_ds) if sized else None, batch_size, shuffle
         self.batches = self._batches(previous)
