@@ -13,7 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
-    "types errors console checksums untrusted eval_statistics",
+    "types errors checksums untrusted eval_statistics",
+    "output",
+    "console",
     "json_files starting eval_compare progress checkpoint_files",
     "config tokenizer user_code speed processes",
     "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
