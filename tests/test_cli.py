@@ -529,6 +529,93 @@ def stopped_at_call(call, folder, number, **environment):
     return process.returncode, said
 
 
+READERLESS = """
+import json, os, sys
+from tunix_like.cli import main
+codes = []
+for argv, place in json.load(sys.stdin):
+    if place is None:
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(place, os.O_WRONLY)
+    os.dup2(writer, 1)
+    os.close(writer)
+    try:
+        codes.append(main(argv))
+    except SystemExit as stopped:
+        codes.append(stopped.code)
+print(json.dumps(codes), file=sys.stderr)
+"""
+
+
+def test_commands_whose_output_cannot_be_written(home, made):
+    """Their files are written first. Where the reader has ended they end without a word, the interpreter's own at its
+    exit included; of a full disk there is one line."""
+    small = ["eval.samples=1", "eval.k=[1]"]
+    commands = [
+        (["advantages", "1,0,0,0"], None),
+        (["doctor"], None),
+        (["eval", RUN, "--out", "unread.jsonl", *small], None),
+        (["report", RUN, "--out", "unread.html"], None),
+        (["generate", RUN, "--prompt", "abc>"], None),
+        (["train", YAML, *SMALL, "--dry-run"], None),
+        (["advantages", "1,0,0,0"], "/dev/full"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", READERLESS], cwd=home, input=json.dumps(commands), capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    *said, codes = done.stderr.splitlines()
+    assert json.loads(codes) == [141] * 6 + [74] and done.returncode == 0
+    assert [line for line in said if not line.startswith("INFO")] == [
+        "error: standard output cannot be written (No space left on device): write it to another place."
+    ]
+    assert len((home / "unread.jsonl").read_text().splitlines()) == 8 and (home / "unread.summary.json").exists()
+    assert "</html>" in (home / "unread.html").read_text()
+
+
+def test_a_run_outlives_its_terminal(tmp_path, unkilled):
+    """The reader of both streams ends after a line, then SIGHUP comes twice, as from a terminal that is closed: the
+    step is saved, status 75. Then the output is full from the start, standard error is closed, and SIGHUP, ignored as
+    under nohup, changes nothing. What it comes to is bitwise that of one go."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = os.environ | {"STOP_AT": "4"}
+    with subprocess.Popen(
+        [SCRIPT, "train", YAML, *LONG], cwd=tmp_path, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline()
+        process.stdout.close()
+        hang_up(process, tmp_path, process.pid)
+    assert process.returncode == 75 and steps_of(tmp_path) == [4]
+    said = (tmp_path / "run" / "output.log").read_text()
+    assert "train  3/20" in said and "SIGHUP: the step under way is finished first\n" in said
+    assert "stopped by a signal after step 4, which is saved; the same command resumes" in said
+
+    shell = 'trap "" HUP; exec "$@" > /dev/full 2>&-'
+    with subprocess.Popen(
+        ["sh", "-c", shell, "sh", SCRIPT, "train", YAML, *LONG], cwd=tmp_path, env=settings, start_new_session=True
+    ) as process:
+        hang_up(process, tmp_path, process.pid)
+    assert process.returncode == 0
+    assert_like(tmp_path, unkilled)
+
+
+def hang_up(process, folder, group):
+    """Sends SIGHUP twice to the processes of the group once the reward is called for the time STOP_AT."""
+    for _ in range(3000):
+        if (folder / "reached").exists() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    os.killpg(group, signal.SIGHUP)
+    os.killpg(group, signal.SIGHUP)
+    (folder / "reached").unlink()
+    (folder / "go").touch()
+    process.wait(120)
+    (folder / "go").unlink()
+
+
 def without_times(rows):
     return [{k: v for k, v in row.items() if "time" not in k and "perf" not in k} for row in rows]
 

@@ -14,7 +14,9 @@ PACKAGE = Path(__file__).parents[1] / "tunix_like"
 
 ROWS = (
     "visible",
-    "types errors console checksums untrusted eval_statistics input_files",
+    "types errors checksums untrusted eval_statistics input_files",
+    "output",
+    "console",
     "json_files starting eval_compare progress checkpoint_files output_folder coordinator",
     "config tokenizer user_code speed processes",
     "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "

@@ -204,18 +204,21 @@ def test_an_early_end_is_an_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(signal.SIGTERM, Stopped), (signal.SIGINT, Interrupted)], ids=["SIGTERM", "SIGINT"]
+    ("number", "kind"),
+    [(signal.SIGTERM, Stopped), (signal.SIGINT, Interrupted), (signal.SIGHUP, Stopped)],
+    ids=["SIGTERM", "SIGINT", "SIGHUP"],
 )
 def test_a_signal_saves_and_stops(tmp_path, capfd, number, kind):
     """The step is finished, its row and its checkpoint are written, and the handlers are those of before. The exit
-    status of SIGTERM is 75; Ctrl-C is a KeyboardInterrupt, which leaves a notebook's process alone."""
+    status of SIGTERM and SIGHUP is 75; Ctrl-C is a KeyboardInterrupt, which leaves a notebook's process alone."""
     before = signal.getsignal(number)
     phase = Counting(at={3: lambda: os.kill(os.getpid(), number)})
     with pytest.raises(kind) as stopped:
         go(phase, tmp_path)
     assert isinstance(stopped.value, KeyboardInterrupt) or stopped.value.code == EXIT_STOPPED == 75
     assert stopped.value.message == "stopped by a signal after step 3, which is saved"
-    said = f"{signal.Signals(number).name}: the step under way is finished first; a second one ends at once\n"
+    second = "" if number == signal.SIGHUP else "; a second one ends at once"
+    said = f"{signal.Signals(number).name}: the step under way is finished first{second}\n"
     assert capfd.readouterr().err.count(said) == 1, "said as it arrives"
     assert phase.seen == [1, 2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert signal.getsignal(number) is before
@@ -293,6 +296,24 @@ def test_a_second_signal_acts_at_once(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == ["first", "now", "second"]
+
+
+def test_a_second_hangup_changes_nothing(tmp_path):
+    """A closed terminal sends two: its shell passes one on, the kernel sends the other."""
+    hang_up = lambda: os.kill(os.getpid(), signal.SIGHUP)  # noqa: E731
+    with pytest.raises(Stopped):
+        go(Counting(at={3: lambda: (hang_up(), hang_up())}), tmp_path)
+    assert saved(tmp_path) == [2, 3]
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path):
+    """As `nohup` starts a process."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert go(Counting(at={3: lambda: os.kill(os.getpid(), signal.SIGHUP)}), tmp_path) == 5
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def plain(phase, folder, every=1):

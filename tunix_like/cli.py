@@ -1,15 +1,15 @@
 """The command line: load the config, build the parts, hand them to the learner its `advantage_estimator` names.
 
 Exit status: 0 done, 1 `doctor` or `check-rewards` found something wrong, 2 bad input (one line says what), 70 in a run
-of several processes after an error of this one or the loss of another, 74 the last checkpoint could not be written, 75
-stopped by a signal after saving. This module knows no algorithm.
+of several processes after an error of this one or the loss of another, 74 the last checkpoint, or the output of another
+command, could not be written, 75 stopped by a signal after saving, 141 nobody reads the output (`output.py`). This
+module knows no algorithm.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import logging
 import os
 import re
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_like import console, progress, starting
+from tunix_like import console, output, progress, starting
 from tunix_like.config_file import load
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.visible import visible
@@ -39,17 +39,18 @@ OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/base_config
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that its encoding lacks must not end a run
-            stream.reconfigure(errors="backslashreplace")
+    output.guard()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[console.LogHandler()])
     logging.getLogger("tunix_like").setLevel(logging.INFO)
     arguments = _parse(argv)
     joined = False
     try:
         joined = _join(arguments)
+        output.go_on(joined or _trains(arguments))
         with progress.shown(lines=arguments.run is not _generate):  # whose output is the completion and nothing else
-            return int(arguments.run(arguments) or 0)
+            status = int(arguments.run(arguments) or 0)
+        output.finish()
+        return status
     except UserError as error:
         print(visible(f"error: {error}"), file=sys.stderr)
         if joined:
@@ -68,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             processes.leave(error)
         raise
+
+
+def _trains(arguments: argparse.Namespace) -> bool:
+    """Whether the command makes a run, which must outlive its output."""
+    return arguments.run in (_train, _sft) and not getattr(arguments, "dry_run", False)
 
 
 def _join(arguments: argparse.Namespace) -> bool:
@@ -119,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="tunix-like", description="RL post-training of language models in JAX/Flax.",
         epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"
         "exit status: 0 done, 1 doctor or check-rewards found something wrong, 2 bad input, 70 an error in one of\n"
-        "several processes, 74 the last checkpoint could not be written, 75 stopped by a signal after saving (the\n"
-        "same command resumes)",
+        "several processes, 74 the last checkpoint, or the output of another command, could not be written,\n"
+        "75 stopped by a signal after saving (the same command resumes), 141 nobody reads the output (of no run)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -296,7 +302,7 @@ def _train(arguments: argparse.Namespace) -> None:
         )
         return
     with run_lock.owned(folder):
-        runs.claim(folder, parts)
+        _begin(folder, parts)
         unsaved = _fine_tune(parts, folder, another_follows=True) if parts.config.sft.max_steps else None
         learner, data = _learner(parts, folder), parts.config.data
         try:
@@ -307,6 +313,15 @@ def _train(arguments: argparse.Namespace) -> None:
     _picture(parts, learner)
     if unsaved is not None:
         raise unsaved
+
+
+def _begin(folder: Path, parts: Parts) -> None:
+    """Writes the config of the run into its folder, which from here on takes the output that has no other place."""
+    from tunix_like import processes, runs
+
+    runs.claim(folder, parts)
+    if processes.is_first():  # the only one to write there
+        output.keep_in(folder)
 
 
 def _learner(parts: Parts, folder: Path) -> Learner:
@@ -403,7 +418,7 @@ def _sft(arguments: argparse.Namespace) -> None:
     folder = runs.run_folder(config, arguments.config, "sft")
     _announce(parts, folder)
     with run_lock.owned(folder):
-        runs.claim(folder, parts)
+        _begin(folder, parts)
         unsaved = _fine_tune(parts, folder, another_follows=False)
     if unsaved is not None:
         raise unsaved

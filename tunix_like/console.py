@@ -17,9 +17,17 @@ import rich.console
 import rich.table
 import rich.text
 
+from tunix_like import output
 from tunix_like.visible import visible
 
-_CONSOLE = rich.console.Console(highlight=False, emoji=False)
+
+class _Console(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        """Raises the BrokenPipeError again. rich itself would end the process without a word."""
+        raise
+
+
+_CONSOLE = _Console(highlight=False, emoji=False)
 _LOG_WIDTH = 140  # columns where there is no terminal to ask
 _EXCERPT_LINES = 20
 _said = 0.0
@@ -36,6 +44,7 @@ def say(text: str) -> None:
     global _said
     _said = time.monotonic()
     _CONSOLE.print(visible(text), markup=False, soft_wrap=True)
+    output.check()
 
 
 def print_completion(text: str) -> None:
@@ -112,9 +121,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
         shown.add_row(*map(rich.text.Text, row))
     console = _CONSOLE
     if not _is_on_terminal():
-        console = rich.console.Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet, emoji=False)
+        console = _Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet, emoji=False)
     say(title)  # not the table's own, which would be wrapped to its width
     console.print(shown)
+    output.check()
 
 
 def excerpt(text: str, most: int) -> str:

@@ -48,9 +48,10 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
     found = measured(source, overrides)
     size, samples = len(found.evaluator.problems), found.evaluator.config.samples
     title = f"{found.trained.origin}: {size} problems, {console.samples_each(samples)}, with 95% intervals"
+    if files is not None:  # written before anything is printed, since a closed output ends the command
+        by_first(lambda: _write(files, problem_rows(found), summary_of(found)))
     console.table(title, ["", "value"], list(console.evaluation_cells(found.result.metrics).items()))
     if files is not None:
-        by_first(lambda: _write(files, problem_rows(found), summary_of(found)))
         console.say(f"wrote every problem to {files[0]}, the summary to {files[1]}")
 
 

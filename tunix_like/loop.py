@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from tunix_like import progress
+from tunix_like import output, progress
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config_file import differences
 from tunix_like.errors import NotSaved, UserError
@@ -31,11 +31,12 @@ from tunix_like.processes import by_first, gather
 logger = logging.getLogger("tunix_like")
 
 EXIT_STOPPED = 75
-"""Exit status of a run that was told to stop (SIGTERM, SIGINT) and saved itself first."""
+"""Exit status of a run that was told to stop (SIGTERM, SIGINT, SIGHUP) and saved itself first."""
 
 
 class Stopped(SystemExit):
-    """Raised after SIGTERM, once the checkpoint is written (if the run has a folder); the same command resumes it."""
+    """Raised after SIGTERM or SIGHUP, once the checkpoint is written (if the run has a folder). The same command
+    resumes the run."""
 
     def __init__(self, step: int, saved: bool) -> None:
         super().__init__(EXIT_STOPPED)
@@ -120,7 +121,7 @@ def run(
     Raises:
       UserError: the checkpoint belongs to another run, or every one is damaged.
       NotSaved: all steps are done, or a signal asked for the end, and the last checkpoint could not be written.
-      Stopped, Interrupted: SIGTERM or SIGINT asked for the end; the state is saved.
+      Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT asked for the end; the state is saved.
     """
     with _closed_together(log):
         done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
@@ -276,23 +277,27 @@ def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], int]]:
-    """Turns SIGTERM and SIGINT into a question the loop asks after each step (the signal's number, 0: none); a second
-    signal acts at once."""
+    """Turns SIGTERM, SIGINT and SIGHUP into a question that the loop asks after each step (the signal's number, 0:
+    none). A second SIGTERM or SIGINT acts at once. A second SIGHUP does not: a terminal that is closed sends two, one
+    from its shell and one from the kernel. Where SIGHUP is ignored (`nohup`) it stays ignored."""
     asked: list[int] = [0]
     previous: dict[int, Any] = {}
 
     def ask(number: int, frame: Any) -> None:
         asked.append(number)
-        signal.signal(number, previous[number])
+        if number != signal.SIGHUP:
+            signal.signal(number, previous[number])
         # A logger may be in the midst of a line that this interrupts, and would wait for itself. On a terminal the line
         # at the bottom is written over.
-        said = f"{signal.Signals(number).name}: the step under way is finished first; a second one ends at once\n"
-        said = f"\r\x1b[2K{said}" if os.isatty(2) else said
-        with contextlib.suppress(OSError):
-            os.write(2, said.encode())
+        second = "" if number == signal.SIGHUP else "; a second one ends at once"
+        said = f"{signal.Signals(number).name}: the step under way is finished first{second}\n"
+        output.from_handler(f"\r\x1b[2K{said}" if os.isatty(2) else said)
 
     if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: asked[-1]
     finally:

@@ -129,6 +129,8 @@ class _Display:
 
     def _render(self) -> rich.table.Table:
         now, grid = time.monotonic(), rich.table.Table.grid(padding=(0, 2, 0, 0))
+        if not console.has_bottom_line():  # the terminal is gone, and a file has taken its place
+            return grid
         for task in self.tasks[:1]:
             left = task.left(now)
             bar = rich.progress_bar.ProgressBar(task.total, task.done, width=20, pulse=task.total is None)

@@ -164,7 +164,7 @@ class SFTTrainer:
         Raises what `Learner.train` raises.
 
         Args:
-          another_follows: more training comes after this in the same process, so that SIGTERM or SIGINT in the last
+          another_follows: more training comes after this in the same process, so that a signal to stop in the last
             step raises as in any other; else it changes nothing there.
         """
         with owned(self.training.output_dir) as check_owner:

@@ -75,7 +75,7 @@ def test_a_folder_has_a_file_per_split(tmp_path):
     write(tmp_path / "dev.jsonl", numbered(3))
     data = source(tmp_path, eval_split="dev", eval_size=2)
     assert (len(data.train), len(data.eval)) == (5, 2)
-    with pytest.raises(UserError, match=r"test.jsonl does not exist .*dev.jsonl, train.jsonl"):
+    with pytest.raises(UserError, match=r"test.jsonl does not exist .*data.path=\S+ has dev.jsonl, train.jsonl"):
         source(tmp_path)
     with pytest.raises(UserError, match="held out"):
         source(tmp_path, eval_split="train")

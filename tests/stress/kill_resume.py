@@ -1,11 +1,12 @@
-"""Kills a real run again and again, and compares what it comes to with the same run left alone.
+"""Ends a real run again and again, and compares what it comes to with the same run left alone.
 
     python tests/stress/kill_resume.py [--kills 20] [--seed 0] [--folder FOLDER]
 
-Not a part of the test suite: it takes some minutes. The lives of the run get SIGKILL in turn some steps after their
-first (of supervised warm-up, then of training), while a checkpoint is being written, and at a random moment of their
-start; the last life is let finish. Exit status 0: metrics (times aside), completions and weights are the same to the
-bit.
+Not a part of the test suite: it takes some minutes, and needs Linux. The lives of the run end in turn some steps after
+their first (of supervised warm-up, then of training), while a checkpoint is being written, and at a random moment of
+their start. They end in turn by SIGKILL, by SIGKILL after the reader of their output has ended, and by a terminal that
+is closed: its shell and the kernel send SIGHUP, and later writes to it fail. The last life is let finish. Exit status
+0: metrics (times aside), completions and weights are the same to the bit, and no closed terminal cost a step.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +39,8 @@ RUN = [
 
 MOMENTS = ("step", "checkpoint", "start-up")
 
+WAYS = ("killed", "reader ended, killed", "terminal closed")
+
 
 def newest(folder: Path) -> str:
     """The newest whole checkpoint, as `checkpoints/12`."""
@@ -44,6 +49,40 @@ def newest(folder: Path) -> str:
         if steps:
             return f"{name}/{max(steps)}"
     return "none"
+
+
+class Screen:
+    """What a run writes to and this process reads: a pipe, or a terminal that controls the run.
+
+    Attributes:
+      text: what was read so far.
+    """
+
+    def __init__(self, terminal: bool) -> None:
+        self.terminal, self.text = terminal, ""
+        self._reader, self.writer = pty.openpty() if terminal else os.pipe()
+        os.set_blocking(self._reader, False)
+
+    def start(self, folder: Path) -> subprocess.Popen[bytes]:
+        """Starts the run in a session of its own, in which its processes get the signals of its terminal."""
+        control = (lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) if self.terminal else None
+        process = subprocess.Popen(
+            train_command(*RUN), cwd=folder, stdin=subprocess.DEVNULL, stdout=self.writer, stderr=self.writer,
+            start_new_session=True, preexec_fn=control,
+        )  # fmt: skip
+        os.close(self.writer)
+        return process
+
+    def read(self) -> None:
+        """Reads what is there."""
+        with contextlib.suppress(OSError):  # nothing is there; the other end of a terminal is closed; so is this one
+            while self._reader >= 0 and (part := os.read(self._reader, 1 << 16)):
+                self.text += part.decode(errors="replace")
+
+    def close(self) -> None:
+        if self._reader >= 0:
+            os.close(self._reader)
+            self._reader = -1
 
 
 class Life(NamedTuple):
@@ -55,31 +94,56 @@ class Life(NamedTuple):
     phase: str
 
 
-def live(folder: Path, moment: str = "never", chance: random.Random | None = None, first: float = 0.0) -> Life:
-    """Lives until `moment`, one of `MOMENTS`; a start is taken to last `first` seconds."""
+def live(
+    folder: Path, moment: str = "never", way: str = "killed", chance: random.Random | None = None, first: float = 0.0
+) -> Life:
+    """Lives until `moment`, one of `MOMENTS`, and ends in one of `WAYS`; a start is taken to last `first` seconds."""
     chance = chance or random.Random()
     began, left, start = time.monotonic(), chance.randint(1, 5), chance.uniform(0, first)
     reached, phase, rows = float("nan"), "start-up", Appended(folder / "run" / "metrics.jsonl")
-    with (folder / "said.txt").open("w+") as said:
-        with subprocess.Popen(train_command(*RUN), cwd=folder, stdout=said, stderr=subprocess.STDOUT) as process:
-            while process.poll() is None:
-                time.sleep(0.001)
-                now = time.monotonic() - began
-                if names := rows.new():
-                    phase, left = "training" if "step" in names[-1] else "SFT", left - len(names)
-                    reached = reached if reached == reached else now
-                if (
-                    (moment == "start-up" and now > start)
-                    or (moment == "step" and left <= 0)
-                    or (moment == "checkpoint" and left <= 0 and unfinished(folder))
-                ):
-                    time.sleep(chance.uniform(0, 0.02))
-                    process.kill()
-                    process.wait()
-        said.seek(0)
-        text = said.read()
+    screen, ending = Screen(way == "terminal closed"), False
+    with screen.start(folder) as process:
+        while process.poll() is None:
+            time.sleep(0.001)
+            screen.read()
+            now = time.monotonic() - began
+            if names := rows.new():
+                phase, left = "training" if "step" in names[-1] else "SFT", left - len(names)
+                reached = reached if reached == reached else now
+            if way == "reader ended, killed" and screen.text:
+                screen.close()  # after the first words
+            if not ending and (
+                (moment == "start-up" and now > start)
+                or (moment == "step" and left <= 0)
+                or (moment == "checkpoint" and left <= 0 and unfinished(folder))
+            ):
+                ending = True
+                time.sleep(chance.uniform(0, 0.02))
+                end(process, screen, way)
+    screen.read()
+    screen.close()
     writing = phase != "start-up" and unfinished(folder)
-    return Life(process.returncode, reached, text, f"{phase}, writing" if writing else phase)
+    return Life(process.returncode, reached, screen.text, f"{phase}, writing" if writing else phase)
+
+
+def end(process: subprocess.Popen[bytes], screen: Screen, way: str) -> None:
+    if way == "terminal closed":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGHUP)  # the shell, before it ends itself
+        screen.close()  # the kernel sends another
+    else:
+        process.kill()
+
+
+def as_expected(life: Life, way: str, run: Path) -> bool:
+    """Whether the life ended as it should: after SIGHUP with all of its steps saved, or before any was under way."""
+    if way != "terminal closed":
+        return life.code == -signal.SIGKILL
+    if life.code == -signal.SIGHUP:
+        return True
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    name, key = ("checkpoints", "step") if "step" in rows[-1] else ("sft_checkpoints", "sft/step")
+    return life.code == 75 and newest(run) == f"{name}/{rows[-1][key]}"
 
 
 class Appended:
@@ -145,19 +209,20 @@ def main() -> int:
     life = live(whole)  # compiles
     assert life.code == 0, life.said
     expected, first = outcome(whole), life.first
-    chance, phases = random.Random(arguments.seed), collections.Counter[str]()
-    print(f"{'kill':>4}  {'killed in':>17}  {'first step':>10}  newest checkpoint  warnings", flush=True)
+    chance, ends = random.Random(arguments.seed), collections.Counter[str]()
+    print(f"{'life':>4}  {'end':<20}  {'status':>6}  {'in':>17}  {'first step':>10}  newest checkpoint", flush=True)
     for kill in range(1, arguments.kills + 1):
         before = newest(parts / "run")
-        life = live(parts, MOMENTS[(kill - 1) % len(MOMENTS)], chance, first)
-        if life.code != -signal.SIGKILL:
-            print(f"ended with {life.code} instead of being killed: {'finished' if life.code == 0 else life.said}")
+        way = WAYS[(kill - 1) // len(MOMENTS) % len(WAYS)]
+        life = live(parts, MOMENTS[(kill - 1) % len(MOMENTS)], way, chance, first)
+        if not as_expected(life, way, parts / "run"):
+            print(f"{way}: ended with {life.code}, newest checkpoint {newest(parts / 'run')}\n{life.said}")
             break
-        phases[life.phase] += 1
+        ends[f"{way}, {life.code}"] += 1
         first = life.first if life.first == life.first else first
         reached = "-" if life.first != life.first else f"{life.first:.1f} s"
-        warned = len(re.findall(r"^WARNING", life.said, re.M))
-        print(f"{kill:>4}  {life.phase:>17}  {reached:>10}  {before} -> {newest(parts / 'run')}  {warned}", flush=True)
+        place = f"{before} -> {newest(parts / 'run')}"
+        print(f"{kill:>4}  {way:<20}  {life.code:>6}  {life.phase:>17}  {reached:>10}  {place}", flush=True)
     life = live(parts)
     assert life.code == 0, life.said
     found, same = outcome(parts), True
@@ -165,9 +230,9 @@ def main() -> int:
         equal = found[name] == value
         same &= equal
         print(f"{len(value)} {name}: {'the same' if equal else 'DIFFERENT'}")
-    kills = sum(phases.values())
-    spread = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
-    print(f"{kills} kills ({spread}): {'the same to the bit' if same else 'NOT the same'}")
+    kills = sum(ends.values())
+    spread = "; ".join(f"{count} {how}" for how, count in ends.most_common())
+    print(f"{kills} ends ({spread}): {'the same to the bit' if same else 'NOT the same'}")
     return 0 if same and kills == arguments.kills else 1
 
 

@@ -223,7 +223,7 @@ def split_folder(
         file = folder / f"{split}.jsonl"
         if not os.path.lexists(file):
             found = ", ".join(sorted(each.name for each in folder.glob("*.jsonl*"))) or "no .jsonl file"
-            raise UserError(f"{file} does not exist (data.{key}={split}); {folder} has {found}.")
+            raise UserError(f"{file} does not exist (data.{key}={split}); data.path={folder} has {found}.")
         rows.append(JsonlRows(file, check))
     return make_source(config, rows[0], rows[1], make, reward)
 

@@ -219,7 +219,7 @@ class Learner:
             `rollouts/` by then); another process at work in that folder; every checkpoint damaged, or of a run with
             other settings.
           NotSaved: the training is done, and its last checkpoint could not be written.
-          Stopped, Interrupted: SIGTERM or SIGINT (Ctrl-C) asked for the end; the state is saved.
+          Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) asked for the end; the state is saved.
         """
         with owned(self.training.output_dir) as check_owner:
             return self._train(train_ds, eval_ds, batch_size, shuffle, check_owner)
