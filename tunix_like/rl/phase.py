@@ -64,7 +64,14 @@ class RLPhase:
     name, step_key = "train", "step"
 
     def __init__(
-        self, learner: Learner, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, folder: Path | None
+        self,
+        learner: Learner,
+        train_ds: Any,
+        eval_ds: Any,
+        batch_size: int,
+        shuffle: bool,
+        overlong: str,
+        folder: Path | None,
     ):
         self.learner, self.rollouts = learner, None if folder is None or not is_first() else folder / "rollouts"
         training, rollout = learner.training, learner.rollout_config
@@ -72,10 +79,9 @@ class RLPhase:
         self.compilations = Compilations()
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
-            found = check_prompts(train_ds, learner.tokenizer, rollout.max_prompt_length, "skip", "training")
-            skipped = found.long + found.empty
-            if skipped:
-                logger.warning("%d training prompts, %s", len(train_ds), found)
+            found = check_prompts(train_ds, learner.tokenizer, rollout.max_prompt_length, overlong, "training")
+            found.warn("training")
+            skipped = found.prompts
             batch_size = min(batch_size, len(train_ds) - skipped)
         self.batch_size = batch_size
         self.total = training.max_steps
@@ -103,7 +109,7 @@ class RLPhase:
         # A plain iterable has no place that could be saved; a resumed run reads up to it instead.
         self.iterator = self.batches if isinstance(self.batches, Resumable) else None
         self.collector = Collector(learner, self.objective, self.batches, batch_size, self.rollouts)
-        self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
+        self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds, overlong)
         check_best_metric(training, self.evaluator)
         self.identity = _identity(learner) | {"batch_size": batch_size, "mini_batch_size": self.mini_batch_size}
         self.identity |= {"rows": len(train_ds)} if sized else {}
