@@ -312,6 +312,14 @@ def test_raising_max_steps_goes_on(home, resumed):
     assert re.search(r"step 0 .*step 5", more)
 
 
+def test_the_closing_table_counts_the_problems_that_were_evaluated(capsys):
+    parts = types.SimpleNamespace(source=types.SimpleNamespace(eval=range(10)), config=Config(), learner=int)
+    for skipped, title in ((3, "7 held-out problems (3 prompts skipped)"), (0, "10 held-out problems,")):
+        row = {"step": 1, "eval/pass@1": 0.5, "eval/skipped_prompts": skipped}
+        cli._before_and_after(row, row, parts)
+        assert title in capsys.readouterr().out
+
+
 def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
     cli._closing_table(tmp_path, types.SimpleNamespace(config=Config()))
     said = capsys.readouterr().out

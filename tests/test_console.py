@@ -127,7 +127,8 @@ def test_figures_with_intervals():
     metrics = {"eval/pass@1": 0.6123, "eval/avg@4": 1.25, "eval/maj@4": math.nan, "eval/mean_length": 17.04}
     metrics |= {"eval/low/pass@1": 0.587, "eval/high/pass@1": 0.636, "eval/low/avg@4": 1.0, "eval/high/avg@4": 1.5}
     metrics |= {"eval/low/maj@4": None, "eval/pass@1/low": 0.5, "eval/error_frac": 0.0, "train/loss": 1.0}
+    metrics["eval/skipped_prompts"] = 12345
     assert console.evaluation_cells(metrics) == {
         "pass@1": "61.2% [58.7, 63.6]", "avg@4": "1.25 [1, 1.5]", "maj@4": "-", "mean_length": "17",
-        "pass@1/low": "50.0%", "error_frac": "0.0%",
+        "pass@1/low": "50.0%", "error_frac": "0.0%", "skipped_prompts": "12345",
     }  # fmt: skip

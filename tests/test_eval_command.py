@@ -88,6 +88,26 @@ def test_the_rows_of_a_split(place, monkeypatch, capsys):
     assert [row["prompt"] for row in rows] == [each["prompt"] for each in train][:5] and summary["split"] == "train"
 
 
+def test_prompts_that_are_too_long(place, monkeypatch, capsys, caplog):
+    """The count is in the title, the table, the summary and a warning; data.overlong_prompts=error refuses the row."""
+    monkeypatch.chdir(place)
+    short = [*SETTINGS, "data.text_length=8", "data.eval_size=9", "rollout.max_prompt_length=5"]
+    held_out = load_source(DataConfig(name="reverse_text", eval_size=9, train_size=9, text_length=8)).eval
+    fits = [number for number, row in enumerate(held_out) if len(row["prompt"]) <= 5]  # one token a character
+    count = len(held_out) - len(fits)
+    assert fits[0] > 0 and 0 < count < 9
+    said = said_by(capsys, "model", *short, "--out", "short.jsonl")
+    rows, summary = read(place, "short")
+    assert [row["problem"] for row in rows] == fits, "problems have the numbers of their rows"
+    assert summary["skipped_prompts"] == summary["metrics"]["eval/skipped_prompts"] == count
+    assert f"model: {len(fits)} problems ({count} prompts skipped), 4 samples each" in said
+    assert re.search(rf"skipped_prompts +[│|] +{count} ", said)
+    assert f"9 evaluation prompts, {count} of them longer than 5 tokens and skipped" in caplog.text
+    assert f"A skipped {count} prompts, B {count}" in said_by(capsys, "--compare", "short.jsonl", "short.jsonl")
+    assert cli.main(["eval", "model", *short, "data.overlong_prompts=error"]) == 2
+    assert "evaluation row 0 (the first is 0): its prompt has" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

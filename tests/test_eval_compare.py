@@ -67,6 +67,12 @@ def test_the_same_problems():
             check_same(rows([1, 1], ["7", "8"]), other, ("a", "b"))
     with pytest.raises(UserError, match="problem 0 is not the same"):
         check_same(rows([1]), rows([1], prompt="q"), ("a", "b"))
+    skipped_second, skipped_third = (rows([0] * 4, gold="7777") for _ in range(2))
+    del skipped_second[1], skipped_third[2]
+    with pytest.raises(
+        UserError, match="a has row 2 of its data where b has row 1.*fit into rollout.max_prompt_length"
+    ):
+        check_same(skipped_second, skipped_third, ("a", "b"))
 
 
 def test_two_files(tmp_path, capsys):

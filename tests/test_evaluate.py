@@ -14,6 +14,7 @@ import tokenizers
 
 from tunix_like import progress
 from tunix_like.config import EvalConfig
+from tunix_like.data.stream import Skipped
 from tunix_like.errors import UserError
 from tunix_like.evaluate import Evaluator, eval_problems, ks_of
 from tunix_like.rewards import ANSWERS as ANSWERS_OF
@@ -207,17 +208,41 @@ def test_a_failing_reward_leaves_its_completions(tokenizer, tmp_path):
 
 
 def test_the_problems_of_an_evaluation(tokenizer):
-    """The first ones that fit, numbered from 0 without gaps, with their columns."""
-    rows = [{"prompt": "yes " * n, "answer": n} for n in (2, 5, 1, 3, 2)]
-    found = eval_problems(rows, tokenizer, 3, 3)
+    """The first ones that fit, with their columns and the numbers of their rows; what is skipped is counted."""
+    rows = [{"prompt": "yes " * n, "answer": n} for n in (2, 5, 1, 3, 2, 4, 0)]
+    found, skipped = eval_problems(rows, tokenizer, 3, 3)
     assert [(p.number, len(p.tokens), p.columns) for p in found] == [
         (0, 2, {"answer": 2}),
-        (1, 1, {"answer": 1}),
-        (2, 3, {"answer": 3}),
+        (2, 1, {"answer": 1}),
+        (3, 3, {"answer": 3}),
     ]
-    assert len(eval_problems(rows, tokenizer, 3, None)) == 4
-    with pytest.raises(UserError, match="none of 5 evaluation prompts has 1 to rollout.max_prompt_length=0 tokens"):
+    assert str(skipped) == "1 of the first 4 longer than 3 tokens and skipped" and skipped.prompts == 1
+    found, skipped = eval_problems(rows, tokenizer, 3, None)
+    assert len(found) == 4 and skipped.prompts == 3
+    assert str(skipped) == "2 of them longer than 3 tokens and skipped, 1 of them without any token and skipped"
+    assert eval_problems(rows[2:5], tokenizer, 3, None)[1].prompts == 0
+    with pytest.raises(UserError, match="none of 7 evaluation prompts has 1 to rollout.max_prompt_length=0 tokens"):
         eval_problems(rows, tokenizer, 0, None)
+    with pytest.raises(
+        UserError, match=r"evaluation row 1 \(the first is 0\): its prompt has 5 tokens, .* is 3. Raise"
+    ):
+        eval_problems(rows, tokenizer, 3, 3, "error")
+    with pytest.raises(
+        UserError, match=r"evaluation row 1 .*: its prompt is empty. Leave the row out, or set data.over"
+    ):
+        eval_problems([rows[0], rows[-1]], tokenizer, 3, None, "error")
+    with pytest.raises(UserError, match="evaluation row 1: a data row needs a 'prompt' column"):
+        eval_problems([rows[0], {"question": "yes"}], tokenizer, 3, None)
+    with pytest.raises(UserError, match="overlong_prompts: unknown value 'err'. Did you mean 'error'"):
+        eval_problems(rows, tokenizer, 3, None, "err")
+    assert len(eval_problems(rows[2:5], tokenizer, 3, None, "error")[0]) == 3
+
+
+def test_skipped_prompts_are_a_metric(tokenizer):
+    evaluator = make(tokenizer)
+    assert evaluator("weights").metrics["eval/skipped_prompts"] == 0
+    skipped = Skipped(rows=10, scanned=8, limit=3, long=2, empty=1)
+    assert dataclasses.replace(evaluator, skipped=skipped)("weights").metrics["eval/skipped_prompts"] == 3
 
 
 def test_votes_and_intervals_of_an_evaluation(tokenizer):

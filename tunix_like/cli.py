@@ -306,7 +306,13 @@ def _train(arguments: argparse.Namespace) -> None:
         unsaved = _fine_tune(parts, folder, another_follows=True) if parts.config.sft.max_steps else None
         learner, data = _learner(parts, folder), parts.config.data
         try:
-            learner.train(parts.source.train, parts.source.eval, batch_size=data.batch_size, shuffle=data.shuffle)
+            learner.train(
+                parts.source.train,
+                parts.source.eval,
+                batch_size=data.batch_size,
+                shuffle=data.shuffle,
+                overlong_prompts=data.overlong_prompts,
+            )
         except NotSaved as error:
             unsaved = error
         _closing_table(folder, parts)
@@ -488,9 +494,10 @@ def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Part
     limit, settings = len(parts.source.eval), parts.config.eval
     first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
     rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
-    size = min(settings.max_problems or limit, limit)
-    each = console.samples_each(settings.samples)
-    title = f"{parts.learner.__name__}, {size} held-out problems, {each}, with 95% intervals"
+    skipped = int(after.get("eval/skipped_prompts", 0))  # a row of an earlier version has no count
+    size = min(settings.max_problems or limit, limit - skipped)
+    number = console.problems(size, skipped, "held-out problems")
+    title = f"{parts.learner.__name__}, {number}, {console.samples_each(settings.samples)}, with 95% intervals"
     console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
 
 

@@ -21,6 +21,7 @@ QUANTIZATIONS = ("int8", "nf4")
 LARGEST_INT = 2**31 - 1
 SMALLEST_FLOAT, LARGEST_FLOAT = 1.1754944e-38, 3.4028235e38
 LOGGERS = ("tensorboard", "wandb", "trackio")
+OVERLONG = ("skip", "error")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -201,8 +202,8 @@ class DataConfig(_Checked):
     seed: int = key(0, doc="maze, reverse_text: seed of the generated rows", at_least=0)
     overlong_prompts: str = key(
         "skip",
-        doc="prompts longer than rollout.max_prompt_length, or empty: skip (counted) or error",
-        choices=("skip", "error"),
+        doc="training and evaluation prompts longer than rollout.max_prompt_length, or empty: skip (counted) or error",
+        choices=OVERLONG,
     )
     train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)

@@ -88,11 +88,21 @@ def samples_each(number: int) -> str:
     return f"{number} sample{'s' * (number != 1)} each"
 
 
+def problems(number: int, skipped: int, name: str = "problems") -> str:
+    """How many problems were evaluated, and how many prompts were skipped if any were."""
+    return f"{number} {name}" + (f" ({skipped} prompt{'s' * (skipped != 1)} skipped)" if skipped else "")
+
+
 def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
-    """A metric for a table, shares in percent, with its interval where both ends are known: `61.2% [58.7, 63.6]`."""
+    """A metric for a table: a count (an int) in full, a share in percent, any other number to three digits.
+
+    Where both ends of its interval are known they follow: `61.2% [58.7, 63.6]`.
+    """
     if not _is_number(value):
         return "-"
     share = ("@" in name and not name.startswith("avg@")) or name.endswith(("_frac", "_ratio"))
+    if isinstance(value, int):
+        return str(value)
     ends = ""
     if _is_number(low) and _is_number(high):
         ends = f" [{low * 100:.1f}, {high * 100:.1f}]" if share else f" [{low:.3g}, {high:.3g}]"

@@ -47,7 +47,8 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
     files = None if out is None else out_files(Path(out))
     found = measured(source, overrides)
     size, samples = len(found.evaluator.problems), found.evaluator.config.samples
-    title = f"{found.trained.origin}: {size} problems, {console.samples_each(samples)}, with 95% intervals"
+    number = console.problems(size, found.evaluator.skipped_prompts)
+    title = f"{found.trained.origin}: {number}, {console.samples_each(samples)}, with 95% intervals"
     if files is not None:  # written before anything is printed, since a closed output ends the command
         by_first(lambda: _write(files, problem_rows(found), summary_of(found)))
     console.table(title, ["", "value"], list(console.evaluation_cells(found.result.metrics).items()))
@@ -77,8 +78,12 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
     if not found:
         raise UserError(f"--compare: {a} and {b} have no metric in common; evaluate both with the same eval.k.")
     console.say(f"A: {a}\nB: {b}")
-    if line := eval_compare.settings_line(settings[a], settings[b]):
-        console.say(line)
+    for line in (
+        eval_compare.settings_line(settings[a], settings[b]),
+        eval_compare.skipped_line(settings[a], settings[b]),
+    ):
+        if line:
+            console.say(line)
     title = f"{len(rows[a])} problems, paired, with 95% intervals"
     console.table(title, ["", "A", "B", "B - A", "B better / worse"], eval_compare.cells(found))
 
@@ -145,6 +150,7 @@ def summary_of(found: Measured) -> dict[str, Any]:
         "data": config.data.name,
         "split": found.split,
         "problems": len(found.evaluator.problems),
+        "skipped_prompts": found.evaluator.skipped_prompts,
         "samples": settings.samples,
         "temperature": settings.temperature,
         "top_p": settings.top_p,

@@ -69,6 +69,15 @@ def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> s
     return "A: {}; B: {}".format(*sides) if names else ""
 
 
+def skipped_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
+    """How many prompts A and B skipped; empty where neither is known to have skipped any."""
+    counts = [each.get("skipped_prompts") if each else None for each in (a, b)]
+    if not any(counts):
+        return ""
+    said = ["an unknown number" if count is None else count for count in counts]
+    return f"A skipped {said[0]} prompts, B {said[1]} (too long or empty); the figures are of the other problems"
+
+
 def _setting(name: str, value: float) -> str:
     return f"{value:g} sample{'s' * (value != 1)}" if name == "samples" else f"{name} {value:g}"
 
@@ -88,19 +97,26 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> None:
-    """Problems are the same where their columns are; where rows have none, where their prompts are. (Two models
-    may write one prompt in different chat templates.)
+    """Checks that A and B are of the same problems, in the same order.
+
+    Problems are the same where the numbers of their rows and their columns are; where rows have no columns, the
+    prompts must be. (Two models may write one prompt in different chat templates.)
 
     Raises:
       UserError: naming the first that is not the same, or the numbers of problems.
     """
+    cure = "Evaluate both on the same data, with prompts that fit into rollout.max_prompt_length of both."
     for one, other in zip(a, b, strict=False):
         same = one["columns"] == other["columns"] and (bool(one["columns"]) or one["prompt"] == other["prompt"])
         if not same:
             raise UserError(
                 f"--compare: problem {one['problem']} is not the same in {names[0]} and {names[1]}: "
-                f"{one['prompt']!r:.200} and {other['prompt']!r:.200}. Evaluate both on the same data, with prompts "
-                "that fit into rollout.max_prompt_length of both."
+                f"{one['prompt']!r:.200} and {other['prompt']!r:.200}. {cure}"
+            )
+        if one["problem"] != other["problem"]:
+            raise UserError(
+                f"--compare: {names[0]} has row {one['problem']} of its data where {names[1]} has row "
+                f"{other['problem']}: one of them skipped a prompt that the other did not. {cure}"
             )
     if len(a) != len(b):
         raise UserError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from tunix_like import progress
 from tunix_like.config import EvalConfig
 from tunix_like.data.source import REWARD_COLUMN
-from tunix_like.data.stream import render, usable
+from tunix_like.data.stream import Skipped, check_overlong, render, unusable, usable
 from tunix_like.errors import UserError
 from tunix_like.eval_statistics import intervals, mean_known, problem_values
 from tunix_like.rewards import ANSWERS, REWARDS, Scores
@@ -76,17 +75,41 @@ def ks_of(config: EvalConfig) -> list[int]:
 
 
 def eval_problems(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_length: int, max_problems: int | None
-) -> list[Problem]:
-    """The first `max_problems` rows whose prompt is usable, numbered from 0. Raises UserError if none is."""
-    prompts = (render(rows[i], tokenizer, max_prompt_length) for i in range(len(rows)))
-    fitting = (prompt for prompt in prompts if usable(prompt, max_prompt_length))
-    problems = [Problem(i, *prompt) for i, prompt in enumerate(itertools.islice(fitting, max_problems))]
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    max_prompt_length: int,
+    max_problems: int | None,
+    overlong: str = "skip",
+) -> tuple[list[Problem], Skipped]:
+    """The first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and how many were skipped.
+
+    The number of a problem is that of its row, from 0: two evaluations that skipped different rows differ in it.
+
+    Args:
+      overlong: `data.overlong_prompts`; "error" refuses what "skip" leaves out.
+
+    Raises:
+      UserError: no prompt can be used, one cannot be rendered, or one is refused (naming the row).
+    """
+    check_overlong(overlong)
+    problems: list[Problem] = []
+    read = long = empty = 0
+    while read < len(rows) and len(problems) != max_problems:
+        try:
+            prompt = render(rows[read], tokenizer, None if overlong == "error" else max_prompt_length)
+        except UserError as error:
+            raise UserError(f"evaluation row {read}: {error}") from error
+        if usable(prompt, max_prompt_length):
+            problems.append(Problem(read, *prompt))
+        elif overlong == "error":
+            raise unusable(len(prompt.tokens), max_prompt_length, f"evaluation row {read}")
+        long, empty = long + (len(prompt.tokens) > max_prompt_length), empty + (not prompt.tokens)
+        read += 1
     if not problems:
         raise UserError(
             f"none of {len(rows)} evaluation prompts has 1 to rollout.max_prompt_length={max_prompt_length} tokens."
         )
-    return problems
+    return problems, Skipped(len(rows), read, max_prompt_length, long, empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +119,10 @@ class Evaluator:
     A completion succeeds when its total reward reaches `success_threshold`. Completions that could not be scored are
     left out of their problem's count (and reported as `eval/unscored_frac`; those for which a reward function was late
     or failed as `eval/timeout_frac` and `eval/error_frac` too); a problem with fewer than k scored ones is left out of
-    pass@k and maj@k. maj@k is there for problems whose answers a reward tells (`rewards.ANSWERS`; of several rewards
-    the first that does). With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The same `key`
-    draws the same random numbers at every call.
+    pass@k and maj@k. Rows whose prompt is too long or empty are no problems, and are counted in
+    `eval/skipped_prompts`. maj@k is there for problems whose answers a reward tells (`rewards.ANSWERS`; of several
+    rewards the first that does). With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The
+    same `key` draws the same random numbers at every call.
     """
 
     sampler: Sampler
@@ -109,6 +133,12 @@ class Evaluator:
     success_threshold: float
     key: jax.Array
     first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
+    skipped: Skipped | None = None
+
+    @property
+    def skipped_prompts(self) -> int:
+        """How many of the rows up to the last problem were left out, as their prompt is too long or empty."""
+        return 0 if self.skipped is None else self.skipped.prompts
 
     def __call__(
         self,
@@ -190,6 +220,7 @@ class Evaluator:
             "eval/unscored_frac": 1.0 - float(known.mean()),
             "eval/timeout_frac": float(scores.timeouts.mean()),
             "eval/error_frac": float(scores.errors.mean()),
+            "eval/skipped_prompts": self.skipped_prompts,
         }
         for label, own in groups_by_source(self.problems).items():
             metrics |= {f"eval/{name}/{label}": mean_known(values[name][own]) for name in _passes(values)}

@@ -357,14 +357,18 @@ def make_evaluator(
     mesh: Mesh | None,
 ) -> Evaluator:
     rollout = config.rollout
+    problems, skipped = eval_problems(
+        source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems, config.data.overlong_prompts
+    )
     return Evaluator(
         make_sampler(graphdef, tokenizer, rollout, mesh),
         tokenizer,
-        eval_problems(source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems),
+        problems,
         rewards,
         settings,
         config.rewards.success_threshold,
         jax.random.fold_in(jax.random.key(config.training.seed), EVAL_KEY),
+        skipped=skipped,
     )
 
 

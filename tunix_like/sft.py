@@ -178,7 +178,7 @@ class SFTTrainer:
         check_owner: Callable[[], None],
         another_follows: bool,
     ) -> dict[str, Any]:
-        check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training")
+        check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training").warn("training")
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(

@@ -175,7 +175,7 @@ def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -
 
 def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
     """The evaluator of a trained model's config: its data's held-out rows (or those it trains on), its rewards, its
-    `eval` section."""
+    `eval` section. Warns of prompts that are skipped."""
     config = trained.config
     ks_of(config.eval)
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
@@ -188,7 +188,10 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
             f"data.name={config.data.name} keeps no held-out rows. Evaluate on rows that were not trained on: "
             "data.path=<another file or folder>."
         )
-    return make_evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, trained.mesh)
+    evaluator = make_evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, trained.mesh)
+    if evaluator.skipped is not None:
+        evaluator.skipped.warn("evaluation")
+    return evaluator
 
 
 def _open_model(path: str, overrides: Sequence[str], need_data: bool, whole: bool) -> Trained:

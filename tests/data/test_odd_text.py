@@ -107,7 +107,7 @@ def test_prompts_without_tokens_or_with_too_many_are_skipped_and_counted(caplog)
     given = {"batch_size": 2, "max_prompt_length": 8, "seed": 0, "shuffle": False, "forever": False}
     for rows in (MIXED, iter(MIXED), stream.grain.MapDataset.source(MIXED).to_iter_dataset()):
         assert texts(prompt_batches(rows, BYTES, **given)) == ["ab", "cd", "ef", "gh"]
-    assert [problem.text for problem in eval_problems(MIXED, BYTES, 8, None)] == ["ab", "cd", "ef", "gh"]
+    assert [problem.text for problem in eval_problems(MIXED, BYTES, 8, None)[0]] == ["ab", "cd", "ef", "gh"]
     with pytest.raises(
         UserError, match="training row 0 .the first is 0.: its prompt is empty. Leave the row out, or set"
     ):
@@ -278,7 +278,7 @@ def test_memory_grows_by_an_offset_a_row(tmp_path, kind, most):
         )
         for _ in range(4):
             next(batches)
-        held = eval_problems(data.eval, tokenizer, 16, 10)
+        held, _ = eval_problems(data.eval, tokenizer, 16, 10)
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert len(held) <= 10 and len(data.train) + len(data.eval) >= rows

@@ -917,6 +917,22 @@ def test_long_prompts_are_skipped_and_counted(caplog):
     assert max(map(len, seen)) == 3 and "10 training prompts, 2 of them longer than 8 tokens" in caplog.text
     with pytest.raises(UserError, match="all 2 training prompts are longer than rollout.max_prompt_length=8; raise it"):
         make().train(long)
+    with pytest.raises(UserError, match="training row 8 .* set data.overlong_prompts=skip"):
+        make().train([*ROWS, *long], overlong_prompts="error")
+
+
+def test_long_evaluation_prompts_are_counted(caplog):
+    held_out = [ROWS[0], reverse_text.record("abcdefghijkl"), *ROWS[1:3]]
+    learner = make(max_steps=1, eval_config=EvalConfig(samples=2, batch_size=8))
+    rows = collect(learner, eval_ds=held_out)
+    assert [row["eval/skipped_prompts"] for row in rows if "eval/pass@1" in row] == [1, 1]
+    warning = "4 evaluation prompts, 1 of them longer than 8 tokens and skipped"
+    assert caplog.text.count(warning) == 1
+    assert learner.evaluate(held_out).metrics["eval/skipped_prompts"] == 1 and caplog.text.count(warning) == 2
+    with pytest.raises(UserError, match=r"evaluation row 1 .* set data.overlong_prompts=skip"):
+        learner.evaluate(held_out, overlong_prompts="error")
+    with pytest.raises(UserError, match=r"evaluation row 1 .* set data.overlong_prompts=skip"):
+        learner.train(ROWS, held_out, batch_size=4, overlong_prompts="error")
 
 
 def test_a_tokenizer_of_transformers(tmp_path):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import grain.python as grain
 import jax
 
-from tunix_like.errors import UserError
+from tunix_like.config import OVERLONG
+from tunix_like.errors import UserError, nearest
 from tunix_like.processes import spread
 from tunix_like.tokenizer import Tokenizer
 
@@ -41,6 +42,15 @@ class Skipped(NamedTuple):
     long: int
     empty: int
 
+    @property
+    def prompts(self) -> int:
+        return self.long + self.empty
+
+    def warn(self, what: str) -> None:
+        """Logs a warning where something was skipped; `what` says which prompts they are (training, evaluation)."""
+        if self.prompts:
+            logger.warning("%d %s prompts, %s", self.rows, what, self)
+
     def __str__(self) -> str:
         them = "them" if self.scanned == self.rows else f"the first {self.scanned}"
         found = ((self.long, f"longer than {self.limit} tokens"), (self.empty, "without any token"))
@@ -50,6 +60,22 @@ class Skipped(NamedTuple):
 def usable(prompt: Prompt, max_prompt_length: int) -> bool:
     """Whether it can be sampled from."""
     return 0 < len(prompt.tokens) <= max_prompt_length
+
+
+def check_overlong(overlong: str) -> None:
+    """Raises UserError where `overlong` is none of the values of `data.overlong_prompts`."""
+    if overlong not in OVERLONG:
+        raise UserError(f"overlong_prompts: unknown value '{overlong}'. {nearest(overlong, OVERLONG)}")
+
+
+def unusable(length: int, limit: int, row: str) -> UserError:
+    """The error for a prompt of `length` tokens, 0 or more than `limit`, under `data.overlong_prompts=error`."""
+    problem = (
+        f"has {length} tokens, rollout.max_prompt_length is {limit}. Raise it"
+        if length
+        else "is empty. Leave the row out"
+    )
+    return UserError(f"{row} (the first is 0): its prompt {problem}, or set data.overlong_prompts=skip.")
 
 
 def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
@@ -82,6 +108,7 @@ def check_prompts(
       UserError: no rows, no prompt that can be used, one that cannot be rendered or (`overlong="error"`) used, naming
         the row.
     """
+    check_overlong(overlong)
     if len(rows) == 0:
         raise UserError(f"the {what} data is empty.")
     count = min(len(rows), SCANNED_ROWS)
@@ -98,12 +125,7 @@ def check_prompts(
     lengths = spread(range(count), lambda places: [length(place) for place in places])
     bad = next((place for place, found in enumerate(lengths) if found == 0 or found > max_prompt_length), None)
     if bad is not None and overlong == "error":
-        problem = (
-            f"has {lengths[bad]} tokens, rollout.max_prompt_length is {max_prompt_length}. Raise it"
-            if lengths[bad]
-            else "is empty. Leave the row out"
-        )
-        raise UserError(f"{what} row {bad} (the first is 0): its prompt {problem}, or set data.overlong_prompts=skip.")
+        raise unusable(lengths[bad], max_prompt_length, f"{what} row {bad}")
     long, empty = sum(found > max_prompt_length for found in lengths), lengths.count(0)
     if lengths.count(-1) == count:
         raise UserError(f"the {what} data is empty: its filter takes out all of the first {count} rows.")

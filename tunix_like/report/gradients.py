@@ -70,7 +70,7 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
     own = source_estimators(config.data, config.algorithm)
     objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, own)
     program = program_of(trained, objective)
-    problems = eval_problems(
+    problems, _ = eval_problems(
         source.train, trained.tokenizer, config.rollout.max_prompt_length, batches * config.data.batch_size
     )
     size = min(config.data.batch_size, len(problems))

@@ -196,6 +196,7 @@ class Learner:
         *,
         batch_size: int = 8,
         shuffle: bool = True,
+        overlong_prompts: str = "skip",
     ) -> dict[str, Any]:
         """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
 
@@ -205,6 +206,9 @@ class Learner:
           eval_ds: held-out rows, evaluated before and after, and every `eval_every_n_steps`.
           batch_size: prompts per step; a smaller dataset is one batch.
           shuffle: a sequence or a grain `MapDataset`, anew every epoch; other data come as they come.
+          overlong_prompts: rows whose prompt is longer than `max_prompt_length`, or empty: "skip" leaves them out, with
+            a warning that counts them; "error" refuses the data (`train_ds` if it is a sequence or a grain
+            `MapDataset`: its first 20,000 rows; `eval_ds`: up to the last problem).
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
@@ -222,17 +226,23 @@ class Learner:
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) asked for the end; the state is saved.
         """
         with owned(self.training.output_dir) as check_owner:
-            return self._train(train_ds, eval_ds, batch_size, shuffle, check_owner)
+            return self._train(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, check_owner)
 
     def _train(
-        self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, check_owner: Callable[[], None]
+        self,
+        train_ds: Any,
+        eval_ds: Any,
+        batch_size: int,
+        shuffle: bool,
+        overlong_prompts: str,
+        check_owner: Callable[[], None],
     ) -> dict[str, Any]:
         folder = None if self.training.output_dir is None else Path(self.training.output_dir)
         if folder is None and self.training.best_metric is not None:
             raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
         log = open_metrics(folder, self.training.loggers, self._settings())
         self._take_weights()
-        phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, folder, self._previous)
+        phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, overlong_prompts, folder, self._previous)
         self._previous = phase if folder is None else None
         checkpoints = None
         if folder is not None:
@@ -277,24 +287,29 @@ class Learner:
         if model.adapters is not None:
             save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)
 
-    def evaluate(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluation:
-        """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""
+    def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
+        """Samples held-out rows with the current weights; see `tunix_like.evaluate`. `overlong_prompts` is as for
+        `train`."""
         try:
-            return self.evaluator(eval_ds)(self.params)
+            return self.evaluator(eval_ds, overlong_prompts)(self.params)
         finally:
             close_pools(function for _, function, _ in self.rewards)
 
-    def evaluator(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluator:
+    def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
+        """An evaluator on rows of the data. Warns of those that are skipped."""
         limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
+        problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
+        skipped.warn("evaluation")
         return Evaluator(
             self.sampler,
             self.tokenizer,
-            eval_problems(eval_ds, self.tokenizer, *limits),
+            problems,
             self.rewards,
             self.eval_config,
             self.success_threshold,
             jax.random.fold_in(self.key, EVAL_KEY),
             self.first_failure,
+            skipped,
         )
 
 

@@ -69,6 +69,7 @@ class RLPhase:
         eval_ds: Any,
         batch_size: int,
         shuffle: bool,
+        overlong: str,
         folder: Path | None,
         previous: RLPhase | None,
     ):
@@ -81,10 +82,9 @@ class RLPhase:
         self.compilations = Compilations()
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
-            found = check_prompts(train_ds, learner.tokenizer, rollout.max_prompt_length, "skip", "training")
-            skipped = found.long + found.empty
-            if skipped:
-                logger.warning("%d training prompts, %s", len(train_ds), found)
+            found = check_prompts(train_ds, learner.tokenizer, rollout.max_prompt_length, overlong, "training")
+            found.warn("training")
+            skipped = found.prompts
             batch_size = min(batch_size, len(train_ds) - skipped)
         self.batch_size = batch_size
         steps = training.max_steps
@@ -108,7 +108,7 @@ class RLPhase:
         self.iterator = self.batches if isinstance(self.batches, Resumable) else None
         self.collector = Collector(learner, self.objective, self.batches, batch_size, self.rollouts)
         self.collector.drawn = 0 if previous is None else previous.collector.drawn
-        self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds)
+        self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds, overlong)
         check_best_metric(training, self.evaluator)
         self.identity = _identity(learner) | {"batch_size": batch_size, "mini_batch_size": self.mini_batch_size}
         self.identity |= {"rows": len(train_ds)} if sized else {}
