@@ -30,8 +30,9 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import default_dtype
 from tunix_like.rl.learners import GRPOConfig, GRPOLearner
 from tunix_like.sampling.logits import SamplingParams
-from tunix_like.sampling.sampler import Completions, Sampler
+from tunix_like.sampling.sampler import Sampler
 from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import Completions
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -160,10 +161,9 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
         training_config=RLTrainingConfig(
             max_steps=FOREVER, actor_optimizer=optax.adamw(LEARNING_RATE), max_logprob_gap=None
         ),
+        engine=given,
         on_row=on_row,
     )
-    if given is not None:
-        learner.sampler = given  # type: ignore[assignment]
     rows = [{"prompt": _text(prompt)} for prompt in batch.prompts]
     shape, widths = (case.prompts, case.group), (case.prompt_length, case.length)
     work = sizes.update_work(learner.training, model, shape, widths, reference=case.beta > 0)

@@ -33,7 +33,7 @@ from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.learners import GRPOConfig
 from tunix_like.rl.objective import build_objective
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.update import update_input, update_step
+from tunix_like.rl.train_step import StepSpec, TrainState, jit_train_step, step_inputs
 from tunix_like.sizes import micro_batch_size
 from tunix_like.types import GroupBatch
 
@@ -92,20 +92,17 @@ def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[i
     options = ForwardOptions(temperature=1.0, chunk=1024, remat=False)
     widths = setting.prompt_length, setting.completion_length
     layout = choose_layout(setting.size, setting.prompts, widths, micro_batch_size(widths[1]))
-    state = [weights, init_optimizer(optimizer, weights)]
+    spec = StepSpec(graphdef, objective, optimizer, options)
+    state = [TrainState(weights, init_optimizer(optimizer, weights))]
     ids, everyone = np.zeros(setting.prompts, np.int32), np.ones(setting.prompts, bool)
 
-    def traced(params: Any, opt_state: Any, data: Any) -> Any:
-        compilations.append(1)
-        return update_step(graphdef, objective, optimizer, options, params, opt_state, data)
-
-    step = jax.jit(traced, donate_argnums=(0, 1))
+    step = jit_train_step(spec, lambda: compilations.append(1))
 
     def update(batch: GroupBatch) -> Timed:
         start, processor = time.perf_counter(), time.process_time()
         live = objective.live_rows(batch.rewards, batch.scored, ids)
         packed = pack(batch.completion_lengths, live, widths[1], layout)
-        *state[:], _, _ = step(*state, update_input(batch, everyone, packed))
+        state[0], _, _ = step(state[0], step_inputs(batch, everyone, packed), None)
         jax.block_until_ready(state)
         return Timed(time.perf_counter() - start, time.process_time() - processor, int(live.sum()))
 

@@ -179,7 +179,7 @@ def place(tmp_path_factory):
 def nothing_runs(monkeypatch):
     """No sampling, no training step: each of them would be compiled."""
     monkeypatch.setattr(Sampler, "generate", lambda *_, **__: pytest.fail("sampled"))
-    monkeypatch.setattr("tunix_like.rl.update.update_step", lambda *_, **__: pytest.fail("compiled a step"))
+    monkeypatch.setattr("tunix_like.rl.train_step.train_step", lambda *_, **__: pytest.fail("compiled a step"))
 
 
 def listing(folder):

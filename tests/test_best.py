@@ -54,7 +54,7 @@ class Measured(Counting):
         super().__init__(max(values) if total is None else total, **kinds)
         self.values = values
 
-    def evaluate(self, step, last):
+    def evaluate_if_due(self, step, last):
         value = self.values.get(step)
         return {} if value is None else {"eval/x": value() if callable(value) else value}
 
@@ -108,7 +108,7 @@ def test_of_an_evaluation_that_comes_when_the_data_has_ended(tmp_path):
     """The step is saved already, and is the best all the same."""
 
     class Ending(Measured):
-        def evaluate(self, step, last):
+        def evaluate_if_due(self, step, last):
             return super().evaluate(step, last) if last or step != 4 else {}
 
     def phase(data):

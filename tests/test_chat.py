@@ -17,10 +17,11 @@ from tunix_like import MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfi
 from tunix_like.config_file import load
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import render
-from tunix_like.rl import phase
+from tunix_like.rl import updates
 from tunix_like.runs import assemble
-from tunix_like.sampling.sampler import Completions, Sampler
+from tunix_like.sampling.sampler import Sampler
 from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import Completions
 
 QWEN = (
     "{%- if messages[0].role == 'system' %}\n    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
@@ -211,7 +212,7 @@ def test_completions_stay_the_ids_that_were_sampled(tmp_path, monkeypatch):
     ends = write_folder(tmp_path, "qwen", ["a", "b"], ["ab" * 8, "ba"], 12)
     model, tokenizer = load_model(tmp_path, init="random")
     assert tokenizer.eos_ids == tuple(ends)
-    seen, generate, update_input = {}, Sampler.generate, phase.update_input
+    seen, generate, step_inputs = {}, Sampler.generate, updates.step_inputs
 
     def sample(self, *arguments):
         seen["sampled"] = generate(self, *arguments)
@@ -219,10 +220,10 @@ def test_completions_stay_the_ids_that_were_sampled(tmp_path, monkeypatch):
 
     def update(batch, *arguments):
         seen["trained"] = batch
-        return update_input(batch, *arguments)
+        return step_inputs(batch, *arguments)
 
     monkeypatch.setattr(Sampler, "generate", sample)
-    monkeypatch.setattr(phase, "update_input", update)
+    monkeypatch.setattr(updates, "step_inputs", update)
     rewards = []
 
     def reward(prompts, completions):

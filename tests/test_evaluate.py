@@ -21,10 +21,9 @@ from tunix_like.rewards import ANSWERS as ANSWERS_OF
 from tunix_like.rewards import REWARDS as REWARD_FNS
 from tunix_like.rewards import Scores, register_reward_fn
 from tunix_like.rl.rollouts import Rollout, rollout_metrics
-from tunix_like.sampling.logits import SamplingParams
-from tunix_like.sampling.sampler import Completions, Sampler
+from tunix_like.sampling.sampler import Sampler
 from tunix_like.tokenizer import Tokenizer
-from tunix_like.types import Problem
+from tunix_like.types import Completions, Problem, SamplingParams
 
 WORDS = {"<eos>": 0, "yes": 1, "no": 2, "unclear": 3, "half": 4}
 REWARDS = {"yes": 1.0, "no": 0.0, "unclear": None, "half": 0.5}

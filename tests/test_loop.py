@@ -30,17 +30,17 @@ class Counting:
         self.evaluate_every, self.end_at, self.identity = evaluate_every, end_at, {"seed": 1, "lr": 0.1} | identity
         self.sum, self.seen, self.loaded, self.cut_after = jnp.zeros(()), [], None, None
 
-    def state(self):
+    def to_save(self):
         return {"sum": self.sum}
 
-    def load_state(self, state, step):
+    def restore(self, state, step):
         self.sum, self.loaded = state["sum"], step
 
     def cut(self, step):
         assert not self.seen, "before the first step"
         self.cut_after = step
 
-    def advance(self, step):
+    def step(self, step):
         if self.data is not None and step > self.data:
             return None
         self.seen.append(step)
@@ -48,7 +48,7 @@ class Counting:
         self.sum = self.sum + step
         return {"sum": np.float32(self.sum)}
 
-    def evaluate(self, step, last):
+    def evaluate_if_due(self, step, last):
         every = self.evaluate_every
         return {"eval/sum": self.sum} if every is not None and (last or step % every == 0) else {}
 

@@ -48,10 +48,9 @@ from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.learners import GRPOConfig
 from tunix_like.rl.objective import build_objective, resolve
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.update import UpdateInput, jit_update
+from tunix_like.rl.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.sampling import decoding, sampler
-from tunix_like.sampling.logits import SamplingParams
-from tunix_like.types import GroupBatch
+from tunix_like.types import GroupBatch, SamplingParams
 
 SMALL = DecoderConfig(
     vocab_size=512,
@@ -127,14 +126,14 @@ def compiled_update(work: Work, size: int) -> int:
         estimator_ids=shape(prompts),
     )
     packed = jax.tree.map(lambda x: shape(*np.shape(x)), packed)
-    data = UpdateInput(batch, shape(prompts, dtype=bool), packed)
+    data = StepInputs(batch, shape(prompts, dtype=bool), packed)
     objective = build_objective(resolve(GRPOConfig(num_generations=group), GRPOConfig), steps, 1, {})
     optimizer = build_optimizer(OptimizerConfig(max_grad_norm=1.0 if work.clipped else None), None)
     graphdef, params = abstract_of(work)
     params, frozen = split_params(params)
     options = ForwardOptions(1.0, work.logits_chunk, work.remat)
-    step = jit_update(graphdef, objective, optimizer, options)
-    return held_by(step.lower(params, jax.eval_shape(optimizer.init, params), data, frozen).compile())
+    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options))
+    return held_by(step.lower(TrainState(params, jax.eval_shape(optimizer.init, params)), data, frozen).compile())
 
 
 ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)

@@ -15,8 +15,8 @@ from flax import nnx
 from tests.tiny_model import HF
 from tunix_like import RolloutConfig, console, load_model, progress, speed
 from tunix_like.data import reverse_text
-from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import make_sampler
+from tunix_like.types import SamplingParams
 
 
 class Clock:

@@ -37,7 +37,7 @@ from tunix_like.metrics import rows as metric_rows
 from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.losses import aggregation_weights
 from tunix_like.rl.packing import Layout, pack
-from tunix_like.rl.update import gradient, update_input
+from tunix_like.rl.train_step import StepSpec, gradient, step_inputs
 from tunix_like.sft import _Likelihood
 
 TEXTS = ["ab", "cde", "efgh", "gh", "bad", "dc", "feed", "hg"]
@@ -148,10 +148,11 @@ def test_the_gradient_is_that_of_the_answers_likelihood():
 
     graphdef, _ = nnx.split(trainer.model)
     packed = pack(batch.completion_lengths, batch.scored, batch.completion_tokens.shape[2], Layout(3, 3, 1, True))
-    data = update_input(batch, np.ones(len(ROWS), bool), packed)
+    data = step_inputs(batch, np.ones(len(ROWS), bool), packed)
     weights = aggregation_weights("token-mean", *map(jnp.asarray, (batch.completion_lengths, batch.scored)), 1)
-    run = functools.partial(gradient, graphdef, _Likelihood(), ForwardOptions(1.0, 1024, False))
-    got, _ = jax.jit(run)(trainer.params, data, jnp.asarray(batch.rewards), weights, packed.sets)
+    spec = StepSpec(graphdef, _Likelihood(), optax.identity(), ForwardOptions(1.0, 1024, False))
+    run = functools.partial(gradient, spec)
+    got, _ = jax.jit(run)(trainer.params, data, jnp.asarray(batch.rewards)[..., None], weights, packed.sets)
     expected = jax.jit(jax.grad(lambda params: naive_nll(nnx.merge(graphdef, params), ROWS)))(trainer.params)
     distance = optax.tree.norm(jax.tree.map(jnp.subtract, got, expected)) / optax.tree.norm(expected)
     assert distance < 1e-5

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from tunix_like.rl.learner import Learner
     from tunix_like.rl.samples import Samples
     from tunix_like.runs import Parts
-    from tunix_like.sampling.logits import SamplingParams
-    from tunix_like.sampling.sampler import Sampler
     from tunix_like.tokenizer import Tokenizer
+    from tunix_like.types import Engine, SamplingParams
 
 AddCommand = Callable[[str, Any, str, str], argparse.ArgumentParser]
 """`f(name, run, summary, example)` adds a command."""
@@ -505,16 +504,16 @@ def _picture(parts: Parts, learner: Learner) -> None:
     """One held-out problem drawn with the model's most likely answer, where the data can be drawn."""
     if parts.source.draw is None or not len(parts.source.eval):
         return
-    from tunix_like.sampling.logits import SamplingParams
+    from tunix_like.types import SamplingParams
 
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
-    answer = _complete(learner.sampler, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
+    answer = _complete(learner.engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
     console.say("the first held-out problem with the model's most likely answer:")
     console.say(parts.source.draw(row, answer))
 
 
 def _complete(
-    sampler: Sampler, params: Any, tokenizer: Tokenizer, prompt: Any, sampling: SamplingParams, seed: int
+    engine: Engine, params: Any, tokenizer: Tokenizer, prompt: Any, sampling: SamplingParams, seed: int
 ) -> str:
     import jax
 
@@ -524,11 +523,11 @@ def _complete(
     tokens = render({"prompt": prompt}, tokenizer).tokens
     if not tokens:
         raise UserError("the prompt has no tokens; give --prompt some text.")
-    if len(tokens) > sampler.max_prompt_length:
+    if len(tokens) > engine.max_prompt_length:
         raise UserError(
-            f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({sampler.max_prompt_length})."
+            f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({engine.max_prompt_length})."
         )
-    out = sampler.generate(params, [tokens], [0], 1, jax.random.key(seed), sampling)
+    out = engine.generate(params, [tokens], [0], 1, jax.random.key(seed), sampling)
     return completion_texts(out, tokenizer)[0]
 
 
@@ -585,9 +584,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
     _setup_jax()
     from tunix_like.models.loading import check_fit
-    from tunix_like.sampling.logits import SamplingParams
     from tunix_like.sampling.sampler import make_sampler
     from tunix_like.trained import open_trained
+    from tunix_like.types import SamplingParams
 
     trained = open_trained(_chosen(arguments.source, arguments.best), overrides)
     check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)

@@ -33,10 +33,8 @@ from tunix_like.rl.rollouts import (
     score_completions,
     succeeds,
 )
-from tunix_like.sampling.logits import SamplingParams
-from tunix_like.sampling.sampler import Completions, Sampler
 from tunix_like.tokenizer import Tokenizer
-from tunix_like.types import Problem
+from tunix_like.types import Completions, Engine, Problem, SamplingParams
 
 EVAL_KEY = 2
 """Branch of the run's random key that evaluation draws from."""
@@ -125,7 +123,7 @@ class Evaluator:
     same `key` draws the same random numbers at every call.
     """
 
-    sampler: Sampler
+    engine: Engine
     tokenizer: Tokenizer
     problems: Sequence[Problem]
     rewards: Sequence[WeightedReward]
@@ -170,7 +168,7 @@ class Evaluator:
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
             padded = part + [part[-1]] * (size - len(part))  # one shape, one compile
-            out = self.sampler.generate(
+            out = self.engine.generate(
                 params, [p.tokens for p in padded], [p.number for p in padded], config.samples, self.key, sampling
             )
             out = Completions(*(values[: len(part)] for values in out))

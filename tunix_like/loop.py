@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -56,50 +56,50 @@ def _stopped_after(step: int, saved: bool) -> str:
 
 
 @runtime_checkable
-class Phase(Protocol):
+class Stepper(Protocol):
     """What the loop drives.
 
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
       step_key: the metrics' step column (`step`, `sft/step`).
       done: steps done so far in this process; a call that is not resumed from a checkpoint starts after them.
-      total: number of the last step, or None to go on until `advance` returns None.
+      total: number of the last step, or None to go on until `step` returns None.
       rate_follows_total: whether the learning rate of a step depends on `total`.
       iterator: the data iterator to save with a checkpoint, or None.
       identity: what must be the same when a checkpoint is taken up again; `base`, of frozen weights, is a
         `models.lora.fingerprint`.
     """
 
-    name: str
-    step_key: str
+    name: ClassVar[str]
+    step_key: ClassVar[str]
     done: int
     total: int | None
     rate_follows_total: bool
     iterator: Any
     identity: dict[str, Any]
 
-    def state(self) -> Any:
-        """The pytree to save."""
+    def to_save(self) -> Any:
+        """Returns the pytree of a checkpoint."""
 
-    def load_state(self, state: Any, step: int) -> None:
-        """Takes back the pytree saved after `step`."""
+    def restore(self, saved: Any, step: int) -> None:
+        """Continues after `step` from the pytree saved there."""
 
     def cut(self, step: int) -> None:
         """Removes what it wrote itself of the steps after `step` (-1: of all), which will be done again."""
 
-    def advance(self, step: int) -> dict[str, Any] | None:
-        """Does step `step` (from 1); returns its metrics (numbers, and lists of them) without prefix, or None when the
-        data is used up."""
+    def step(self, number: int) -> dict[str, Any] | None:
+        """Does step `number` (from 1); returns its metrics (numbers, and lists of them) without prefix, or None when
+        the data is used up."""
 
-    def evaluate(self, step: int, last: bool) -> dict[str, float]:
+    def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         """Metrics (with prefix) of an evaluation after `step` if one is due, else empty; `step` 0 is the start."""
 
     def finished(self, row: dict[str, Any]) -> bool:
-        """True when the row just logged ends the phase early."""
+        """True when the row just logged ends the trainer early."""
 
 
 def run(
-    phase: Phase,
+    trainer: Stepper,
     *,
     checkpoints: Checkpoints | None,
     log: MetricsLog,
@@ -108,14 +108,14 @@ def run(
     before_save: Callable[[], None] = lambda: None,
     another_follows: bool = False,
 ) -> int:
-    """Runs a phase to its end, from its newest checkpoint if there is one. Returns the number of the last step.
+    """Runs the steps of a trainer, from its newest checkpoint if there is one. Returns the number of the last step.
 
     A row of metrics is on disk before the checkpoint of its step; on resume, rows beyond the checkpoint are cut. A
     checkpoint that cannot be written is warned of, and the next one is tried when its time comes.
 
     Args:
       before_save: called before each checkpoint; raises where none may be written.
-      another_follows: another phase comes after this one, so that a signal in the last step stops it too; else that
+      another_follows: another trainer comes after this one, so that a signal in the last step stops it too; else that
         step is the end anyway, and the signal changes nothing.
 
     Raises:
@@ -124,7 +124,7 @@ def run(
       Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT asked for the end; the state is saved.
     """
     with _closed_together(log):
-        done = _run(phase, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
+        done = _run(trainer, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
         if checkpoints is not None:
             with progress.task("writing the checkpoint"):
                 checkpoints.wait()
@@ -144,7 +144,7 @@ def _closed_together(log: MetricsLog) -> Iterator[None]:
 
 
 def _run(
-    phase: Phase,
+    trainer: Stepper,
     checkpoints: Checkpoints | None,
     log: MetricsLog,
     checkpoint_every: int,
@@ -160,27 +160,27 @@ def _run(
     def keep(step: int, over: bool) -> None:
         if checkpoints is not None:
             before_save()
-            save(phase, checkpoints, step, over)
+            save(trainer, checkpoints, step, over)
 
     with contextlib.ExitStack() as stack:
         with progress.task("taking up the checkpoint"):
-            done, over = resume(phase, checkpoints, log)
-            phase.done = done
-        if over or _complete(phase, done):
+            done, over = resume(trainer, checkpoints, log)
+            trainer.done = done
+        if over or _complete(trainer, done):
             return done
-        advance = stack.enter_context(progress.task(phase.name, phase.total, done))
+        advance = stack.enter_context(progress.task(trainer.name, trainer.total, done))
         fresh = done == 0 and (checkpoints is None or checkpoints.latest_step() is None)
-        if fresh and (start := phase.evaluate(0, last=False)) and record({phase.step_key: 0} | start)[1]:
+        if fresh and (start := trainer.evaluate_if_due(0, last=False)) and record({trainer.step_key: 0} | start)[1]:
             keep(0, False)
         with _stop_signals() as asked:
-            while not _complete(phase, done) and (row := _step(phase, done + 1)) is not None:
-                phase.done = done = done + 1
+            while not _complete(trainer, done) and (row := _step(trainer, done + 1)) is not None:
+                trainer.done = done = done + 1
                 row, better = record(row)
                 advance(1)
-                over = phase.finished(row)
-                last = over or _complete(phase, done)
+                over = trainer.finished(row)
+                last = over or _complete(trainer, done)
                 stop = max(gather(asked()))  # asked once: what stops the run also saves it
-                skipped = row.get(f"{phase.name}/update/skipped", 0) > 0  # what made it so can then be looked at again
+                skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs its checkpoint
                 if last or stop or skipped or better or done % checkpoint_every == 0:
                     keep(done, over)
                 if stop and (another_follows or not last):
@@ -188,27 +188,27 @@ def _run(
                 if last:
                     return done
         # The data was used up: only now is the last step known, unless an earlier start came this far.
-        if not by_first(lambda: _evaluated(phase, log, done)) and (final := phase.evaluate(done, last=True)):
-            record({phase.step_key: done} | final)  # before the last save, which removes what is no longer the best
+        if not by_first(lambda: _evaluated(trainer, log, done)) and (final := trainer.evaluate_if_due(done, last=True)):
+            record({trainer.step_key: done} | final)  # before the last save, which removes what is no longer the best
         if checkpoints is not None and done and checkpoints.latest_step() != done:
             keep(done, False)
         return done
 
 
-def _step(phase: Phase, step: int) -> dict[str, Any] | None:
+def _step(trainer: Stepper, step: int) -> dict[str, Any] | None:
     """Does a step, and the evaluation that is due after it; its row, or None when the data is used up."""
     began = time.perf_counter()
-    metrics = phase.advance(step)
+    metrics = trainer.step(step)
     if metrics is None:
         return None
     metrics["step_time_sec"] = time.perf_counter() - began
-    row = {phase.step_key: step} | {f"{phase.name}/{name}": value for name, value in metrics.items()}
-    return row | phase.evaluate(step, last=_complete(phase, step))
+    row = {trainer.step_key: step} | {f"{trainer.name}/{name}": value for name, value in metrics.items()}
+    return row | trainer.evaluate_if_due(step, last=_complete(trainer, step))
 
 
-def _evaluated(phase: Phase, log: MetricsLog, done: int) -> bool:
+def _evaluated(trainer: Stepper, log: MetricsLog, done: int) -> bool:
     """Whether there is a row of this step that holds an evaluation alone."""
-    return any(f"{phase.name}/step_time_sec" not in row for row in log.of_step(phase.step_key, done))
+    return any(f"{trainer.name}/step_time_sec" not in row for row in log.of_step(trainer.step_key, done))
 
 
 def _end(stop: int, done: int, checkpoints: Checkpoints | None) -> NoReturn:
@@ -221,32 +221,32 @@ def _end(stop: int, done: int, checkpoints: Checkpoints | None) -> NoReturn:
     raise (Interrupted if stop == signal.SIGINT else Stopped)(done, checkpoints is not None)
 
 
-def _complete(phase: Phase, done: int) -> bool:
-    return phase.total is not None and done >= phase.total
+def _complete(trainer: Stepper, done: int) -> bool:
+    return trainer.total is not None and done >= trainer.total
 
 
-def resume(phase: Phase, checkpoints: Checkpoints | None, log: MetricsLog) -> tuple[int, bool]:
-    """Loads the newest undamaged checkpoint into the phase; returns its step (0: none) and whether the phase ended
+def resume(trainer: Stepper, checkpoints: Checkpoints | None, log: MetricsLog) -> tuple[int, bool]:
+    """Loads the newest undamaged checkpoint into the trainer; returns its step (0: none) and whether the trainer ended
     early there."""
     step = checkpoints.newest() if checkpoints is not None else None
     if checkpoints is None or step is None:
-        log.cut(phase.step_key, -1)
-        phase.cut(-1)
-        return phase.done, False
+        log.cut(trainer.step_key, -1)
+        trainer.cut(-1)
+        return trainer.done, False
     meta = checkpoints.meta(step)
-    check_base(checkpoints.folder, meta["identity"], phase.identity)
+    check_base(checkpoints.folder, meta["identity"], trainer.identity)
     own = [
-        {name: value for name, value in each.items() if name != "base"} for each in (meta["identity"], phase.identity)
+        {name: value for name, value in each.items() if name != "base"} for each in (meta["identity"], trainer.identity)
     ]
     _check_same_run(checkpoints, *own)
-    log.cut(phase.step_key, step)  # only now: a run that is refused leaves the other's rows alone
-    phase.cut(step)
+    log.cut(trainer.step_key, step)  # only now: a run that is refused leaves the other's rows alone
+    trainer.cut(step)
     checkpoints.take_up(log.rows(), sound=step)
-    if phase.rate_follows_total and meta["total"] != phase.total and not _complete(phase, step):
+    if trainer.rate_follows_total and meta["total"] != trainer.total and not _complete(trainer, step):
         message = "%s steps now, %s when the checkpoint was written: the schedule follows the new number from here"
-        logger.warning(message, phase.total, meta["total"])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), phase.state())
-    phase.load_state(checkpoints.restore(step, abstract, phase.iterator)[0], step)
+        logger.warning(message, trainer.total, meta["total"])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.to_save())
+    trainer.restore(checkpoints.restore(step, abstract, trainer.iterator)[0], step)
     logger.info("resumed from %s/%d", checkpoints.folder, step)
     return step, bool(meta["over"])
 
@@ -261,10 +261,10 @@ def _check_same_run(checkpoints: Checkpoints, there: Any, here: dict[str, Any]) 
         )
 
 
-def save(phase: Phase, checkpoints: Checkpoints, step: int, over: bool) -> None:
+def save(trainer: Stepper, checkpoints: Checkpoints, step: int, over: bool) -> None:
     """Starts writing a checkpoint; the arrays are copied before this returns."""
-    meta = {"identity": phase.identity, "over": over, "total": phase.total}
-    checkpoints.save(step, phase.state(), phase.iterator, meta)
+    meta = {"identity": trainer.identity, "over": over, "total": trainer.total}
+    checkpoints.save(step, trainer.to_save(), trainer.iterator, meta)
 
 
 def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> dict[str, Any]:

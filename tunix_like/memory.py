@@ -1,7 +1,7 @@
 """Memory that can be foreseen: the peak of each phase by component, from shapes alone, and the sizes chosen from it.
 
-What is counted is what the programs of `rl/update.py` and `sampling/decoding.py` hold at their worst moment, for rows
-of full length. The constants below were read from the buffers that XLA assigns (`compiled.memory_analysis()` of both
+The estimate counts what the programs of `rl/train_step.py` and `sampling/decoding.py` hold at their peak, for rows of
+full length. The constants below were read from the buffers that XLA assigns (`compiled.memory_analysis()` of both
 programs, CPU backend, jax 0.10.2), one dimension varied at a time; `tests/test_memory.py` holds the sums to the same
 source. No weights are needed. This module knows no device's memory, and it chooses nothing (`sizes.py` does).
 """

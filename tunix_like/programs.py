@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like import console
-from tunix_like.config import Config
+from tunix_like.config import Config, OptimizerConfig
 from tunix_like.data import load_source, source_estimators
 from tunix_like.errors import UserError, nearest
 from tunix_like.memory import Phase, amount
@@ -38,13 +38,12 @@ from tunix_like.models.sharding import (
     shardings_of,
     slot_shapes,
 )
-from tunix_like.optimizer import state_shapes
+from tunix_like.optimizer import build_optimizer, state_shapes
 from tunix_like.rl.forward import place_packed
 from tunix_like.rl.learner import forward_options
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.phase import run_optimizer
-from tunix_like.rl.update import UpdateInput, jit_update
+from tunix_like.rl.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.runs import check_batches, check_config, describe_model, named_model, updates_per_batch
 from tunix_like.sampling import decoding
 from tunix_like.sampling.logits import SamplingParams
@@ -184,24 +183,26 @@ def make_plan(config: Config, kind: Device | None) -> Plan:
 
 
 def compile_update(plan: Plan) -> Program:
-    """One optimizer update, as `rl/phase.py` makes it."""
+    """One optimizer update, as `rl/updates.py` makes it."""
     config, graphdef = plan.config, plan.split[0]
     params, frozen = split_params(plan.split[1])
     own = source_estimators(config.data, config.algorithm)
     objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
-    _, optimizer = run_optimizer(training, training.max_steps or 1)
-    state = state_shapes(optimizer, params)
+    optimizer = training.actor_optimizer or OptimizerConfig()
+    if isinstance(optimizer, OptimizerConfig):
+        optimizer = build_optimizer(optimizer, training.max_steps or 1)
+    state = TrainState(params, state_shapes(optimizer, params))
     options = forward_options(config.rollout, training, config.algorithm)
-    step = jit_update(graphdef, objective, optimizer, options, shardings_of((params, state), plan.mesh))
-    lower = functools.partial(step.lower, params, state, _update_input(plan, objective), frozen)
+    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh)))
+    lower = functools.partial(step.lower, state, _step_inputs(plan, objective), frozen)
     done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
     operations = done * config.algorithm.num_iterations
     with scope(plan.mesh):
         return _compiled("update", lower, operations, plan.phase("update", "optimizer"))[0]
 
 
-def _update_input(plan: Plan, objective: Objective) -> UpdateInput:
+def _step_inputs(plan: Plan, objective: Objective) -> StepInputs:
     config, (prompts, group), (width, steps) = plan.config, plan.group, plan.widths
     most = min(config.training.mini_batch_size or prompts, prompts)
     layout = choose_layout(group, most, plan.widths, plan.foreseen.micro_batch, prompt_parts(plan.mesh))
@@ -228,7 +229,7 @@ def _update_input(plan: Plan, objective: Objective) -> UpdateInput:
     old = floats if updates_per_batch(config) > 1 else None
     ref = floats if objective.reference_in_loss else None
     batch, in_update, old, ref = replicated_shapes((batch, shape(prompts, dtype=jnp.bool_), old, ref), plan.mesh)
-    return UpdateInput(batch, in_update, packed, old, ref)
+    return StepInputs(batch, in_update, packed, old, ref)
 
 
 def compile_sampling(plan: Plan) -> list[Program]:

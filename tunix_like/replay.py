@@ -26,7 +26,7 @@ from tunix_like.rl.guards import FOLDER, Skipped, read
 from tunix_like.rl.learner import forward_options
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.update import gradient, update_input
+from tunix_like.rl.train_step import StepSpec, gradient, step_inputs
 from tunix_like.runs import check_config, updates_per_batch
 from tunix_like.sizes import chunk_size
 from tunix_like.trained import Trained, open_trained
@@ -82,9 +82,10 @@ def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None
 
 
 def program_of(trained: Trained, objective: Objective) -> Any:
-    """`(parameters, frozen parameters, UpdateInput) -> (loss, gradient norm)`, compiled once for each shape."""
+    """`(parameters, frozen parameters, StepInputs) -> (loss, gradient norm)`, compiled once for each shape."""
     config, _ = check_config(trained.config)
     options = forward_options(config.rollout, config.training, config.algorithm)
+    spec = StepSpec(trained.graphdef, objective, optax.identity(), options)
 
     @jax.jit
     def numbers(params: Any, frozen: Any, data: Any) -> tuple[Any, Any]:
@@ -93,7 +94,7 @@ def program_of(trained: Trained, objective: Objective) -> Any:
         advantages = objective.advantages(given.rewards, given.scored, count, ids)
         weights = objective.weights(given.scored, given.trained, count, data.in_update, ids)
         args = advantages[..., None], weights, data.packed.sets
-        grads, totals = gradient(trained.graphdef, objective, options, params, data, *args, frozen=frozen)
+        grads, totals = gradient(spec, params, data, *args, frozen=frozen)
         return totals["sums"]["loss"], optax.tree.norm(grads)
 
     return numbers
@@ -118,7 +119,7 @@ def norms_of(
 
     def of(rows: np.ndarray) -> tuple[float, float]:
         packed = place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most), mesh)
-        data = update_input(whole[0], update.in_update, packed, *whole[1:])
+        data = step_inputs(whole[0], update.in_update, packed, *whole[1:])
         loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)
         return float(loss), float(norm)

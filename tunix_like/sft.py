@@ -1,54 +1,37 @@
 """Supervised fine-tuning on the `answer` column: loss on the answer and its end-of-sequence token only.
 
-It is the same compiled step as reinforcement learning with one completion a prompt, advantage 1 and no estimator, run
-by the same loop. This module knows no reward.
+It is the compiled step of reinforcement learning with one completion a prompt, advantage 1 and no estimator, run by the
+same loop. It needs no reward functions.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.config_file import as_dict
-from tunix_like.data.stream import Prompt, check_prompts, prompt_batches
+from tunix_like.data.stream import Prompt, check_prompts
 from tunix_like.errors import UserError, check_type
-from tunix_like.loggers import check_loggers, open_metrics
-from tunix_like.loop import run
-from tunix_like.models.decoder import Decoder, check_decoder
-from tunix_like.models.loading import check_fit
-from tunix_like.models.lora import fingerprint, join_params, split_params
-from tunix_like.models.sharding import (
-    check_batch,
-    check_divides,
-    fetch,
-    place_params,
-    place_replicated,
-    prompt_parts,
-    scope,
-    shardings_of,
-)
-from tunix_like.optimizer import build_optimizer, build_schedule, follows_total, init_optimizer, updates_done
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope
+from tunix_like.optimizer import updates_done
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.guards import SkipWatch
 from tunix_like.rl.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.step_programs import step_programs
-from tunix_like.rl.update import update_input
+from tunix_like.rl.train_step import step_inputs
+from tunix_like.rl.trainer import Trainer
 from tunix_like.run_lock import owned
 from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.sizes import chunk_size
-from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -79,7 +62,7 @@ class _Likelihood:
         return jnp.where(tokens.mask, -tokens.logprobs, 0.0), {}
 
 
-class SFTTrainer:
+class SFTTrainer(Trainer):
     """Fits a model to the `answer` column of a dataset.
 
     Args:
@@ -108,48 +91,14 @@ class SFTTrainer:
         mesh: Mesh | None = None,
         evaluate: Callable[[Any, int], dict[str, float]] | None = None,
     ):
-        check_decoder("model", model)
-        self.config = sft_config
-        self.rollout = RolloutConfig() if rollout_config is None else rollout_config
-        self.training = RLTrainingConfig() if training_config is None else training_config
+        super().__init__(model, tokenizer, rollout_config, training_config, mesh)
         check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
-        check_type("rollout_config", self.rollout, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
-        check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")
-        check_loggers(self.training.loggers)
-        self.tokenizer = Tokenizer.wrap(tokenizer)
-        check_fit(model.config, self.tokenizer, self.rollout)
+        check_batch(mesh, "sft.batch_size", sft_config.batch_size)
+        self.config, self._evaluate = sft_config, evaluate
         # A tokenizer's own token ends a turn of its chat template, and is always one that ends a completion.
         own = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-        self.eos_id = (self.rollout.eos_tokens or own)[0]
-        self.model = model
-        graphdef, state = nnx.split(model)
-        check_divides(mesh, model.config)
-        check_batch(mesh, "sft.batch_size", sft_config.batch_size)
-        self.mesh = mesh
-        self.trained, self.frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
-        self.done = 0
-        self.total: int | None = sft_config.max_steps
-        self.rate_follows_total = follows_total(sft_config.optimizer)
-        self.opt_state = init_optimizer(build_optimizer(sft_config.optimizer, self.total), self.trained)
+        self.eos_id = (self.rollout_config.eos_tokens or own)[0]
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
-        self.iterator: Any = None
-        self._data: Any = None
-        self.identity: dict[str, Any] = {"sft_batch_size": sft_config.batch_size, "seed": self.training.seed}
-        self.identity |= {"adapters": model.adapters and str(model.adapters), "quantized": model.quantized}
-        if model.adapters is not None:
-            self.identity["base"] = fingerprint(model.config, self.frozen, mesh)
-        self._evaluate = evaluate
-        self._graphdef = graphdef
-        self._compile()
-
-    def _compile(self) -> None:
-        """Compiles the update for a schedule that ends at `total`."""
-        self.schedule = build_schedule(self.config.optimizer, self.total)
-        optimizer = build_optimizer(self.config.optimizer, self.total)
-        options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
-        shardings = shardings_of((self.trained, self.opt_state), self.mesh)
-        programs = step_programs(self._graphdef, _Likelihood(), optimizer, options, shardings, OrderedDict())
-        self._step = programs.update
 
     def train(
         self,
@@ -168,17 +117,18 @@ class SFTTrainer:
             step raises as in any other; else it changes nothing there.
         """
         with owned(self.training.output_dir) as check_owner:
-            return self._train(rows, shuffle, on_row, check_owner, another_follows)
+            self._begin()
+            self._prepare(rows, shuffle)
+            parts = {"sft": self.config, "rollout": self.rollout_config, "training": self.training}
+            settings = {name: as_dict(part) for name, part in parts.items()}
+            # Two, because one may be damaged.
+            checkpoints = None if self.folder is None else Checkpoints(self.folder / "sft_checkpoints", 2)
+            return self._run(checkpoints, settings, check_owner, on_row, another_follows)
 
-    def _train(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        shuffle: bool,
-        on_row: Callable[[dict[str, Any]], None],
-        check_owner: Callable[[], None],
-        another_follows: bool,
-    ) -> dict[str, Any]:
-        check_prompts(rows, self.tokenizer, self.rollout.max_prompt_length, "skip", "training").warn("training")
+    def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
+        """Checks the data, then builds what this call of `train` needs."""
+        limit = self.rollout_config.max_prompt_length
+        check_prompts(rows, self.tokenizer, limit, "skip", "training").warn("training")
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(
@@ -186,88 +136,39 @@ class SFTTrainer:
             )
         for number in range(len(rows)):
             _check_answer(rows[number], number)
-        self.identity["rows"] = len(rows)
-        folder = None if self.training.output_dir is None else Path(self.training.output_dir)
-        if folder is None and self.done:
-            self.total = self.done + self.config.max_steps
-            self._compile()
-        known = self._data is not None and self._data[0] is rows and self._data[1:] == (len(rows), shuffle)
-        if folder is not None or not known:
-            self.iterator = prompt_batches(
-                rows,
-                self.tokenizer,
-                batch_size=self.config.batch_size,
-                max_prompt_length=self.rollout.max_prompt_length,
-                seed=self.training.seed,
-                shuffle=shuffle,
-                forever=True,
-            )
-        self._data = rows, len(rows), shuffle
-        parts = {"sft": self.config, "rollout": self.rollout, "training": self.training}
-        log = open_metrics(folder, self.training.loggers, {name: as_dict(part) for name, part in parts.items()})
-        checkpoints = None if folder is None else Checkpoints(folder / "sft_checkpoints", 2)  # one may be damaged
-        last: dict[str, Any] = {}
+        self.total = self.done + self.config.max_steps
+        self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True)
+        self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
+        self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
+        self.identity |= {"quantized": self.model.quantized} | self._base()
+        options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
+        self._compile(_Likelihood(), options, self.config.optimizer)
 
-        def keep(row: dict[str, Any]) -> None:
-            last.update(row)
-            on_row(row)
-
-        try:
-            every = self.training.checkpoint_every_n_steps
-            run(
-                self,
-                checkpoints=checkpoints,
-                log=log,
-                checkpoint_every=every,
-                on_row=keep,
-                before_save=check_owner,
-                another_follows=another_follows,
-            )
-        finally:
-            if checkpoints is not None:
-                checkpoints.close()
-            nnx.update(self.model, self.params)
-        return last
-
-    @property
-    def params(self) -> Any:
-        """All weights of the model."""
-        return join_params(self.trained, self.frozen)
-
-    def state(self) -> Any:
-        return {"params": self.trained, "opt_state": self.opt_state}
-
-    def load_state(self, state: Any, step: int) -> None:
-        self.trained, self.opt_state = state["params"], state["opt_state"]
-
-    def cut(self, step: int) -> None:
-        """It writes no files of its own."""
-
-    def advance(self, step: int) -> dict[str, float] | None:
+    def step(self, number: int) -> dict[str, Any] | None:
         with scope(self.mesh):
-            return self._advance(step)
+            return self._step()
 
-    def _advance(self, step: int) -> dict[str, float]:
-        batch = self._batch(next(self.iterator))
+    def _step(self) -> dict[str, float]:
+        batch = self._batch(next(self._batches))
         widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
         shape = self.config.batch_size, 1
         size = chunk_size(self.training, self.model, shape, widths, mesh=self.mesh)
         layout = choose_layout(1, self.config.batch_size, widths, size, prompt_parts(self.mesh))
         packed = place_packed(pack(batch.completion_lengths, batch.scored, widths[1], layout), self.mesh)
-        batch = place_replicated(batch, self.mesh)
-        data = update_input(batch, np.ones(self.config.batch_size, bool), packed)
-        rate = float(self.schedule(updates_done(self.opt_state)))
-        self.trained, self.opt_state, metrics, _ = self._step(self.trained, self.opt_state, data, self.frozen)
+        inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(self.config.batch_size, bool), packed)
+        assert self.schedule is not None
+        rate = float(self.schedule(updates_done(self.state.opt_state)))
+        metrics, _ = self.apply(inputs)
         out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
         self.watch([out])
         self.watch.check()
         return out | {"learning_rate": rate}
 
     def _batch(self, prompts: list[Prompt]) -> GroupBatch:
-        limit = self.rollout.max_tokens_to_generate
+        limit = self.rollout_config.max_tokens_to_generate
         answers = [self._answer(prompt)[:limit] for prompt in prompts]
         lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int32)
-        width = length_bucket(int(lengths.max()), self.rollout.max_prompt_length)
+        width = length_bucket(int(lengths.max()), self.rollout_config.max_prompt_length)
         tokens = pad_tokens(answers, length_bucket(max(map(len, answers)), limit))[:, None]
         return GroupBatch(
             prompt_tokens=pad_tokens([prompt.tokens for prompt in prompts], width),
@@ -282,7 +183,7 @@ class SFTTrainer:
     def _answer(self, prompt: Prompt) -> list[int]:
         return [*self.tokenizer.encode_data(prompt.columns["answer"]), self.eos_id]
 
-    def evaluate(self, step: int, last: bool) -> dict[str, float]:
+    def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
         if self._evaluate is None or not due:
             return {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -73,6 +73,58 @@ class GroupBatch(NamedTuple):
     def sampled_lengths(self) -> Int[AnyArray, "P G"]:
         """Tokens of each completion that the policy sampled."""
         return self.completion_lengths if self.token_mask is None else self.token_mask.sum(axis=-1, dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How to choose a token. `temperature` 0 is greedy; `top_p` 1 and `top_k` None keep every token."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+class Completions(NamedTuple):
+    """What was sampled, on the host. Entries at or beyond a row's length are 0.
+
+    `lengths` counts the end-of-sequence token; `finished` is False where the token limit cut the row.
+    """
+
+    tokens: Int[np.ndarray, "P G T"]
+    lengths: Int[np.ndarray, "P G"]
+    logprobs: Float[np.ndarray, "P G T"]
+    finished: Bool[np.ndarray, "P G"]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Generates completions; `rollout.sampler.Sampler` is the one that runs in the process.
+
+    Attributes:
+      max_prompt_length: the longest prompt that `generate` takes, in tokens.
+      row_steps: token positions computed so far, used or not. Tokens sampled over the growth of this number is the
+        share of the work that was useful.
+    """
+
+    max_prompt_length: int
+    row_steps: int
+
+    def generate(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        num_generations: int,
+        key: Array,
+        sampling: SamplingParams,
+    ) -> Completions:
+        """Samples `num_generations` completions of each prompt with the weights `params`.
+
+        Args:
+          prompts: token ids, each with 1 to `max_prompt_length` tokens.
+          numbers: one distinct number per prompt; the random numbers of a completion depend on it, on its place in the
+            group and on `key`, and on nothing else.
+        """
 
 
 AdvantageEstimator = Callable[..., Float[Array, "P G"]]

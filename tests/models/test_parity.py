@@ -16,9 +16,8 @@ from tunix_like.models.weights import hf_name
 from tunix_like.rl.forward import ForwardOptions, batch_logprobs
 from tunix_like.rl.losses import token_logprobs
 from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Sampler, pad_tokens
-from tunix_like.types import GroupBatch
+from tunix_like.types import GroupBatch, SamplingParams
 
 SMALL = {
     "vocab_size": 53,

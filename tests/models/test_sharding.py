@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -26,11 +27,10 @@ from tunix_like.models.sharding import (
 )
 from tunix_like.rl.forward import ForwardOptions, place_packed
 from tunix_like.rl.packing import Layout, pack
-from tunix_like.rl.update import gradient, update_input
+from tunix_like.rl.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.sampling import decoding, sampler
-from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sft import _Likelihood
-from tunix_like.types import GroupBatch
+from tunix_like.types import GroupBatch, SamplingParams
 
 CONFIG = DecoderConfig(
     vocab_size=32,
@@ -137,26 +137,15 @@ def test_each_device_computes_its_own_prompts_only():
     )
     packed = pack(lengths, ones > 0, 32, Layout(16, 16, 1, True))
     options = ForwardOptions(1.0, 64, False)
-    data = update_input(batch, np.ones(16, bool), packed)
+    data = step_inputs(batch, np.ones(16, bool), packed)
 
     def bytes_on(mesh) -> list[int]:
         params = place_params(nnx.to_pure_dict(state), mesh)
         placed = data._replace(batch=place_replicated(data.batch, mesh), packed=place_packed(packed, mesh))
         prompts = place_prompts((batch.prompt_tokens, batch.prompt_lengths), mesh, axis=0)
         weight, own = jnp.asarray(ones), shardings_of(params, mesh)
-        run = jax.jit(
-            lambda params, data: gradient(
-                graphdef,
-                _Likelihood(),
-                options,
-                params,
-                data,
-                weight,
-                weight,
-                data.packed.sets,
-                own,
-            )
-        )
+        spec = StepSpec(graphdef, _Likelihood(), optax.identity(), options, mesh and TrainState(own, None))
+        run = jax.jit(lambda params, data: gradient(spec, params, data, weight[..., None], weight, data.packed.sets))
         with scope(mesh):
             programs = run.lower(params, placed), decoding.prefill.lower(graphdef, params, *prompts)
             return [program.compile().memory_analysis().temp_size_in_bytes for program in programs]

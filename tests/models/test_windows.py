@@ -14,9 +14,8 @@ from tunix_like.models.rope import LinearScaling
 from tunix_like.rl.forward import ForwardOptions, batch_logprobs
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.sampling import sampler
-from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Sampler, pad_tokens
-from tunix_like.types import GroupBatch
+from tunix_like.types import GroupBatch, SamplingParams
 
 CONFIG = DecoderConfig(
     vocab_size=19,

@@ -22,7 +22,7 @@ from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.losses import TokenInputs
 from tunix_like.rl.objective import build_objective
 from tunix_like.rl.packing import Layout, pack
-from tunix_like.rl.update import UpdateInput, update_input, update_step
+from tunix_like.rl.train_step import StepInputs, StepSpec, TrainState, step_inputs, train_step
 from tunix_like.types import GroupBatch
 
 PROMPTS, SIZE, WIDTH, STEPS, VOCABULARY = 3, 4, 6, 5, 19
@@ -134,11 +134,22 @@ keep_gradient = optax.GradientTransformation(
 TRACES: collections.Counter[str] = collections.Counter()
 
 
+def plain_step(graphdef, objective, optimizer, options):
+    """`(params, optimizer state, inputs) -> (params, optimizer state, metrics, advantages)`."""
+
+    def run(params, opt_state, data, frozen=None):
+        spec = StepSpec(graphdef, objective, optimizer, options)
+        state, metrics, advantages = train_step(spec, TrainState(params, opt_state), data, frozen)
+        return *state, metrics, advantages
+
+    return run
+
+
 @functools.cache
 def step(objective="on-policy", options=PLAIN, optimizer=keep_gradient):
     def run(params, state, data):
         TRACES[objective] += 1
-        return update_step(GRAPHDEF, OBJECTIVES[objective], optimizer, options, params, state, data)
+        return plain_step(GRAPHDEF, OBJECTIVES[objective], optimizer, options)(params, state, data)
 
     return jax.jit(run)
 
@@ -153,13 +164,13 @@ def packed_as(layout, rows=None, batch=BATCH, most_prompts=None):
     return pack(batch.completion_lengths, rows, batch.completion_tokens.shape[-1], layout, most_prompts)
 
 
-def data_of(layout=WHOLE, groups=range(PROMPTS), batch=BATCH, rows=None, most_prompts=None, **logprobs) -> UpdateInput:
+def data_of(layout=WHOLE, groups=range(PROMPTS), batch=BATCH, rows=None, most_prompts=None, **logprobs) -> StepInputs:
     """One update of `groups`, of which only the completions `rows` go through the model."""
     packed = packed_as(layout, rows_of(groups) if rows is None else rows, batch, most_prompts)
-    return update_input(batch, rows_of(groups)[:, 0], packed, **logprobs)
+    return step_inputs(batch, rows_of(groups)[:, 0], packed, **logprobs)
 
 
-def gradient_of(data: UpdateInput, **how) -> tuple:
+def gradient_of(data: StepInputs, **how) -> tuple:
     """(gradient, metrics, advantages) of the step."""
     _, gradient, metrics, advantages = step(**how)(PARAMS, PARAMS, data)
     return gradient, {name: float(value) for name, value in metrics.items()}, np.asarray(advantages)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 
 from tunix_like.rl.losses import token_logprobs
 from tunix_like.rl.packing import Layout, pack
-from tunix_like.rl.update import update_input, update_step
+from tunix_like.rl.train_step import step_inputs
 from tunix_like.types import GroupBatch
 
 from .repeated_prompts import (
@@ -26,13 +24,14 @@ from .repeated_prompts import (
     difference,
     keep_gradient,
     make_model,
+    plain_step,
     repeated,
 )
 
 
 def rounded_gradient(objective, data, **model):
     graphdef, params = make_model(dtype=jnp.bfloat16, **model)
-    run = functools.partial(update_step, graphdef, objective, keep_gradient, PLAIN)
+    run = plain_step(graphdef, objective, keep_gradient, PLAIN)
     return jax.jit(run)(params, params, data)[1]
 
 
@@ -84,7 +83,7 @@ def test_what_chunks_saw_of_a_prompt_is_added_in_float32():
     def moved(bins: int):
         packed = pack(batch.completion_lengths, batch.scored, 2, Layout(1, 1, bins, False))
         assert packed.chunks.tolist() == [shape[1] // bins]
-        found = rounded_gradient(Reinforce(), update_input(batch, np.ones(1, bool), packed), num_layers=1)
+        found = rounded_gradient(Reinforce(), step_inputs(batch, np.ones(1, bool), packed), num_layers=1)
         return found["embed_tokens"]["embedding"][3:7]
 
     assert difference(moved(1), moved(shape[1])) < 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,8 +15,8 @@ from tunix_like.data import reverse_text
 from tunix_like.data.stream import Prompt
 from tunix_like.rl.collection import Collector, shape_rewards
 from tunix_like.rl.objective import build_objective, resolve
-from tunix_like.rl.rollouts import FirstFailure
-from tunix_like.sampling.sampler import Completions
+from tunix_like.rl.rollouts import Task
+from tunix_like.types import Completions
 
 SIZE, LIMIT = 4, 6
 
@@ -90,8 +89,10 @@ def given_rewards(prompts, completions, rewards):
     return [row[i % SIZE] for i, row in enumerate(rewards)]
 
 
-class FakeSampler:
+class FakeEngine:
     """Completions that depend on the problem's number alone, as the real one's do."""
+
+    max_prompt_length, row_steps = 8, 0
 
     def __init__(self):
         self.numbers = []
@@ -108,18 +109,16 @@ def make(kinds, batch_size, algo, rollouts=None, sources=None, functions=None):
     """A collector over one prompt for each of `kinds`, in order; `sources` are their `data_source`, of which "own" is
     of maxrl."""
     algo = resolve(algo, type(algo))
-    learner = SimpleNamespace(
-        algo=algo, params=None, sampler=FakeSampler(), key=jax.random.key(0), tokenizer=reverse_text.tokenizer(),
-        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=LIMIT), success_threshold=1.0,
-        rewards=functions or [("given", given_rewards, 1.0)], first_failure=FirstFailure(),
-    )  # fmt: skip
+    lengths = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=LIMIT)
+    task = Task(algo, lengths, functions or [("given", given_rewards, 1.0)], 1.0)
     columns = [{"rewards": GROUPS[kind]} for kind in kinds]
     if sources is not None:
         columns = [each | {"data_source": source} for each, source in zip(columns, sources, strict=True)]
     prompts = [Prompt(f"{i}>", [1, 5, 4], each) for i, each in enumerate(columns)]
     batches = (prompts[i : i + batch_size] for i in range(0, len(prompts) - batch_size + 1, batch_size))
     objective = build_objective(algo, LIMIT, 1, {"own": {"advantage_estimator": "maxrl"}} if sources else None)
-    return Collector(learner, objective, batches, batch_size, rollouts)
+    tokenizer, key = reverse_text.tokenizer(), jax.random.key(0)
+    return Collector(task, FakeEngine(), tokenizer, objective, batches, batch_size, key, rollouts)
 
 
 def slow_steps(kinds, batch_size, cap, teaching):
@@ -164,7 +163,7 @@ def test_dynamic_sampling_by_a_loop(kinds, batch_size, cap, name):
     algo = config(num_generations=SIZE, dynamic_sampling=True, max_extra_batches=cap, **params)
     collector = make(kinds, batch_size, algo)
     for expected, extra, beyond, drawn in slow_steps(kinds, batch_size, cap, teaching):
-        rollout, batch, metrics, tokens = collector(2, silent)
+        rollout, batch, metrics, tokens = collector(2, None, silent)
         assert [problem.number for problem in rollout.problems] == expected
         assert [problem.text for problem in rollout.problems] == [f"{n}>" for n in expected]
         every = FakeSampler().generate(None, None, drawn, SIZE, None, None)
@@ -185,11 +184,9 @@ def test_dynamic_sampling_by_a_loop(kinds, batch_size, cap, name):
         assert metrics["dynamic_sampling/extra_batches"] == extra
         assert metrics["dynamic_sampling/short_groups"] == max(-beyond, 0)
         assert metrics["dynamic_sampling/unused_groups"] == max(beyond, 0)
-    assert collector(2, silent) is None
+    assert collector(2, None, silent) is None
     assert (
-        collector.learner.sampler.numbers
-        == list(range(collector.drawn))
-        == list(range(len(kinds) // batch_size * batch_size))
+        collector.engine.numbers == list(range(collector.drawn)) == list(range(len(kinds) // batch_size * batch_size))
     )
 
 
@@ -197,10 +194,10 @@ def test_without_dynamic_sampling_one_batch_is_one_step():
     kinds = ["lost", "mixed", "won", "lost", "mixed", "mixed"]
     collector = make(kinds, 2, RLOOConfig(num_generations=SIZE))
     for first in (0, 2, 4):
-        rollout, batch, metrics, _ = collector(1, silent)
+        rollout, batch, metrics, _ = collector(1, None, silent)
         assert [problem.number for problem in rollout.problems] == [first, first + 1]
         assert batch.trained is None and not [name for name in metrics if name.startswith("dynamic")]
-    assert collector(1, silent) is None
+    assert collector(1, None, silent) is None
 
 
 def test_the_cap_is_said_once_and_has_a_default(caplog):
@@ -208,7 +205,7 @@ def test_the_cap_is_said_once_and_has_a_default(caplog):
     algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
     collector = make(["lost", "mixed"] + ["lost"] * 28, 2, algo)
     for step in (1, 2, 3):
-        rollout, _, metrics, _ = collector(step, silent)
+        rollout, _, metrics, _ = collector(step, None, silent)
         assert metrics["dynamic_sampling/extra_batches"] == 4
         assert metrics["dynamic_sampling/short_groups"] == (1 if step == 1 else 2)
         assert [problem.number for problem in rollout.problems] == [10 * step - 10, 10 * step - 9]
@@ -221,7 +218,7 @@ def test_what_is_decided_on_are_the_shaped_rewards():
     kinds = ["uneven", "mixed", "uneven", "mixed"]
     for binarize, numbers in ((False, [0, 1]), (True, [1, 3])):
         algo = MaxRLConfig(num_generations=SIZE, dynamic_sampling=True, binarize=binarize)
-        rollout, batch, _, _ = make(kinds, 2, algo)(1, silent)
+        rollout, batch, _, _ = make(kinds, 2, algo)(1, None, silent)
         assert [problem.number for problem in rollout.problems] == numbers
         np.testing.assert_array_equal(batch.rewards, [GROUPS[kinds[n]] for n in numbers])
 
@@ -229,33 +226,33 @@ def test_what_is_decided_on_are_the_shaped_rewards():
 def test_extra_batches_that_cannot_be_scored_are_no_mistake():
     """Only a first batch without any score is refused: then the reward function is at fault."""
     algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
-    rollout, _, _, _ = make(["mixed", "lost", "unscored", "unscored", "mixed", "lost"], 2, algo)(1, silent)
+    rollout, _, _, _ = make(["mixed", "lost", "unscored", "unscored", "mixed", "lost"], 2, algo)(1, None, silent)
     assert [problem.number for problem in rollout.problems] == [0, 4]
     with pytest.raises(UserError, match="no completion could be scored"):
-        make(["unscored", "unscored", "mixed", "mixed"], 2, algo)(1, silent)
+        make(["unscored", "unscored", "mixed", "mixed"], 2, algo)(1, None, silent)
     with pytest.raises(UserError, match="fewer than 3 usable prompts"):
-        make(["mixed", "mixed"], 3, algo)(1, silent)
+        make(["mixed", "mixed"], 3, algo)(1, None, silent)
 
 
 def test_masked_completions_and_sources():
     """overlong=mask marks what was cut and leaves the rewards alone; the column data_source picks the estimator."""
-    batch = make(["mixed"] * 3, 3, MaxRLConfig(num_generations=SIZE, overlong="mask"))(1, silent).batch
+    batch = make(["mixed"] * 3, 3, MaxRLConfig(num_generations=SIZE, overlong="mask"))(1, None, silent).batch
     np.testing.assert_array_equal(batch.trained, batch.completion_lengths < LIMIT)
     assert not batch.trained.all() and batch.scored.all() and batch.rewards.sum() == 6
     assert batch.estimator_ids.tolist() == [0, 0, 0]
     collector = make(["mixed"] * 3, 3, RLOOConfig(num_generations=SIZE), sources=["own", "unheard of", "own"])
-    assert collector(1, silent).batch.estimator_ids.tolist() == [1, 0, 1]
+    assert collector(1, None, silent).batch.estimator_ids.tolist() == [1, 0, 1]
 
 
 def test_a_reward_that_an_estimator_does_not_take(tmp_path):
     """Named by prompt, completion and functions; groups of another estimator may have it. The completions are kept."""
     minus = [("given", given_rewards, 1.0), ("price", lambda completions: [0.5] * len(completions), -2.0)]
     algo = RLOOConfig(num_generations=SIZE)
-    batch = make(["won", "mixed"], 2, algo, sources=["own", "other"], functions=minus)(1, silent).batch
+    batch = make(["won", "mixed"], 2, algo, sources=["own", "other"], functions=minus)(1, None, silent).batch
     np.testing.assert_array_equal(batch.rewards, [[0, 0, 0, 0], [-1, 0, -1, 0]])
     collector = make(["won", "uneven"], 2, algo, tmp_path / "rollouts", ["other", "own"], minus)
     with pytest.raises(UserError) as error:
-        collector(7, silent)
+        collector(7, None, silent)
     file = tmp_path / "rollouts" / "step_000007.jsonl"
     for words in ("prompt '1>' (group 1), completion 0 (given gave 0.5, price gave 0.5)", "the reward -0.5 is negative",
                   "the estimator 'maxrl'", "algorithm.binarize=true", str(file)):  # fmt: skip

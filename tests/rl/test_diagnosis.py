@@ -16,8 +16,7 @@ from tunix_like.rl import diagnosis
 from tunix_like.rl.diagnosis import AGAIN, SignalWatch, diagnose, has_signal
 from tunix_like.rl.rollouts import Rollout, to_batch
 from tunix_like.rl.samples import pick_samples
-from tunix_like.sampling.sampler import Completions
-from tunix_like.types import Problem
+from tunix_like.types import Completions, Problem
 
 LIMIT = 20
 NAN = float("nan")

@@ -49,8 +49,8 @@ class Watched:
             metric_fns=[self._keep],
             on_row=lambda row, total: self.rows.append(dict(row)),
         )
-        generate = self.learner.sampler.generate
-        self.learner.sampler.generate = lambda params, prompts, numbers, *rest: (
+        generate = self.learner.engine.generate
+        self.learner.engine.generate = lambda params, prompts, numbers, *rest: (
             self.numbers.extend(numbers) or generate(params, prompts, numbers, *rest)
         )
 

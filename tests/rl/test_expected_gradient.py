@@ -14,10 +14,10 @@ from flax import nnx
 
 from tunix_like.rl.losses import kl_estimate
 from tunix_like.rl.packing import Layout, pack
-from tunix_like.rl.update import UpdateInput, update_input, update_step
+from tunix_like.rl.train_step import StepInputs, step_inputs
 from tunix_like.types import GroupBatch
 
-from .repeated_prompts import PLAIN, difference, keep_gradient, make_model, make_objective
+from .repeated_prompts import PLAIN, difference, keep_gradient, make_model, make_objective, plain_step
 
 COMPLETIONS = np.array([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]], np.int32)
 """Every completion of at most two tokens out of three, of which 0 ends it."""
@@ -66,7 +66,7 @@ def chances(params):
     return jnp.exp(own_logprobs(params).sum(axis=1))
 
 
-def one_group(draw: np.ndarray) -> UpdateInput:
+def one_group(draw: np.ndarray) -> StepInputs:
     """The update of the one group of these three completions: two bins a chunk, of two tokens each."""
     lengths, scored = COMPLETION_LENGTHS[draw][None], np.ones((1, 3), bool)
     batch = GroupBatch(
@@ -78,7 +78,7 @@ def one_group(draw: np.ndarray) -> UpdateInput:
         rewards=np.zeros((1, 3), np.float32),
         scored=scored,
     )
-    return update_input(batch, np.ones(1, bool), pack(lengths, scored, 2, Layout(1, 1, 2, False)))
+    return step_inputs(batch, np.ones(1, bool), pack(lengths, scored, 2, Layout(1, 1, 2, False)))
 
 
 @functools.cache
@@ -90,8 +90,8 @@ def every_group(mode: str, loss: str):
     updates = [one_group(draw) for draw in DRAWS]
     data = jax.tree.map(lambda *parts: jnp.asarray(np.stack(parts)), *updates)
     graphdef, params = tiny()
-    run = functools.partial(update_step, graphdef, objective, keep_gradient, PLAIN, params, params)
-    gradients = jax.jit(jax.vmap(lambda data: run(data)[1]))
+    run = plain_step(graphdef, objective, keep_gradient, PLAIN)
+    gradients = jax.jit(jax.vmap(lambda data: run(params, params, data)[1]))
     probabilities = np.asarray(chances(params), np.float64)[DRAWS].prod(axis=1)
     assert probabilities.sum() == pytest.approx(1, abs=1e-5)
 

@@ -8,13 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tunix_like.models.decoder import Decoder
 from tunix_like.rl import forward, packing
 from tunix_like.rl.forward import batch_logprobs, chunk_logprobs, chunk_of, prompt_states
 from tunix_like.rl.packing import Layout, pack
-from tunix_like.rl.update import chunk_loss, update_input, update_step
+from tunix_like.rl.train_step import StepSpec, chunk_loss, step_inputs
 from tunix_like.sampling import decoding
 from tunix_like.types import GroupBatch
 
@@ -39,6 +40,7 @@ from .repeated_prompts import (
     make_model,
     packed_as,
     plain_logprobs,
+    plain_step,
     repeated_logprobs,
     row_values,
 )
@@ -132,9 +134,11 @@ def test_every_token_up_to_the_last_is_trained(monkeypatch):
     advantages, weights = row_values(objective, EVERYONE)
     states = prompt_states(GRAPHDEF, PARAMS, BATCH, jnp.asarray(data.packed.prompts[0]), PLAIN)
 
+    spec = StepSpec(GRAPHDEF, objective, optax.identity(), PLAIN)
+
     def loss(delta):
         monkeypatch.setattr(forward, "token_logprobs", lambda *a: (original(*a)[0] + delta, original(*a)[1]))
-        return chunk_loss(PARAMS, states, chunk, data, GRAPHDEF, objective, PLAIN, advantages, weights)[0]
+        return chunk_loss(spec, PARAMS, states, chunk, data, advantages[..., None], weights)[0]
 
     found = np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((PROMPTS, SIZE * STEPS))))
     expected = np.zeros((PROMPTS, SIZE, STEPS))  # by lane and bin
@@ -177,7 +181,7 @@ def passes(monkeypatch) -> collections.Counter[str]:
 def test_prompts_run_once_and_padding_not_at_all(layout, chunks, passes):
     """However a group is split, its prompt goes through the model once; sets and chunks without a completion do not go
     at all. In the step and in the log-probabilities."""
-    step = jax.jit(functools.partial(update_step, GRAPHDEF, OBJECTIVES["on-policy"], keep_gradient, PLAIN))
+    step = jax.jit(plain_step(GRAPHDEF, OBJECTIVES["on-policy"], keep_gradient, PLAIN))
     logprobs = jax.jit(functools.partial(batch_logprobs, GRAPHDEF, options=PLAIN))
     for groups, count in zip(([0, 1, 2], [1], []), chunks, strict=True):
         data = data_of(layout, groups, most_prompts=PROMPTS)
@@ -222,8 +226,8 @@ def test_the_prompt_is_computed_once():
         batch = cost_batch(groups, size)
         packed = pack(batch.completion_lengths, batch.scored, SHORT, Layout(groups, groups, size, True))
         assert packed.sets == packed.chunks.sum() == 1
-        data = update_input(batch, np.ones(groups, bool), packed)
-        run = functools.partial(update_step, graphdef, Reinforce(), keep_gradient, PLAIN)
+        data = step_inputs(batch, np.ones(groups, bool), packed)
+        run = plain_step(graphdef, Reinforce(), keep_gradient, PLAIN)
         return flops(run, params, params, data)
 
     def prefill(groups: int, size: int) -> float:

@@ -2,7 +2,6 @@
 
 import re
 import resource
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from tunix_like.data import reverse_text
 from tunix_like.metrics import rows
 from tunix_like.rl import guards
 from tunix_like.rl.guards import GapWatch, Skipped, SkipWatch
-from tunix_like.rl.phase import RLPhase
 from tunix_like.sampling.sampler import Sampler
 
 from .repeated_prompts import BATCH
@@ -84,11 +82,11 @@ def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, cap
     """On a full disk: it is said, no half file is left, and updates in a row are counted as ever."""
     mask = np.ones(BATCH.rewards.shape, bool)
     watch = SkipWatch("the loss 'x'", 2)
-    phase = SimpleNamespace(watch=watch, gap_watch=GapWatch(None), rollouts=tmp_path / "rollouts")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        RLPhase._guard(phase, told(1), [Skipped(1, 0, BATCH, mask, mask.any(axis=1), None, None)])
+        update = Skipped(1, 0, BATCH, mask, mask.any(axis=1), None, None)
+        guards.guard(told(1), [update], watch, GapWatch(None), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "what the skipped update was made from cannot be written" in caplog.text and watch.in_a_row == 1
@@ -98,15 +96,14 @@ def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, cap
 @pytest.mark.parametrize(("last", "left"), [(-1, []), (2, ["000001", "000002"]), (11, ["000001", "000002", "000011"])])
 def test_files_of_steps_that_will_be_done_again_are_removed(tmp_path, last, left):
     """Completions and skipped updates; what else is there stays. A folder that is not there is no error."""
-    phase = SimpleNamespace(rollouts=tmp_path / "rollouts")
-    RLPhase.cut(phase, last)
+    guards.cut_run(tmp_path, last)
     names = {"rollouts": "step_{}.jsonl", "skipped": "step_{}_update_1.npz"}
     for folder, name in names.items():
         (tmp_path / folder).mkdir()
         for step in ("000001", "000002", "000011", "000012"):
             (tmp_path / folder / name.format(step)).touch()
     (tmp_path / "rollouts" / "reward_failure.txt").touch()
-    RLPhase.cut(phase, last)
+    guards.cut_run(tmp_path, last)
     for folder, name in names.items():
         kept = {"reward_failure.txt"} if folder == "rollouts" else set()
         assert {path.name for path in (tmp_path / folder).iterdir()} == kept | {name.format(step) for step in left}

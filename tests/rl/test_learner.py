@@ -43,7 +43,7 @@ from tunix_like.metrics import rows as metric_rows
 from tunix_like.rl import learners
 from tunix_like.rl.estimators import ADVANTAGE_ESTIMATORS
 from tunix_like.rl.objective import resolve
-from tunix_like.rl.update import jit_update
+from tunix_like.rl.train_step import jit_train_step
 
 TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]
@@ -239,7 +239,7 @@ def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
     learner = make(
         GRPOConfig(num_generations=4), learner=GRPOLearner, reward=reward, max_steps=5, actor_optimizer=optimizer
     )
-    learner._on_row = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.trained)))
+    learner._on_row = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
     learner.train(ROWS, batch_size=4)
     rows = [row for row, _ in weights]
     empty = [row["train/update/empty"] for row in rows]
@@ -303,8 +303,8 @@ def watch_rewards(kept, reward=varied):
 
 def watch_sampler(learner):
     """All that the learner's sampler gives from now on."""
-    caught, generate = [], learner.sampler.generate
-    learner.sampler.generate = lambda *a, **k: caught.append(generate(*a, **k)) or caught[-1]
+    caught, generate = [], learner.engine.generate
+    learner.engine.generate = lambda *a, **k: caught.append(generate(*a, **k)) or caught[-1]
     return caught
 
 
@@ -590,7 +590,7 @@ def test_a_mistake_in_a_source_names_it(given, message):
 def test_where_the_time_goes(tmp_path, monkeypatch):
     """Shares of useful work from the lengths, the split of the time, what was compiled, a trace; shares of the device's
     peak where it is known."""
-    monkeypatch.setattr("tunix_like.rl.phase.peak_flops", lambda: 1e9)
+    monkeypatch.setattr("tunix_like.rl.step_metrics.peak_flops", lambda: 1e9)
     learner = make(max_steps=3, reward=varied, output_dir=str(tmp_path), profile_steps=[2, 2])
     sampled = watch_sampler(learner)
     found = collect(learner, batch_size=8)
@@ -625,16 +625,16 @@ def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
     updates = []
 
     def recorded(*arguments):
-        program = jit_update(*arguments)
+        program = jit_train_step(*arguments)
 
         def update(*inputs):
             out = program(*inputs)
-            updates.append({name: float(value) for name, value in out[2].items()})
+            updates.append({name: float(value) for name, value in out[1].items()})
             return out
 
         return update
 
-    monkeypatch.setattr("tunix_like.rl.step_programs.jit_update", recorded)
+    monkeypatch.setattr("tunix_like.rl.step_programs.jit_train_step", recorded)
     monkeypatch.setattr("tunix_like.rl.step_programs._SHARED", OrderedDict())
     algo = GRPOConfig(num_generations=4, num_iterations=2)
     last = make(algo, learner=GRPOLearner, reward=varied, max_steps=1).train(ROWS, batch_size=4)
@@ -712,14 +712,14 @@ def test_two_passes_in_two_mini_batches_by_loops(kind):
         reward=watch_rewards(rewards), max_steps=1, mini_batch_size=2, actor_optimizer=optax.sgd(rate),
         max_logprob_gap=None,
     )  # fmt: skip
-    generate = learner.sampler.generate
+    generate = learner.engine.generate
 
     def shifted(params, prompts, *rest):
         out = generate(params, prompts, *rest)
         asked.append((prompts, out._replace(logprobs=out.logprobs + np.array([0.2, -0.2, 0.1, 0.0], np.float32))))
         return asked[-1][1]
 
-    learner.sampler.generate = shifted
+    learner.engine.generate = shifted
     params = jax.tree.map(jnp.array, learner.params)
     row = collect(learner)[0]
 
@@ -753,7 +753,7 @@ def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
     rows = collect(learner)
     assert rows[0]["train/kl"] == pytest.approx(0.0, abs=1e-6)
     assert 0 < rows[1]["train/kl"] < rows[2]["train/kl"], "k3 is never negative, and the policy moves away"
-    assert_same(jax.tree.map(np.asarray, learner.ref_params), start)
+    assert_same(jax.tree.map(np.asarray, learner.reference.params), start)
     assert make(GRPOConfig(num_generations=4), learner=GRPOLearner).ref_params is None, "beta 0 holds no reference"
 
 
@@ -780,8 +780,8 @@ def test_kl_in_the_reward_with_another_reference():
         reward=lambda prompts, completions: [0.0] * len(completions),
         metric_fns=[watch_advantages(kept)], max_steps=1,
     )  # fmt: skip
-    caught, generate = [], learner.sampler.generate
-    learner.sampler.generate = lambda *a, **k: caught.append((a[1], generate(*a, **k))) or caught[-1][1]
+    caught, generate = [], learner.engine.generate
+    learner.engine.generate = lambda *a, **k: caught.append((a[1], generate(*a, **k))) or caught[-1][1]
     row = collect(learner)[0]
     prompts, out = caught[0]
     texts = [[*prompts[i], *out.tokens[i, j, : out.lengths[i, j]]] for i, j in np.ndindex(4, 4)]
@@ -802,7 +802,7 @@ def test_the_model_itself_as_reference():
     of = functools.partial(make, GRPOConfig(num_generations=4, beta=0.1), learner=GRPOLearner, model=model)
     learner = of(ref_model=nnx.merge(*nnx.split(model)))  # another model of the same arrays
     where = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}  # noqa: E731
-    assert not where(learner.ref_params) & where(learner.trained)
+    assert not where(learner.reference.params) & where(learner.state.params)
     assert len(collect(of(ref_model=model))) == 2
 
 

@@ -20,7 +20,6 @@ from tunix_like.config import MeshConfig, RLTrainingConfig, SFTConfig
 from tunix_like.models.lora import check_base, fingerprint, join_params, split_params
 from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.rl.forward import batch_logprobs
-from tunix_like.rl.update import update_step
 from tunix_like.sft import SFTTrainer
 from tunix_like.trained import open_trained
 
@@ -33,6 +32,7 @@ from .repeated_prompts import (
     data_of,
     difference,
     keep_gradient,
+    plain_step,
     repeated,
 )
 from .test_learner import HF, ROWS, TOKENIZER, assert_same, collect, differ, make, varied
@@ -79,7 +79,7 @@ def test_the_gradient_is_the_plain_models(taken_apart):
     expected, _ = split_params(expected)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(expected))
     options = PLAIN._replace(remat=True)
-    run = functools.partial(update_step, graphdef, OBJECTIVES["on-policy"], keep_gradient, options)
+    run = plain_step(graphdef, OBJECTIVES["on-policy"], keep_gradient, options)
     _, gradient, metrics, _ = jax.jit(run)(trained, trained, data_of(), frozen=frozen)
     assert jax.tree.structure(gradient) == jax.tree.structure(expected)
     assert difference(gradient, expected) <= 1e-5
@@ -100,7 +100,7 @@ def test_nothing_as_large_as_the_base_is_made(quantize):
     assert max(x.size for x in jax.tree.leaves((trained, moments))) == 4 * 64
 
     def made(trained, moments, frozen):
-        run = functools.partial(update_step, graphdef, OBJECTIVES["on-policy"], optimizer, PLAIN)
+        run = plain_step(graphdef, OBJECTIVES["on-policy"], optimizer, PLAIN)
         found = shapes_made(jax.make_jaxpr(run)(trained, moments, data_of(), frozen=frozen).jaxpr)
         return found & (matrices | {shape[::-1] for shape in matrices})
 
@@ -131,12 +131,12 @@ def test_the_base_stays():
     """To the bit, in the learner and in the model, and no copy of it is held; the adapters move."""
     model = adapted("nf4")
     learner = learner_of(model)
-    trained, frozen = copied(learner.trained), copied(learner.frozen)
+    trained, frozen = copied(learner.state.params), copied(learner.frozen)
     arrays = {id(leaf) for leaf in jax.tree.leaves(learner.frozen)}
-    assert {id(leaf) for leaf in jax.tree.leaves(learner.ref_params)} == arrays
+    assert {id(leaf) for leaf in jax.tree.leaves(learner.reference.params)} == arrays
     rows = collect(learner)
     assert_same(copied(learner.frozen), frozen)
-    assert differ(copied(learner.trained), trained) and rows[-1]["train/kl"] > 1e-6 > abs(rows[0]["train/kl"])
+    assert differ(copied(learner.state.params), trained) and rows[-1]["train/kl"] > 1e-6 > abs(rows[0]["train/kl"])
     assert_same(copied(nnx.to_pure_dict(nnx.split(model)[1])), copied(learner.params))
     assert_same(copied(nnx.to_pure_dict(nnx.split(adapted("nf4"))[1])), join_params(trained, frozen))
 
@@ -148,9 +148,9 @@ def test_the_reference_is_the_model_as_it_starts():
     base, state = nnx.split(make_base())
     learner = learner_of()
     expected = logprobs(base, nnx.to_pure_dict(state), data.batch, data.packed)
-    np.testing.assert_array_equal(logprobs(learner.ref_graphdef, learner.ref_params, data.batch, data.packed), expected)
+    np.testing.assert_array_equal(logprobs(*learner.reference, data.batch, data.packed), expected)
     learner.train(ROWS, batch_size=4)
-    np.testing.assert_array_equal(logprobs(learner.ref_graphdef, learner.ref_params, data.batch, data.packed), expected)
+    np.testing.assert_array_equal(logprobs(*learner.reference, data.batch, data.packed), expected)
     assert differ(logprobs(learner.graphdef, learner.params, data.batch, data.packed), expected)
     again = learner_of(learner.model)
     assert_same(copied(again.ref_params), copied(again.params))
@@ -165,7 +165,7 @@ def test_the_base_itself_as_reference():
     base, _ = tunix_like.load_model(HF, init="random", quantize="nf4")
     learner = learner_of(add_lora(base, LoraConfig(rank=4)), ref_model=base)
     where = lambda tree: sorted(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree))  # noqa: E731
-    assert where(learner.ref_params) == where(learner.frozen) and learner.ref_graphdef == nnx.split(base)[0]
+    assert where(learner.reference.params) == where(learner.frozen) and learner.reference.graphdef == nnx.split(base)[0]
 
 
 def test_a_run_resumes_to_the_bit(tmp_path):

@@ -3,8 +3,6 @@ leaves alone."""
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from tunix_like.rl import estimators, losses, packing
 from tunix_like.rl.losses import TokenInputs
 from tunix_like.rl.objective import build_objective
 from tunix_like.rl.packing import Layout
-from tunix_like.rl.update import update_step
 
 from .repeated_prompts import (
     BATCH,
@@ -41,6 +38,7 @@ from .repeated_prompts import (
     keep_gradient,
     make_objective,
     plain_logprobs,
+    plain_step,
     repeated,
     repeated_logprobs,
     row_values,
@@ -273,7 +271,7 @@ def test_tokens_that_the_policy_did_not_sample_count_nowhere(mode):
 
 def test_advantages_of_single_tokens():
     batch = BATCH._replace(token_mask=SAMPLED)
-    run = jax.jit(functools.partial(update_step, GRAPHDEF, PerToken(), keep_gradient, PLAIN))
+    run = jax.jit(plain_step(GRAPHDEF, PerToken(), keep_gradient, PLAIN))
     _, found, _, _ = run(PARAMS, PARAMS, data_of(batch=batch))
     expected = plain_gradient(PerToken(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))
     assert difference(found, expected) <= 1e-5
@@ -295,7 +293,7 @@ def test_a_loss_that_is_no_number_leaves_weights_and_optimizer_alone(loss, monke
     )
     optimizer = optax.adam(1e-3)
     state = optimizer.init(PARAMS)
-    run = jax.jit(functools.partial(update_step, GRAPHDEF, build_objective(config, WIDTH, 1), optimizer, PLAIN))
+    run = jax.jit(plain_step(GRAPHDEF, build_objective(config, WIDTH, 1), optimizer, PLAIN))
     params, after, metrics, advantages = run(PARAMS, state, data_of())
     assert metrics["update/skipped"] == 1 and np.isfinite(advantages).all()
     for kept, given in zip(jax.tree.leaves((params, after)), jax.tree.leaves((PARAMS, state)), strict=True):
@@ -327,7 +325,7 @@ def test_an_advantage_that_is_no_number_changes_nothing(bad, monkeypatch):
     monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
     estimators.register_advantage_estimator("raw")(lambda rewards, *, scored, lengths: rewards)
     objective, adam = make_objective(advantage_estimator="raw"), optax.adamw(0.1, weight_decay=0.1)
-    run = jax.jit(functools.partial(update_step, GRAPHDEF, objective, adam, PLAIN))
+    run = jax.jit(plain_step(GRAPHDEF, objective, adam, PLAIN))
     data = data_of(BY_GROUP)
     *moved, _, _ = run(PARAMS, jax.jit(adam.init)(PARAMS), data)
     assert difference(moved[0], PARAMS) > 0.1 and float(optax.tree.norm(moved[1][0].mu)) > 1e-3

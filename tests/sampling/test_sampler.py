@@ -18,9 +18,9 @@ from tunix_like.config import RolloutConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, prompt_mask
 from tunix_like.sampling import decoding, sampler
-from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Sampler, length_bucket, make_sampler, pad_tokens, slot_shape
 from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import SamplingParams
 
 VOCABULARY, SIZE, TEMPERATURE = 19, 2, 0.7
 RNG = np.random.default_rng(0)

@@ -28,10 +28,9 @@ from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.pass_rates import bins_of
 from tunix_like.rl.rollouts import Rollout, completion_texts, score_completions, succeeds, to_batch
 from tunix_like.runs import WeightedReward, check_config, reward_functions
-from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sampling.sampler import Sampler, make_sampler
 from tunix_like.trained import Trained, open_trained
-from tunix_like.types import Problem
+from tunix_like.types import Problem, SamplingParams
 
 GRADIENT_KEY = 3
 """Branch of the run's random key; training has `collection.TRAIN_KEY`, evaluation `evaluate.EVAL_KEY`."""

@@ -6,10 +6,11 @@ optimizer.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from tunix_like.rl.estimators import check_rewards
 from tunix_like.rl.objective import Objective
 from tunix_like.rl.rollouts import (
     Rollout,
+    Task,
     completion_texts,
     join_rollouts,
     mixed_groups,
@@ -34,11 +36,8 @@ from tunix_like.rl.rollouts import (
     succeeds,
     to_batch,
 )
-from tunix_like.sampling.logits import SamplingParams
-from tunix_like.types import GroupBatch, Problem
-
-if TYPE_CHECKING:
-    from tunix_like.rl.learner import Learner
+from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import Engine, GroupBatch, Problem, SamplingParams
 
 logger = logging.getLogger("tunix_like")
 
@@ -59,60 +58,72 @@ class Collected(NamedTuple):
     tokens: int
 
 
+@dataclasses.dataclass
 class Collector:
-    """Called once a step.
+    """Draws prompts, samples a group for each, scores it and shapes the rewards; called once a step.
 
     Attributes:
+      key: random key that all completions of the run are drawn from.
+      rollouts: folder for completions that cannot be scored, or None.
       drawn: prompts taken from the stream so far: the number of the next problem, so that none repeats in a run.
     """
 
-    def __init__(
-        self,
-        learner: Learner,
-        objective: Objective,
-        batches: Iterator[list[Prompt]],
-        batch_size: int,
-        rollouts: Path | None,
-    ):
-        self.learner, self.objective, self.batches = learner, objective, batches
-        self.batch_size, self.rollouts = batch_size, rollouts
-        self.drawn = 0
-        self._first, self._warned = True, False
+    task: Task
+    engine: Engine
+    tokenizer: Tokenizer
+    objective: Objective
+    batches: Iterator[list[Prompt]]
+    batch_size: int
+    key: jax.Array
+    rollouts: Path | None = None
+    first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
+    drawn: int = 0
+    _first: bool = True
+    _warned: bool = False
 
-    def __call__(self, step: int, lap: Callable[[str], None]) -> Collected | None:
-        """The groups of a step, or None when the data is used up; `lap` is told when a part of the work is done.
+    def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
+        """Returns the groups of a step, or None when the data is used up.
+
+        Args:
+          params: all weights of the model.
+          lap: called with the name of each part of the work when it is done.
 
         Raises:
           UserError: the reward functions failed for every completion of the first batch, or gave what the estimator
             does not take; the completions are in `rollouts/` by then. Or the data does not make one batch.
         """
-        algo = self.learner.algo
+        algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
-        drawn = self._draw(step, lap)
+        drawn = self._draw(step, params, lap)
         if drawn is None:
             return None
         rollout, rewards = drawn
         if algo.dynamic_sampling:
-            rollout, rewards, metrics = self._further(step, rollout, rewards, lap)
-        metrics |= rollout_metrics(rollout, self.learner.success_threshold)
+            rollout, rewards, metrics = self._further(step, params, rollout, rewards, lap)
+        metrics |= rollout_metrics(rollout, self.task.success_threshold)
         tokens = int(rollout.completions.lengths.sum())
         if len(rollout.problems) > self.batch_size:
             chosen = np.sort(np.argsort(~self._teaches(rollout, rewards), kind="stable")[: self.batch_size])
             rollout, rewards = pick_groups(rollout, chosen), rewards[chosen]
-        limits = self.learner.rollout_config.max_prompt_length, self.learner.rollout_config.max_tokens_to_generate
-        batch = to_batch(rollout, rewards, *limits)._replace(estimator_ids=self._estimator_ids(rollout))
+        batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
+        batch = batch._replace(estimator_ids=self._estimator_ids(rollout))
         if algo.overlong == "mask":
             batch = batch._replace(trained=rollout.completions.finished)
         return Collected(rollout, batch, metrics, tokens)
 
     def _further(
-        self, step: int, rollout: Rollout, rewards: Float[np.ndarray, "P G"], lap: Callable[[str], None]
+        self,
+        step: int,
+        params: Any,
+        rollout: Rollout,
+        rewards: Float[np.ndarray, "P G"],
+        lap: Callable[[str], None],
     ) -> tuple[Rollout, Float[np.ndarray, "N G"], dict[str, float]]:
         """Dynamic sampling (DAPO, arXiv 2503.14476): further batches until there are enough groups whose rewards
         differ, or the cap is reached. Returns all that were drawn."""
-        cap, extra = self.learner.algo.max_extra_batches or EXTRA_BATCHES, 0
+        cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
         while (short := self.batch_size - int(self._teaches(rollout, rewards).sum())) > 0 and extra < cap:
-            drawn = self._draw(step, lap)
+            drawn = self._draw(step, params, lap)
             if drawn is None:
                 break
             rollout, rewards = join_rollouts(rollout, drawn[0]), np.concatenate([rewards, drawn[1]])
@@ -138,9 +149,11 @@ class Collector:
     def _estimator_ids(self, rollout: Rollout) -> Int[np.ndarray, "P"]:
         return self.objective.estimator_ids([problem.columns.get("data_source") for problem in rollout.problems])
 
-    def _draw(self, step: int, lap: Callable[[str], None]) -> tuple[Rollout, Float[np.ndarray, "P G"]] | None:
-        """The next batch of prompts, sampled and scored, and its shaped rewards (NaN where unscored)."""
-        learner = self.learner
+    def _draw(
+        self, step: int, params: Any, lap: Callable[[str], None]
+    ) -> tuple[Rollout, Float[np.ndarray, "P G"]] | None:
+        """Returns the next batch of prompts, sampled and scored, and its shaped rewards (NaN where unscored)."""
+        size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and self._first:
             raise UserError(
@@ -153,33 +166,32 @@ class Collector:
         problems = [Problem(self.drawn + i, *prompt) for i, prompt in enumerate(prompts)]
         self.drawn += len(problems)
         lap("data")
-        rollout = learner.rollout_config
-        completions = learner.sampler.generate(
-            learner.params,
+        completions = self.engine.generate(
+            params,
             [problem.tokens for problem in problems],
             [problem.number for problem in problems],
-            learner.algo.num_generations,
-            jax.random.fold_in(learner.key, TRAIN_KEY),
+            size,
+            jax.random.fold_in(self.key, TRAIN_KEY),
             SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         )
         lap("rollout")
-        texts = completion_texts(completions, learner.tokenizer)
+        texts = completion_texts(completions, self.tokenizer)
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
-            scores = score_completions(learner.rewards, problems, texts, learner.algo.num_generations)
+            scores = score_completions(self.task.rewards, problems, texts, size)
             sampled = Rollout(problems, texts, completions, scores)
             rewards = self._rewards(sampled)
             if problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored(scores))
-        learner.first_failure(scores, self.rollouts)
+        self.first_failure(scores, self.rollouts)
         lap("reward")
         return sampled, rewards
 
     def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
         """What the estimator is given: the functions' total, shaped and checked."""
-        lengths, algo = rollout.completions.lengths, self.learner.algo
+        lengths, algo = rollout.completions.lengths, self.task.algo
         total = rollout.scores.total.reshape(lengths.shape)
         rewards = shape_rewards(
-            total, lengths, algo, self.learner.rollout_config.max_tokens_to_generate, self.learner.success_threshold
+            total, lengths, algo, self.task.rollout_config.max_tokens_to_generate, self.task.success_threshold
         )
         scored = ~np.isnan(total)
         ids = self._estimator_ids(rollout)

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.console import excerpt
 from tunix_like.evaluate import told_answers
-from tunix_like.rl.rollouts import Rollout, mixed_groups, succeeds
+from tunix_like.rl.rollouts import Rollout, Task, mixed_groups, succeeds
 from tunix_like.types import GroupBatch
-
-if TYPE_CHECKING:
-    from tunix_like.rl.learner import Learner
 
 logger = logging.getLogger("tunix_like")
 
@@ -45,15 +42,15 @@ class Diagnosis(NamedTuple):
 class SignalWatch:
     """Warns after the first step of a run if it had no signal, and after every `AGAIN` such steps in a row."""
 
-    def __init__(self, learner: Learner) -> None:
-        self.learner, self.without = learner, 0
+    def __init__(self, task: Task) -> None:
+        self.task, self.without = task, 0
 
     def __call__(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
         self.without = 0 if has_signal(batch, advantages) else self.without + 1
         if not self.without or not (step == 1 or self.without % AGAIN == 0):
             return
         try:
-            found = diagnose(self.learner, rollout, batch, advantages)
+            found = diagnose(self.task, rollout, batch, advantages)
             said = told(found, step, self.without, rollout)
         except Exception as error:  # the functions that tell answers may be the user's
             said = f"nothing was learnt from the rewards of {_since(step, self.without)}, and looking for the reason "
@@ -80,16 +77,16 @@ def told(found: Diagnosis, step: int, without: int, rollout: Rollout) -> str:
     )
 
 
-def diagnose(learner: Learner, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> Diagnosis:
+def diagnose(task: Task, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> Diagnosis:
     """The reason why every completion that is trained on has advantage 0; that it is so must be known
     (`has_signal`)."""
     mixed = mixed_groups(batch.rewards, batch.scored)
     if mixed.any():
-        return _unused(learner, rollout, batch, advantages, mixed)
+        return _unused(task, rollout, batch, advantages, mixed)
     several = batch.scored.sum(axis=1) > 1
     if several.mean() < 0.5 or batch.scored.mean() < 0.5:
         return _unscored(rollout, several)
-    return _tied(learner, rollout, batch)
+    return _tied(task, rollout, batch)
 
 
 def _unscored(rollout: Rollout, several: np.ndarray) -> Diagnosis:
@@ -107,9 +104,7 @@ def _unscored(rollout: Rollout, several: np.ndarray) -> Diagnosis:
     )
 
 
-def _unused(
-    learner: Learner, rollout: Rollout, batch: GroupBatch, advantages: np.ndarray, mixed: np.ndarray
-) -> Diagnosis:
+def _unused(task: Task, rollout: Rollout, batch: GroupBatch, advantages: np.ndarray, mixed: np.ndarray) -> Diagnosis:
     """Rewards differ, and yet nothing came of it."""
     differ = f"rewards differ in {int(mixed.sum())} of {len(mixed)} groups, but"
     if batch.trained is not None and (advantages != 0).any():
@@ -118,10 +113,10 @@ def _unused(
             "masked",
             f"{differ} all completions with an advantage were cut at the limit, and algorithm.overlong=mask leaves "
             "these out.",
-            f"Raise rollout.max_tokens_to_generate ({_limit(learner)}), or unset algorithm.overlong.",
+            f"Raise rollout.max_tokens_to_generate ({_limit(task)}), or unset algorithm.overlong.",
             sample,
         )
-    name = learner.algo.advantage_estimator
+    name = task.algo.advantage_estimator
     return Diagnosis(
         "estimator",
         f"{differ} the estimator '{name}' gives every completion the advantage 0.",
@@ -131,12 +126,12 @@ def _unused(
     )
 
 
-def _tied(learner: Learner, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
+def _tied(task: Task, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
     """In every group all rewards are the same. What is not scored is not counted."""
     scored = batch.scored
     total = rollout.scores.total.reshape(scored.shape)
     known = scored.any(axis=1)
-    solved = succeeds(np.where(scored, total, -np.inf), learner.success_threshold).any(axis=1)
+    solved = succeeds(np.where(scored, total, -np.inf), task.success_threshold).any(axis=1)
     groups, each = int(known.sum()), f"{scored.shape[1]} completions" if scored.all() else "scored completions"
     if solved.any() and solved.sum() == groups:
         return Diagnosis(
@@ -154,12 +149,12 @@ def _tied(learner: Learner, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
             "algorithm.dynamic_sampling=true to draw further prompts.",
             int(np.argmax(scored & ~solved.reshape(-1, 1))),
         )
-    return _failed(learner, rollout, scored)
+    return _failed(task, rollout, scored)
 
 
-def _failed(learner: Learner, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Diagnosis:
+def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Diagnosis:
     """No group is solved."""
-    cut, found = scored & ~rollout.completions.finished, _unread(learner, rollout)
+    cut, found = scored & ~rollout.completions.finished, _unread(task, rollout)
     unread = None if found is None else scored & found.reshape(scored.shape)
     size, aside = int(scored.sum()), _left_out(scored)
     right = scored & _equal_answers(rollout).reshape(scored.shape)
@@ -169,14 +164,14 @@ def _failed(learner: Learner, rollout: Rollout, scored: Bool[np.ndarray, "P G"])
             f"no group is solved, although {int(right.sum())} of {size} completions are the row's `answer` word for "
             f"word{aside}.",
             "See by `tunix-like check-rewards CONFIG` whether the reward is what it should be, and look at "
-            f"rewards.success_threshold ({learner.success_threshold:g}).",
+            f"rewards.success_threshold ({task.success_threshold:g}).",
             int(np.argmax(right)),
         )
     if cut.sum() >= MOST * size:
         return Diagnosis(
             "truncated",
             f"no group is solved, and {int(cut.sum())} of {size} completions were cut at the limit{aside}.",
-            f"Raise rollout.max_tokens_to_generate ({_limit(learner)}); if they never end, look at "
+            f"Raise rollout.max_tokens_to_generate ({_limit(task)}); if they never end, look at "
             "rollout.eos_tokens and data.apply_chat_template, or teach how answers end by sft.max_steps.",
             int(np.argmax(cut)),
         )
@@ -221,11 +216,11 @@ def _left_out(scored: Bool[np.ndarray, "P G"]) -> str:
     return f" ({int((~scored).sum())} completions without a reward are not counted{groups})"
 
 
-def _unread(learner: Learner, rollout: Rollout) -> np.ndarray | None:
+def _unread(task: Task, rollout: Rollout) -> np.ndarray | None:
     """Which completions hold no answer; None where no reward tells the answers of all problems."""
     size = rollout.completions.lengths.shape[1]
     texts = [rollout.texts[i : i + size] for i in range(0, len(rollout.texts), size)]
-    answers = told_answers(learner.rewards, rollout.problems, texts)
+    answers = told_answers(task.rewards, rollout.problems, texts)
     if any(own is None for own in answers):
         return None
     flat = itertools.chain.from_iterable(own for own in answers if own is not None)
@@ -236,8 +231,8 @@ def _since(step: int, without: int) -> str:
     return f"the last {without} steps" if without > 1 else f"step {step}"
 
 
-def _limit(learner: Learner) -> str:
-    return f"now {learner.rollout_config.max_tokens_to_generate}"
+def _limit(task: Task) -> str:
+    return f"now {task.rollout_config.max_tokens_to_generate}"
 
 
 def _line(text: str, most: int) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.errors import UserError
+from tunix_like.rl.rollouts import cut_steps
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -113,6 +114,41 @@ def keep(folder: Path, skipped: Skipped) -> Path:
         file.unlink(missing_ok=True)
         raise
     return file
+
+
+def guard(
+    rows: Sequence[Mapping[str, Any]],
+    updates: Sequence[Skipped],
+    skip_watch: SkipWatch,
+    gap_watch: GapWatch,
+    folder: Path | None,
+) -> None:
+    """Writes the inputs of skipped updates to a run folder (None: nowhere), then stops the run where its numbers are
+    wrong.
+
+    Args:
+      rows: metrics of each update of a step.
+      updates: their inputs.
+
+    Raises:
+      UserError: what the two watches raise.
+    """
+    for number in skip_watch(rows):
+        if folder is None:
+            continue
+        try:
+            file = keep(folder / FOLDER, updates[number])
+            logger.warning("what the skipped update was made from is kept: tunix-like replay %s", file)
+        except OSError as error:
+            logger.warning("what the skipped update was made from cannot be written: %s", error)
+    skip_watch.check()
+    gap_watch(rows)
+
+
+def cut_run(folder: Path, step: int) -> None:
+    """Removes the completions and the skipped updates of steps after `step` from a run folder."""
+    cut_steps(folder / "rollouts", step)
+    cut_steps(folder / FOLDER, step)
 
 
 def read(file: Path) -> Skipped:

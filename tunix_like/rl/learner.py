@@ -1,61 +1,87 @@
-"""The learner: rollouts, rewards, and one compiled step of advantage and loss together.
+"""The learner of reinforcement learning: rollouts, rewards, and the compiled step of advantage and loss together.
 
-`Learner` is the base of every algorithm (`learners.py` declares them). It owns the weights while it trains and hands
-them back to the model it was given. It knows no file format and no command line.
+`Learner` is the base of every algorithm; `learners.py` declares them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import grain.python as grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float
 
-from tunix_like.best import Best
+from tunix_like import progress
+from tunix_like.best import Best, check_best_metric
 from tunix_like.checkpoints import Checkpoints
-from tunix_like.config import AlgorithmConfig, EvalConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.config_file import as_dict
+from tunix_like.data.stream import check_prompts
 from tunix_like.errors import UserError, check_type
 from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
-from tunix_like.loggers import check_loggers, open_metrics
-from tunix_like.loop import run
 from tunix_like.metrics import rows
 from tunix_like.models.decoder import Decoder, check_decoder
-from tunix_like.models.loading import check_fit, save_description
-from tunix_like.models.lora import join_params, save_adapter_config, split_params, without_adapters
-from tunix_like.models.sharding import check_divides, fetch, place_params
+from tunix_like.models.loading import save_description
+from tunix_like.models.lora import save_adapter_config
+from tunix_like.models.sharding import check_batch, place_replicated, scope
 from tunix_like.processes import by_first
-from tunix_like.rewards import check_form, close_pools
+from tunix_like.rewards import close_pools
+from tunix_like.rl.collection import Collector
+from tunix_like.rl.diagnosis import SignalWatch
 from tunix_like.rl.forward import ForwardOptions
+from tunix_like.rl.guards import cut_run
 from tunix_like.rl.objective import build_objective, check_takes_negative, resolve, trace_own
-from tunix_like.rl.phase import RLPhase
-from tunix_like.rl.rollouts import FirstFailure, WeightedReward
-from tunix_like.rl.samples import Samples
-from tunix_like.rl.step_programs import ProgramCache
+from tunix_like.rl.reference import Reference, make_reference
+from tunix_like.rl.rollouts import (
+    FirstFailure,
+    Rollout,
+    RolloutFiles,
+    Task,
+    repeat_columns,
+    saved_on_failure,
+    weighted_rewards,
+)
+from tunix_like.rl.samples import Samples, pick_samples
+from tunix_like.rl.step_metrics import advantage_metrics, speed_metrics
+from tunix_like.rl.trainer import Trainer
+from tunix_like.rl.updates import Updates
 from tunix_like.run_lock import owned
 from tunix_like.sampling.sampler import make_sampler
-from tunix_like.tokenizer import Tokenizer
-from tunix_like.types import RewardFunction
+from tunix_like.speed import Clock, Compilations, Profile
+from tunix_like.types import Engine, GroupBatch, RewardFunction
 
 logger = logging.getLogger("tunix_like")
 
 
 def forward_options(rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig) -> ForwardOptions:
-    """How a learner computes log-probabilities."""
+    """Returns how a learner computes log-probabilities."""
     entropy = algorithm.entropy_coef > 0
     return ForwardOptions(rollout.temperature, training.logprob_chunk_size, training.remat, entropy_gradient=entropy)
 
 
-class Learner:
+@dataclasses.dataclass
+class _Call:
+    """What one call of `Learner.train` needs besides the state."""
+
+    batch_size: int
+    collector: Collector
+    updates: Updates
+    evaluator: Evaluator | None
+    files: RolloutFiles
+    signal_watch: SignalWatch
+    profile: Profile
+    compilations: Compilations = dataclasses.field(default_factory=Compilations)
+
+
+class Learner(Trainer):
     """Samples groups, scores them and follows the gradient of its objective.
 
     Args:
@@ -78,6 +104,7 @@ class Learner:
         source in its column `data_source` get that estimator's advantages; loss and aggregation stay the run's.
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
         every step; `aggregation` reduces the value over completions.
+      engine: generates completions; the in-process sampler of this model when left out.
       on_row: `f(row, total steps or None)`, called with every row of metrics as it is logged.
       on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps` with the best and the worst
         completion of one prompt, a `tunix_like.rl.samples.Samples`.
@@ -86,6 +113,7 @@ class Learner:
       UserError: a config of another learner, a key nothing reads, a value out of range.
     """
 
+    name, step_key = "train", "step"
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
 
     def __init__(
@@ -104,28 +132,22 @@ class Learner:
         success_threshold: float = 1.0,
         source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
         metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
+        engine: Engine | None = None,
         on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
         on_samples: Callable[[int, Samples], None] | None = None,
     ):
-        check_decoder("model", model)
+        super().__init__(model, tokenizer, rollout_config, training_config, mesh)
         if ref_model is not None:
             check_decoder("ref_model", ref_model)
         self.algo = self._resolve(algo_config)
-        self.rollout_config = RolloutConfig() if rollout_config is None else rollout_config
-        self.training = RLTrainingConfig() if training_config is None else training_config
         self.eval_config = EvalConfig() if eval_config is None else eval_config
-        check_type("rollout_config", self.rollout_config, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
-        check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")
         check_type("eval_config", self.eval_config, EvalConfig, "give a tunix_like.EvalConfig(...)")
         check_type("metric_fns", metric_fns, Sequence, "give a list of functions")
-        check_loggers(self.training.loggers)
-        self.success_threshold = success_threshold
         self.metric_fns = tuple(metric_fns)
-        self._on_row, self.on_samples = on_row, on_samples
-        self.rewards = _weighted(reward_fns, reward_weights)
-        self.first_failure = FirstFailure()
-        self.tokenizer = Tokenizer.wrap(tokenizer)
-        check_fit(model.config, self.tokenizer, self.rollout_config)
+        self._on_row, self._on_samples = on_row, on_samples
+        self.rewards = weighted_rewards(reward_fns, reward_weights)
+        self.success_threshold = success_threshold
+        self.task = Task(self.algo, self.rollout_config, self.rewards, success_threshold)
         if self.rollout_config.temperature == 0:
             raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
@@ -135,44 +157,12 @@ class Learner:
         trace_own(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
             check_takes_negative(objective, "reward_weights", "weights of at least 0")
-        check_divides(mesh, model.config)
-        self.model, self.mesh = model, mesh
-        self.graphdef = nnx.split(model)[0]
-        self._take_weights()
-        self.sampler = make_sampler(self.graphdef, self.tokenizer, self.rollout_config, self.mesh)
+        self.engine: Engine = engine or make_sampler(self.graphdef, self.tokenizer, self.rollout_config, mesh)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
-        self.ref_graphdef: Any = None
-        self.ref_params: Any = None
-        if self.algo.beta > 0:
-            self.ref_graphdef, self.ref_params = self._reference(ref_model)
+        self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.key = jax.random.key(self.training.seed)
-        self.programs: ProgramCache = OrderedDict()
-        self._previous: RLPhase | None = None
-
-    def _take_weights(self) -> None:
-        """The model's weights as they are now, placed on the mesh; the model keeps pointing at them."""
-        params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
-            raise UserError("the model's weights belong to a trainer that was interrupted; load the model again.")
-        nnx.update(self.model, params)
-        self.trained, self.frozen = split_params(params)
-
-    @property
-    def params(self) -> Any:
-        """All weights of the model: those that are trained, and those that stay."""
-        return join_params(self.trained, self.frozen)
-
-    def _reference(self, ref_model: Decoder | None) -> tuple[Any, Any]:
-        """Graph and weights of the reference."""
-        graphdef, params = self.graphdef, self.params
-        if ref_model is not None:
-            graphdef, state = nnx.split(ref_model)
-            params = place_params(nnx.to_pure_dict(state), self.mesh)
-        elif self.frozen and not any(fetch([leaf.any() for leaf in _second_halves(self.trained)], self.mesh)):
-            return without_adapters(graphdef), self.frozen
-        # The step takes over the weights that it trains: of what lies in the same memory the reference needs a copy.
-        taken = set().union(*map(_addresses, jax.tree.leaves(self.trained)))
-        return graphdef, jax.tree.map(lambda x: jnp.copy(x) if _addresses(x) & taken else x, params)
+        self.first_failure = FirstFailure()
+        self._call: _Call | None = None
 
     def _resolve(self, config: AlgorithmConfig | None) -> AlgorithmConfig:
         config = self.config_class() if config is None else config
@@ -226,53 +216,151 @@ class Learner:
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) asked for the end; the state is saved.
         """
         with owned(self.training.output_dir) as check_owner:
-            return self._train(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, check_owner)
-
-    def _train(
-        self,
-        train_ds: Any,
-        eval_ds: Any,
-        batch_size: int,
-        shuffle: bool,
-        overlong_prompts: str,
-        check_owner: Callable[[], None],
-    ) -> dict[str, Any]:
-        folder = None if self.training.output_dir is None else Path(self.training.output_dir)
-        if folder is None and self.training.best_metric is not None:
-            raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
-        log = open_metrics(folder, self.training.loggers, self._settings())
-        self._take_weights()
-        phase = RLPhase(self, train_ds, eval_ds, batch_size, shuffle, overlong_prompts, folder, self._previous)
-        self._previous = phase if folder is None else None
-        checkpoints = None
-        if folder is not None:
-            best = None if self.training.best_metric is None else Best(self.training.best_metric)
-            checkpoints = Checkpoints(folder / "checkpoints", self.training.max_checkpoints_to_keep, best)
-            by_first(lambda: self._describe(folder / "model"))
-        last: dict[str, Any] = {}
-
-        def on_row(row: dict[str, Any]) -> None:
-            last.update(row)
-            self._on_row(row, phase.total)
-
-        try:
-            run(
-                phase,
-                checkpoints=checkpoints,
-                log=log,
-                checkpoint_every=self.training.checkpoint_every_n_steps,
-                on_row=on_row,
-                before_save=check_owner,
-            )
-        finally:
-            phase.profile.close()
-            if checkpoints is not None:
-                checkpoints.close()
-            close_pools(function for _, function, _ in self.rewards)
-            nnx.update(self.model, self.params)
-        if not last and folder is not None:  # the run was finished before
-            last = by_first(lambda: [row for row in rows(folder) if phase.step_key in row][-1])
+            if self.folder is None and self.training.best_metric is not None:
+                raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
+            self._begin()
+            call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
+            try:
+                last = self._run(
+                    self._checkpoints(), self._settings(), check_owner, lambda row: self._on_row(row, self.total)
+                )
+            finally:
+                call.profile.close()
+                close_pools(function for _, function, _ in self.rewards)
+        if not last and self.folder is not None:  # the run was finished before
+            folder = self.folder
+            last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
         return last
+
+    def _checkpoints(self) -> Checkpoints | None:
+        if self.folder is None:
+            return None
+        model, best = self.folder / "model", self.training.best_metric
+        by_first(lambda: self._describe(model))
+        kept = self.training.max_checkpoints_to_keep
+        return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
+
+    def _prepare(self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, overlong: str) -> _Call:
+        """Checks the data, then builds what this call of `train` needs."""
+        training, skipped = self.training, 0
+        sized = isinstance(train_ds, Sequence | grain.MapDataset)
+        if sized:
+            limit = self.rollout_config.max_prompt_length
+            found = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
+            found.warn("training")
+            skipped = found.prompts
+            batch_size = min(batch_size, len(train_ds) - skipped)
+        steps = training.max_steps
+        if steps is None and sized and not self.algo.dynamic_sampling:
+            steps = (len(train_ds) - skipped) // batch_size
+        self.total = None if steps is None else self.done + steps
+        profile = Profile(training.profile_steps, self.folder)
+        mini = min(training.mini_batch_size or batch_size, batch_size)
+        check_batch(self.mesh, "data.batch_size", batch_size)
+        check_batch(self.mesh, "training.mini_batch_size", mini)
+        updates = -(-batch_size // mini) * self.algo.num_iterations
+        lengths = self.rollout_config
+        objective = build_objective(self.algo, lengths.max_tokens_to_generate, updates, self.source_estimators)
+        batches = self._open_stream(train_ds, batch_size, shuffle, training.max_steps is not None)
+        evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
+        check_best_metric(training, evaluator)
+        self.identity = _identity(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()
+        self.identity |= {"rows": len(train_ds)} if sized else {}
+        self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
+        files = RolloutFiles(self.folder / "rollouts" if self.writes_files and self.folder is not None else None)
+        drawn = self._call.collector.drawn if self._call is not None and self.folder is None else 0
+        collector = Collector(
+            self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
+            self.first_failure, drawn,
+        )  # fmt: skip
+        reference = self.reference is not None
+        done = Updates(self, self.algo, objective, mini, reference)
+        return _Call(batch_size, collector, done, evaluator, files, SignalWatch(self.task), profile)
+
+    def to_save(self) -> Any:
+        assert self._call is not None
+        drawn = place_replicated(jnp.asarray(self._call.collector.drawn, jnp.int32), self.mesh)
+        return super().to_save() | {"drawn": drawn}
+
+    def restore(self, saved: Any, step: int) -> None:
+        super().restore(saved, step)
+        assert self._call is not None
+        collector = self._call.collector
+        collector.drawn = int(saved["drawn"])
+        if self.iterator is None:
+            read = collector.drawn // self._call.batch_size
+            next(itertools.islice(collector.batches, read, read), None)
+
+    def cut(self, step: int) -> None:
+        if self.writes_files and self.folder is not None:
+            cut_run(self.folder, step)
+
+    def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
+        assert self._call is not None
+        every, evaluator = self.training.eval_every_n_steps, self._call.evaluator
+        if evaluator is None or not (step == 0 or last or (every is not None and step % every == 0)):
+            return {}
+        files = self._call.files.folder
+        return evaluator(self.params, rollouts=None if files is None else files / "eval", step=step).metrics
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        assert self._call is not None
+        with self._call.profile.around(number), scope(self.mesh):
+            return self._step(self._call, number)
+
+    def _step(self, call: _Call, number: int) -> dict[str, Any] | None:
+        clock, before = Clock(), self.engine.row_steps
+        collected = call.collector(number, self.params, clock.lap)
+        if collected is None:
+            return None
+        rollout, batch, metrics, sampled = collected
+        with progress.task("reference"):
+            batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
+        with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
+            prompts = [problem.text for problem in rollout.problems]
+            advantages, update_metrics = call.updates(number, batch, prompts, ref)
+        clock.lap("update")
+        metrics |= kl_metrics | update_metrics
+        metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
+        metrics |= self._user_metrics(rollout, advantages)
+        self._show(call, number, rollout, batch, advantages)
+        clock.lap("other")
+        known = metrics | clock.seconds
+        row_steps = self.engine.row_steps - before
+        speed = speed_metrics(self.model.config, batch, sampled, row_steps, known, call.compilations)
+        assert self.programs is not None
+        return known | speed | {"perf/update_programs": float(self.programs.traces)}
+
+    def _show(
+        self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
+    ) -> None:
+        """Writes completions, warns where a step taught nothing, and shows samples, where they are due."""
+        if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
+            call.files.write(number, rollout, batch, advantages)
+        call.signal_watch(number, rollout, batch, advantages)
+        every = self.training.log_samples_every_n_steps
+        if self._on_samples is not None and every is not None and (number == 1 or number % every == 0):
+            self._on_samples(number, pick_samples(rollout, advantages))
+
+    def _reference_logprobs(
+        self, updates: Updates, batch: GroupBatch, clock: Clock
+    ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
+        """Returns the reference's log-probabilities where there is one, and the KL in the reward where it belongs."""
+        if self.reference is None:
+            return batch, None, {}
+        ref, metrics = updates.logprobs(*self.reference, batch), {}
+        if self.algo.kl_in_reward:
+            batch, metrics["kl"] = updates.kl_into_reward(batch, ref)
+        clock.lap("reference")
+        return batch, ref, metrics
+
+    def _user_metrics(self, rollout: Rollout, advantages: np.ndarray) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for function in self.metric_fns:
+            prompts, columns = repeat_columns(rollout.problems, self.algo.num_generations)
+            found = function(prompts, rollout.texts, rollout.scores.total, advantages.reshape(-1), **columns)
+            out |= {name: float(aggregate(value)) for name, (value, aggregate) in found.items()}
+        return out
 
     def _settings(self) -> dict[str, Any]:
         """What loggers show of a run that has no `config.yaml`."""
@@ -301,7 +389,7 @@ class Learner:
         problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
         skipped.warn("evaluation")
         return Evaluator(
-            self.sampler,
+            self.engine,
             self.tokenizer,
             problems,
             self.rewards,
@@ -313,15 +401,23 @@ class Learner:
         )
 
 
-def _addresses(x: jax.Array) -> set[int]:
-    """Where an array lies on this process's devices: several arrays may share their memory."""
-    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
-
-
-def _second_halves(adapters: Any) -> list[jax.Array]:
-    """The Bs of adapters: where all are 0, nothing is added to the frozen weights."""
-    found = jax.tree_util.tree_leaves_with_path(adapters)
-    return [leaf for path, leaf in found if path[-1].key == "lora_b"]
+def _identity(learner: Learner) -> dict[str, Any]:
+    """What a run's next step depends on, besides its state, its data and its code."""
+    rollout = dataclasses.asdict(learner.rollout_config)
+    del rollout["max_concurrent_rows"]
+    optimizer = learner.training.actor_optimizer or OptimizerConfig()
+    adapters = learner.model.adapters
+    return {
+        "algorithm": dataclasses.asdict(learner.algo),
+        "rollout": rollout,
+        "optimizer": dataclasses.asdict(optimizer) if isinstance(optimizer, OptimizerConfig) else None,
+        "rewards": {name: weight for name, _, weight in learner.rewards},
+        "success_threshold": learner.success_threshold,
+        "source_estimators": learner.source_estimators,
+        "adapters": adapters and str(adapters),
+        "quantized": learner.model.quantized,
+        "seed": learner.training.seed,
+    }
 
 
 def _settings(source: str, given: Any) -> dict[str, Any]:
@@ -331,30 +427,3 @@ def _settings(source: str, given: Any) -> dict[str, Any]:
             f"source_estimators['{source}']: expected {{'advantage_estimator': ..., <its parameters>}}, got {given!r}."
         )
     return dict(given)
-
-
-def _weighted(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
-    """Name, function and weight of each. Raises UserError naming `reward_fns` or `reward_weights`."""
-    named = functions if isinstance(functions, Mapping) else None
-    if not callable(functions):
-        cure = "give a function f(prompts, completions, **columns), a list of functions, or a mapping of names to them"
-        check_type("reward_fns", functions, (Mapping, list, tuple), cure)
-    functions = [functions] if callable(functions) else list(functions if named is None else named.values())
-    weights = [1.0] * len(functions) if weights is None else list(weights)
-    if not functions:
-        raise UserError("reward_fns: give at least one reward function.")
-    if len(weights) != len(functions):
-        raise UserError(f"reward_weights: got {len(weights)} for {len(functions)} reward functions.")
-    for i, weight in enumerate(weights):
-        cure = "give one finite number per reward function"
-        check_type(f"reward_weights[{i}]", weight, (int, float, np.number), cure)
-        if not math.isfinite(weight):
-            raise UserError(f"reward_weights[{i}]: got {weight}; {cure}.")
-    if named is None:
-        names = [getattr(function, "__name__", type(function).__name__) for function in functions]
-        names = [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
-    else:
-        names = list(named)
-    for name, function in zip(names, functions, strict=True):
-        check_form(name, function)
-    return list(zip(names, functions, weights, strict=True))

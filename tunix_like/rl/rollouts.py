@@ -9,25 +9,64 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from tunix_like.config import AlgorithmConfig, RolloutConfig
 from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, check_type
 from tunix_like.processes import spread
-from tunix_like.rewards import Scores, score
+from tunix_like.rewards import Scores, check_form, score
 from tunix_like.rl.pass_rates import bins_of, count_groups
-from tunix_like.sampling.sampler import Completions, length_bucket, pad_tokens
+from tunix_like.sampling.sampler import length_bucket, pad_tokens
 from tunix_like.tokenizer import Tokenizer
-from tunix_like.types import GroupBatch, Problem, RewardFunction
+from tunix_like.types import Completions, GroupBatch, Problem, RewardFunction
 
 logger = logging.getLogger("tunix_like")
 
 WeightedReward = tuple[str, RewardFunction, float]
+
+
+def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
+    """Returns name, function and weight of each reward function that a learner was given. Raises
+    UserError naming `reward_fns` or `reward_weights`."""
+    named = functions if isinstance(functions, Mapping) else None
+    if not callable(functions):
+        cure = "give a function f(prompts, completions, **columns), a list of functions, or a mapping of names to them"
+        check_type("reward_fns", functions, (Mapping, list, tuple), cure)
+    functions = [functions] if callable(functions) else list(functions if named is None else named.values())
+    weights = [1.0] * len(functions) if weights is None else list(weights)
+    if not functions:
+        raise UserError("reward_fns: give at least one reward function.")
+    if len(weights) != len(functions):
+        raise UserError(f"reward_weights: got {len(weights)} for {len(functions)} reward functions.")
+    for i, weight in enumerate(weights):
+        cure = "give one finite number per reward function"
+        check_type(f"reward_weights[{i}]", weight, (int, float, np.number), cure)
+        if not math.isfinite(weight):
+            raise UserError(f"reward_weights[{i}]: got {weight}; {cure}.")
+    if named is None:
+        names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+        names = [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+    else:
+        names = list(named)
+    for name, function in zip(names, functions, strict=True):
+        check_form(name, function)
+    return list(zip(names, functions, weights, strict=True))
+
+
+class Task(NamedTuple):
+    """What completions are sampled for: lengths, group size, rewards, and when a completion succeeds."""
+
+    algo: AlgorithmConfig
+    rollout_config: RolloutConfig
+    rewards: Sequence[WeightedReward]
+    success_threshold: float
 
 
 class Rollout(NamedTuple):
@@ -206,6 +245,32 @@ def write_rollouts(
             row |= {name: _plain(values[index]) for name, values in flat.items()}
             out.write(json.dumps(row, ensure_ascii=False) + "\n")
     return file
+
+
+class RolloutFiles:
+    """The files of completions in a run folder: `rollouts/step_<n>.jsonl`.
+
+    Args:
+      folder: None where nothing is written.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder, self._lost = folder, False
+
+    def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
+        """Writes the completions of a step. A write that fails is warned of once."""
+        if self.folder is None:
+            return
+        shaped = np.where(batch.scored, batch.rewards, np.nan)
+        columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
+        columns |= {"length": batch.completion_lengths, "finished": rollout.completions.finished}
+        columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
+        try:
+            write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
+        except OSError as error:
+            if not self._lost:
+                logger.warning("%s: the completions of step %d are not written (%s)", self.folder, step, error)
+            self._lost = True
 
 
 @contextlib.contextmanager

@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
-import optax
 
-from tunix_like.rl.forward import ForwardOptions, batch_logprobs
-from tunix_like.rl.update import StepObjective, jit_update
+from tunix_like.rl.forward import batch_logprobs
+from tunix_like.rl.train_step import StepObjective, StepSpec, jit_train_step
+
+KEPT = 16
+"""Programs that are kept for later learners of the process; the least recently used one is dropped."""
 
 
 class SharedObjective(StepObjective, Protocol):
-    """An objective whose programs can be shared; `rl.objective.Objective` and that of supervised fine-tuning are."""
+    """An objective whose programs can be shared."""
 
     @property
     def built_in(self) -> bool:
@@ -29,32 +31,21 @@ class SharedObjective(StepObjective, Protocol):
         """Equal for objectives that are traced to the same program."""
 
 
-KEPT = 16
-"""Programs that are kept for later learners of the process; the least recently used one is dropped."""
-
-
 class StepPrograms:
     """The compiled functions of a training step.
 
     Attributes:
-      update: see `jit_update`.
+      train_step: see `jit_train_step`.
       logprobs: `batch_logprobs` of graph, parameters, batch and packing.
-      advantages: `Objective.advantages`.
-      traces: how many times `update` was traced so far: once for each set of array shapes.
+      advantages: `StepObjective.advantages`.
+      traces: how many times `train_step` was traced so far: once for each set of array shapes.
     """
 
-    def __init__(
-        self,
-        graphdef: Any,
-        objective: SharedObjective,
-        optimizer: optax.GradientTransformation,
-        options: ForwardOptions,
-        shardings: Any,
-    ):
+    def __init__(self, spec: StepSpec):
         self.traces = 0
-        self.update = jit_update(graphdef, objective, optimizer, options, shardings, self._count)
-        self.logprobs = jax.jit(functools.partial(batch_logprobs, options=options), static_argnums=0)
-        self.advantages = jax.jit(objective.advantages)
+        self.train_step = jit_train_step(spec, self._count)
+        self.logprobs = jax.jit(functools.partial(batch_logprobs, options=spec.options), static_argnums=0)
+        self.advantages = jax.jit(spec.objective.advantages)
 
     def _count(self) -> None:
         self.traces += 1
@@ -65,25 +56,18 @@ ProgramCache = OrderedDict[Hashable, StepPrograms]
 _SHARED: ProgramCache = OrderedDict()
 
 
-def step_programs(
-    graphdef: Any,
-    objective: SharedObjective,
-    optimizer: optax.GradientTransformation,
-    options: ForwardOptions,
-    shardings: Any,
-    own: ProgramCache,
-) -> StepPrograms:
+def step_programs(spec: StepSpec, objective: SharedObjective, own: ProgramCache) -> StepPrograms:
     """Returns the programs for these settings: those of an earlier call with equal ones, or new ones.
 
     Args:
-      shardings: of trained parameters and optimizer state, as `jit_update` takes them.
+      objective: that of `spec`.
       own: the learner's own cache, for objectives with a function that is not part of this package.
     """
     cache = _SHARED if objective.built_in else own
-    leaves, structure = jax.tree.flatten(shardings)
-    key = (graphdef, objective.key(), optimizer, options, tuple(leaves), structure)
+    leaves, structure = jax.tree.flatten(spec.shardings)
+    key = (spec.graphdef, objective.key(), spec.optimizer, spec.options, tuple(leaves), structure)
     if key not in cache:
-        cache[key] = StepPrograms(graphdef, objective, optimizer, options, shardings)
+        cache[key] = StepPrograms(spec)
     cache.move_to_end(key)
     if len(cache) > KEPT:
         cache.popitem(last=False)

@@ -3,11 +3,11 @@ model."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from tunix_like.types import SamplingParams
 
 BLOCK = 256
 """Width of the inner level of the inverse-CDF search: sums of at most this many float32 terms stay exact enough."""
@@ -16,15 +16,6 @@ BLOCK = 256
 NEVER = -80.0
 """A token whose score is this far below the best has weight 0, which no draw can tell from `exp(-80)`. Denormal
 numbers, which begin at -87.3, would make the sums several times slower on a CPU."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How to choose a token. `temperature` 0 is greedy; `top_p` 1 and `top_k` None keep every token."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
 
 
 def choose(

@@ -10,21 +10,21 @@ training; weights are an argument, so there is nothing to keep in step with the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from tunix_like import progress
 from tunix_like.config import RolloutConfig
 from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.sampling import decoding
-from tunix_like.sampling.logits import SamplingParams
 from tunix_like.sizes import concurrent_rows
 from tunix_like.tokenizer import Tokenizer
+from tunix_like.types import Completions, SamplingParams
 
 FIRST_CACHE = 128
 """Columns of the first cache; it doubles from there. Each size is a program of its own."""
@@ -35,18 +35,6 @@ ELSEWHERE = 64
 
 WORTH_MOVING = 16
 """Rows are gathered into fewer only while some may still grow by this many tokens."""
-
-
-class Completions(NamedTuple):
-    """What was sampled, on the host. Entries at or beyond a row's length are 0.
-
-    `lengths` counts the end-of-sequence token; `finished` is False where the token limit cut the row.
-    """
-
-    tokens: Int[np.ndarray, "P G T"]
-    lengths: Int[np.ndarray, "P G"]
-    logprobs: Float[np.ndarray, "P G T"]
-    finished: Bool[np.ndarray, "P G"]
 
 
 def length_bucket(length: int, limit: int | None = None) -> int:
@@ -85,7 +73,7 @@ def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_to
 
 
 class Sampler:
-    """Samples completions of prompts with a decoder's graph and whatever weights it is handed.
+    """The in-process `Engine`: samples completions of prompts with a decoder's graph and whatever weights it is handed.
 
     Args:
       graphdef: of a `Decoder` (`nnx.split(model)`).

@@ -1,9 +1,9 @@
-"""The compiled step: advantages of the whole batch and the loss of one optimizer update, in one jit.
+"""The compiled training step: the advantages of the whole batch and the loss of one optimizer update, in one jit.
 
-Rewards come in, new parameters go out; nothing between them is seen by the host. Prompts go through the model once, a
-set at a time; the completions of a set follow in chunks, whose gradients with respect to the weights and to what they
-saw of their prompts are added up before the prompts' own backward pass. That is exact, because every token's weight is
-known before the first of them, and the memory is that of one set of prompts and one chunk.
+Rewards go in, new parameters come out. Prompts go through the model once, one set at a time. The completions of a set
+follow in chunks; their gradients with respect to the weights and to the prompts' states are added up before the
+backward pass of the prompts. This is exact, because the weight of every token is known before the first chunk. The
+memory is that of one set of prompts and one chunk.
 """
 
 from __future__ import annotations
@@ -60,9 +60,21 @@ MAXIMA = ("is_ratio/max", "logprob_gap/max")
 """Metrics of an update that are maxima over its tokens; all others are means or counts."""
 
 
-class UpdateInput(NamedTuple):
-    """One optimizer update. Advantages are taken over the whole rollout batch, weights over the groups `in_update`; the
-    completions in `packed` go through the model."""
+class TrainState(NamedTuple):
+    """The arrays that a training step replaces.
+
+    Attributes:
+      params: the weights that are trained: all of the model's, or its adapters.
+      opt_state: the optimizer's state for them.
+    """
+
+    params: Any
+    opt_state: Any
+
+
+class StepInputs(NamedTuple):
+    """The inputs of one optimizer update. Advantages are computed over the whole rollout batch, weights over the groups
+    `in_update`; only the completions in `packed` go through the model."""
 
     batch: GroupBatch
     in_update: Bool[AnyArray, "P"]
@@ -71,31 +83,47 @@ class UpdateInput(NamedTuple):
     ref_logprobs: Float[AnyArray, "P G T"] | None = None
 
 
-def update_input(
+class StepSpec(NamedTuple):
+    """What a training step is compiled for.
+
+    Attributes:
+      graphdef: the model's graph (`nnx.split(model)[0]`).
+      objective: advantages, token weights and token loss.
+      optimizer: an optax transformation.
+      options: how log-probabilities are computed.
+      shardings: those of the train state on a mesh; None on one device.
+    """
+
+    graphdef: Any
+    objective: StepObjective
+    optimizer: optax.GradientTransformation
+    options: ForwardOptions
+    shardings: TrainState | None = None
+
+
+def step_inputs(
     batch: GroupBatch,
     in_update: Bool[np.ndarray, "P"],
     packed: Packed,
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
-) -> UpdateInput:
-    """The update of the groups `in_update` of a rollout batch. What the batch leaves open is filled in: all completions
-    are trained, with the run's own estimator."""
+) -> StepInputs:
+    """Returns the update of the groups `in_update` of a rollout batch. Unset fields of the batch get their defaults:
+    every completion is trained on, with the run's own estimator."""
     everyone, own = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
     batch = batch._replace(
         trained=everyone if batch.trained is None else batch.trained,
         estimator_ids=own if batch.estimator_ids is None else batch.estimator_ids,
     )
-    return UpdateInput(batch, in_update, packed, old_logprobs, ref_logprobs)
+    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs)
 
 
 def chunk_loss(
+    spec: StepSpec,
     params: Any,
     states: PromptStates,
     chunk: Chunk,
-    data: UpdateInput,
-    graphdef: Any,
-    objective: StepObjective,
-    options: ForwardOptions,
+    inputs: StepInputs,
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
@@ -107,17 +135,17 @@ def chunk_loss(
         found = chunk.rows_of(values)
         return found.reshape(len(found), -1, *found.shape[3:])
 
-    found = chunk_logprobs(graphdef, params, states, data.batch, chunk, options)
+    found = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
     logprobs, entropy = (x.reshape(len(x), -1, x.shape[-1]) for x in found)
     length = chunk.length.reshape(len(chunk.length), -1, 1)
-    mask = rows(data.batch.sampled) & (length > 0)
+    mask = rows(inputs.batch.sampled) & (length > 0)
     weight = jnp.where(length > 0, rows(weights)[..., None], 0.0)
-    rollout = rows(data.batch.rollout_logprobs)
-    old = jax.lax.stop_gradient(logprobs) if data.old_logprobs is None else rows(data.old_logprobs)
-    tokens = TokenInputs(logprobs, old, rollout, rows(data.ref_logprobs), entropy, mask)
-    token_loss, token_metrics = objective.token_loss(tokens, rows(advantages))
+    rollout = rows(inputs.batch.rollout_logprobs)
+    old = jax.lax.stop_gradient(logprobs) if inputs.old_logprobs is None else rows(inputs.old_logprobs)
+    tokens = TokenInputs(logprobs, old, rollout, rows(inputs.ref_logprobs), entropy, mask)
+    token_loss, token_metrics = spec.objective.token_loss(tokens, rows(advantages))
     largest: dict[str, Array] = {}
-    if rollout is not None:  # how far the sampler's arithmetic is from the trainer's
+    if rollout is not None:  # the difference between the sampler's arithmetic and the trainer's
         gap = jnp.abs(jax.lax.stop_gradient(old) - rollout)
         token_metrics |= {"logprob_gap/mean": gap}
         largest["logprob_gap/max"] = jnp.where(mask, gap, 0.0).max()
@@ -130,29 +158,24 @@ def chunk_loss(
 
 
 def gradient(
-    graphdef: Any,
-    objective: StepObjective,
-    options: ForwardOptions,
+    spec: StepSpec,
     params: Any,
-    data: UpdateInput,
+    inputs: StepInputs,
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
     sets: Int[Array, ""],
-    shardings: Any = None,
     frozen: Any = None,
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """Computes the gradient of the loss with respect to `params` over the first `sets` sets, laid out as `shardings`
-    says; sums and maxima for the metrics. `frozen` are the model's other parameters (None: it has none), which have no
-    gradient."""
-    packed = jax.tree.map(jnp.asarray, data.packed)
+    """Computes the gradient of the loss with respect to `params` over the first `sets` sets of prompts; sums and maxima
+    for the metrics. `frozen` are the model's other parameters (None: it has none), which have no gradient."""
+    packed = jax.tree.map(jnp.asarray, inputs.packed)
 
     def loss(params: Any, states: PromptStates, chunk: Chunk) -> Any:
-        whole = join_params(params, frozen or {})
-        return chunk_loss(whole, states, chunk, data, graphdef, objective, options, advantages, weights)
+        return chunk_loss(spec, join_params(params, frozen or {}), states, chunk, inputs, advantages, weights)
 
     def states_of(params: Any, number: Any) -> PromptStates:
         whole = join_params(params, frozen or {})
-        return prompt_states(graphdef, whole, data.batch, packed.prompts[number], options)
+        return prompt_states(spec.graphdef, whole, inputs.batch, packed.prompts[number], spec.options)
 
     def one_set(number: Array, carry: Any) -> Any:
         states, pull_back = jax.vjp(lambda params: states_of(params, number), params)
@@ -180,72 +203,53 @@ def gradient(
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
     }
     start = jax.tree.map(jnp.zeros_like, params)
-    if shardings is not None:  # else the compiler may keep the sum of a large model whole on every device
-        start = jax.lax.with_sharding_constraint(start, shardings)
+    if spec.shardings is not None:  # else the compiler may keep the sum of a large model whole on every device
+        start = jax.lax.with_sharding_constraint(start, spec.shardings.params)
     return jax.lax.fori_loop(0, sets, one_set, (start, totals))
 
 
-def jit_update(
-    graphdef: Any,
-    objective: StepObjective,
-    optimizer: optax.GradientTransformation,
-    options: ForwardOptions,
-    shardings: tuple[Any, Any] | None = None,
-    traced: Callable[[], None] = lambda: None,
-) -> Any:
-    """`update_step` as one program of trained parameters, optimizer state, `UpdateInput` and frozen parameters; it
-    takes the first two over.
+def jit_train_step(spec: StepSpec, traced: Callable[[], None] = lambda: None) -> Any:
+    """Compiles `train_step` as one program of `(TrainState, StepInputs, frozen parameters)`; the state is donated.
 
     Args:
-      shardings: of trained parameters and optimizer state on a mesh. They come out as they went in, so that the next
-        step meets what it was compiled for.
       traced: called once per trace.
     """
-    params_lie, state_lies = shardings or (None, None)
 
-    def update(params: Any, opt_state: Any, data: UpdateInput, frozen: Any) -> Any:
+    def step(state: TrainState, inputs: StepInputs, frozen: Any) -> Any:
         traced()
-        return update_step(graphdef, objective, optimizer, options, params, opt_state, data, params_lie, frozen)
+        return train_step(spec, state, inputs, frozen)
 
-    return jax.jit(update, donate_argnums=(0, 1), out_shardings=(params_lie, state_lies, None, None))
+    # On a mesh the state comes out as it went in, so that the next step finds the program that was compiled for it.
+    return jax.jit(step, donate_argnums=0, out_shardings=(spec.shardings, None, None))
 
 
-def update_step(
-    graphdef: Any,
-    objective: StepObjective,
-    optimizer: optax.GradientTransformation,
-    options: ForwardOptions,
-    params: Any,
-    opt_state: Any,
-    data: UpdateInput,
-    shardings: Any = None,
-    frozen: Any = None,
-) -> tuple[Any, Any, dict[str, Array], Float[Array, "P G *T"]]:
-    """One optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
+def train_step(
+    spec: StepSpec, state: TrainState, inputs: StepInputs, frozen: Any = None
+) -> tuple[TrainState, dict[str, Array], Float[Array, "P G *T"]]:
+    """Does one optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
 
-    `shardings` says where parameters, and so their gradients, lie on a mesh. `frozen` are parameters of the model that
-    are not trained (None: there are none).
+    `frozen` are parameters of the model that are not trained (None: there are none).
 
-    Returns the new parameters and optimizer state, scalar metrics and the advantages. Parameters and optimizer state
-    stay as they were where an advantage, the loss or the gradient is not finite (`update/skipped` is 1), and where no
-    token counts in the loss (`update/empty` is 1): momentum and weight decay would move the weights without any
-    observation. A batch of equal rewards is an observation, whose gradient estimate is 0, and goes to the optimizer.
+    Returns the new state, scalar metrics and the advantages. The state is unchanged where an advantage, the loss or the
+    gradient is not finite (`update/skipped` is 1), and where no token counts in the loss (`update/empty` is 1):
+    momentum and weight decay would move the weights without any observation. A batch of equal rewards is an
+    observation, whose gradient estimate is 0, and goes to the optimizer.
     """
-    batch = jax.tree.map(jnp.asarray, data.batch)
+    batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
-    advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
-    weights = objective.weights(batch.scored, batch.trained, lengths, data.in_update, ids)
+    advantages = spec.objective.advantages(batch.rewards, batch.scored, lengths, ids)
+    weights = spec.objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
     usable = jnp.isfinite(advantages).all()
-    sets = jnp.where(usable, data.packed.sets, 0)
+    sets = jnp.where(usable, inputs.packed.sets, 0)
     by_token = advantages if advantages.ndim == 3 else advantages[..., None]
-    grads, totals = gradient(graphdef, objective, options, params, data, by_token, weights, sets, shardings, frozen)
-    updates, new_state = optimizer.update(grads, opt_state, params)
+    grads, totals = gradient(spec, state.params, inputs, by_token, weights, sets, frozen)
+    updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
     norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)
     empty = ~((weights > 0) & (lengths > 0)).any()
-    new = optax.apply_updates(params, updates), new_state
-    params, opt_state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, (params, opt_state))
+    new = TrainState(optax.apply_updates(state.params, updates), opt_state)
+    state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, state)
     metrics = {name: total / tokens for name, total in totals["sums"].items()}  # of no tokens: NaN, written as null
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
-    return params, opt_state, metrics, advantages
+    return state, metrics, advantages
