@@ -166,8 +166,8 @@ def test_dynamic_sampling_by_a_loop(kinds, batch_size, cap, name):
         rollout, batch, metrics, tokens = collector(2, None, silent)
         assert [problem.number for problem in rollout.problems] == expected
         assert [problem.text for problem in rollout.problems] == [f"{n}>" for n in expected]
-        every = FakeSampler().generate(None, None, drawn, SIZE, None, None)
-        own = FakeSampler().generate(None, None, expected, SIZE, None, None)
+        every = FakeEngine().generate(None, None, drawn, SIZE, None, None)
+        own = FakeEngine().generate(None, None, expected, SIZE, None, None)
         np.testing.assert_array_equal(batch.completion_tokens, own.tokens[:, :, : batch.completion_tokens.shape[-1]])
         np.testing.assert_array_equal(batch.completion_lengths, own.lengths)
         rewards = np.array([GROUPS[kinds[n]] for n in expected], float)

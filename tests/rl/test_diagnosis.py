@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from tunix_like.config_file import keys
 from tunix_like.rewards import REWARDS, Scores
 from tunix_like.rl import diagnosis
 from tunix_like.rl.diagnosis import AGAIN, SignalWatch, diagnose, has_signal
-from tunix_like.rl.rollouts import Rollout, to_batch
+from tunix_like.rl.rollouts import Rollout, Task, to_batch
 from tunix_like.rl.samples import pick_samples
 from tunix_like.types import Completions, Problem
 
@@ -22,8 +23,8 @@ LIMIT = 20
 NAN = float("nan")
 
 
-def learner(reward="mine"):
-    return SimpleNamespace(
+def task_of(reward="mine"):
+    return Task(
         algo=AlgorithmConfig(advantage_estimator="maxpo"),
         rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=LIMIT),
         rewards=[(reward, REWARDS.get(reward, len), 1.0)],
@@ -54,35 +55,35 @@ def made(rewards, texts="no", lengths=5, finished=True, trained=None, late=0, fa
 TIED = [[0.2] * 4, [0.0] * 4]
 
 CASES = {
-    "unscored": (learner(), made([[NAN] * 4, [NAN] * 3 + [1]], late=3, failed=2), 0,
+    "unscored": (task_of(), made([[NAN] * 4, [NAN] * 3 + [1]], late=3, failed=2), 0,
                  "7 of 8 completions have none (3 for which a reward function was late, 2 for which"),
-    "mostly unscored": (learner(), made([[NAN] * 4] * 7 + [[0.0] * 4], failed=28), 0,
+    "mostly unscored": (task_of(), made([[NAN] * 4] * 7 + [[0.0] * 4], failed=28), 0,
                         "1 of 8 groups have two rewards to compare, and no two differ; 28 of 32 completions have none"),
-    "half of each group unscored": (learner(), made([[0.0, 0, NAN, NAN, NAN]] * 2, late=6), 2,
+    "half of each group unscored": (task_of(), made([[0.0, 0, NAN, NAN, NAN]] * 2, late=6), 2,
                                     "2 of 2 groups have two rewards to compare, and no two differ; 6 of 10"),
-    "masked": (learner(), made([[0, 1, 0, 0]], finished=[True, False, True, True], trained=[False] * 4), 1,
+    "masked": (task_of(), made([[0, 1, 0, 0]], finished=[True, False, True, True], trained=[False] * 4), 1,
                "rewards differ in 1 of 1 groups, but all completions with an advantage were cut"),
-    "estimator": (learner(), (*made([[0.0] * 4, [0, 1, 0, 0]])[:2], np.zeros((2, 4))), 4,
+    "estimator": (task_of(), (*made([[0.0] * 4, [0, 1, 0, 0]])[:2], np.zeros((2, 4))), 4,
                   "rewards differ in 1 of 2 groups, but the estimator 'maxpo' gives every completion the advantage 0"),
-    "solved": (learner(), made([[1.0] * 4, [2.0] * 4]), 0, "all 2 groups are solved: each of their 4 completions"),
+    "solved": (task_of(), made([[1.0] * 4, [2.0] * 4]), 0, "all 2 groups are solved: each of their 4 completions"),
     "solved, as far as is known": (
-        learner(), made([[NAN] * 4, [NAN, 1.0, 1.0, 1.0], [1.0] * 4]), 5,
+        task_of(), made([[NAN] * 4, [NAN, 1.0, 1.0, 1.0], [1.0] * 4]), 5,
         "all 2 groups are solved: each of their scored completions succeeds (5 completions without a reward are not "
         "counted, all those of 1 groups among them)"),
-    "divided": (learner(), made([[1.0] * 4, [0.0] * 4]), 4, "1 of 2 groups are solved by all of their 4 completions"),
+    "divided": (task_of(), made([[1.0] * 4, [0.0] * 4]), 4, "1 of 2 groups are solved by all of their 4 completions"),
     "divided, as far as is known": (
-        learner(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
+        task_of(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
         "1 of 2 groups are solved by all of their scored completions, the others by none (6 completions without"),
-    "refused": (learner(), made(TIED, ["no", " 40\n", "40", "40.", "no", "no", "no", "41"], finished=False), 1,
+    "refused": (task_of(), made(TIED, ["no", " 40\n", "40", "40.", "no", "no", "no", "41"], finished=False), 1,
                 "no group is solved, although 3 of 8 completions are the row's `answer` word for word"),
-    "truncated": (learner("gsm8k"), made([[0.0] * 10], finished=[True] + [False] * 9), 1,
+    "truncated": (task_of("gsm8k"), made([[0.0] * 10], finished=[True] + [False] * 9), 1,
                   "9 of 10 completions were cut at the limit"),
-    "unparsable": (learner("gsm8k"), made([[0.0] * 10], ["#### 7"] + ["no"] * 9), 1,
+    "unparsable": (task_of("gsm8k"), made([[0.0] * 10], ["#### 7"] + ["no"] * 9), 1,
                    "in 9 of 10 completions no answer is found"),
-    "wrong": (learner("gsm8k"), made(TIED, ["no", *["#### 7"] * 7], finished=[True, True, True, False]), 1,
+    "wrong": (task_of("gsm8k"), made(TIED, ["no", *["#### 7"] * 7], finished=[True, True, True, False]), 1,
               "of 8 completions 2 were cut at the limit, in 1 no answer is found"),
     "wrong, as far as is known": (
-        learner("gsm8k"), made([*TIED, [NAN] * 4], ["no", *["#### 7"] * 11], finished=[True, True, True, False]), 1,
+        task_of("gsm8k"), made([*TIED, [NAN] * 4], ["no", *["#### 7"] * 11], finished=[True, True, True, False]), 1,
         "of 8 completions 2 were cut at the limit, in 1 no answer is found (4 completions without a reward are not"),
 }  # fmt: skip
 
@@ -105,12 +106,12 @@ def test_a_step_with_a_signal():
 
 
 def test_without_a_reward_that_tells_answers_none_is_missed():
-    found = diagnose(learner(), *made(TIED))
+    found = diagnose(task_of(), *made(TIED))
     assert found.cause == "wrong" and "no answer" not in found.found
 
 
 def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
-    watch, nothing, something = SignalWatch(learner()), made(TIED, "a\x1bb" + "c" * 900), made([[0, 1, 0, 0]])
+    watch, nothing, something = SignalWatch(task_of()), made(TIED, "a\x1bb" + "c" * 900), made([[0, 1, 0, 0]])
     said = []
     for step in range(1, 35):
         caplog.clear()
@@ -120,8 +121,8 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
     assert said == [1, AGAIN, 13 + AGAIN, 13 + 2 * AGAIN]
 
     caplog.clear()
-    SignalWatch(learner())(1, *nothing)
-    SignalWatch(learner())(2, *nothing)  # a step later on may have had bad luck
+    SignalWatch(task_of())(1, *nothing)
+    SignalWatch(task_of())(2, *nothing)  # a step later on may have had bad luck
     assert len(caplog.messages) == 1
     paragraph = caplog.messages[0]
     assert paragraph.startswith("nothing was learnt from the rewards of step 1: no group is solved") and (
@@ -138,7 +139,7 @@ def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_onl
         raise IndexError("no \x1b answer")
 
     monkeypatch.setattr(diagnosis, "told_answers", told_answers)
-    watch = SignalWatch(learner())
+    watch = SignalWatch(task_of())
     for step in range(1, AGAIN + 2):
         watch(step, *made(TIED))
     assert len(asked) == 2
@@ -183,7 +184,7 @@ def test_samples_stand_below_the_line_of_their_step(capsys, tmp_path):
         config=Config(), learner=lambda **arguments: arguments, model=None, tokenizer=None, rewards=[], mesh=None,
         source_estimators=None,
     )  # fmt: skip
-    hooks, (rollout, _, advantages) = cli._learner(parts, tmp_path), made(TIED)
+    hooks, (rollout, _, advantages) = cli._task_of(parts, tmp_path), made(TIED)
     hooks["on_samples"](1, pick_samples(rollout, advantages))
     for step in (1, 2):
         hooks["on_row"]({"step": step}, 2)

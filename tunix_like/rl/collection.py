@@ -23,6 +23,7 @@ from tunix_like.errors import UserError
 from tunix_like.rl.estimators import check_rewards
 from tunix_like.rl.objective import Objective
 from tunix_like.rl.rollouts import (
+    FirstFailure,
     Rollout,
     Task,
     completion_texts,
