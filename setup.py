@@ -10,6 +10,7 @@ CORE = [
     "grain>=0.2.18",  # a data stream whose place can be saved and restored
     "ml-collections>=1.1.0",  # the locked tree that a YAML file and key=value overrides are merged in
     "numpy>=2.0",  # host arrays
+    "scipy>=1.13",  # the incomplete beta function of exact confidence intervals; jax brings it
     "jaxtyping>=0.3.11",  # shapes in signatures, checked by the tests
     "safetensors>=0.8.0",  # weights in and out, in Hugging Face's format
     "tokenizers>=0.23.1",  # tokenizer.json, without transformers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tunix_like import cli
 from tunix_like.errors import UserError
 from tunix_like.eval_compare import cells, check_same, differences
-from tunix_like.eval_statistics import RESAMPLES
+from tunix_like.eval_statistics import intervals
 
 
 def rows(values, gold=None, prompt="p"):
@@ -29,19 +30,19 @@ def write(file, rows):
 
 
 def test_differences_are_paired():
-    """Against resampling problems by hand: much narrower than of unpaired ones where both find the same ones hard."""
+    """The interval is that of the differences: much narrower than that of either side, where the same are hard."""
     rng = np.random.default_rng(5)
-    a = rng.random(60)
-    b = np.clip(a + 0.05 + 0.02 * rng.standard_normal(60), 0, 1)
+    a = rng.random(600)
+    b = np.clip(a + 0.05 + 0.02 * rng.standard_normal(600), 0, 1)
     b[:2] = a[:2]
     (found,) = differences(rows([None, *a[1:]]), rows(b))
-    drawn = np.random.default_rng(0).integers(60, size=(RESAMPLES, 60))
-    change = np.where(np.arange(60) == 0, np.nan, b - a)
-    low, high = np.quantile([np.nanmean(change[each]) for each in drawn], [0.025, 0.975])
-    assert (found.low, found.high) == pytest.approx((low, high)) and found.high - found.low < 0.02
+    change = np.where(np.arange(600) == 0, np.nan, b - a)
+    assert (found.low, found.high) == pytest.approx(intervals({"x": change}, {"x": (-1.0, 1.0)})["x"])
+    unpaired = intervals({"a": a, "b": b}, {"a": (0.0, 1.0), "b": (0.0, 1.0)})
+    assert found.high - found.low < 0.03 < 0.045 < min(high - low for low, high in unpaired.values())
     assert (found.a, found.b) == pytest.approx((a[1:].mean(), b[1:].mean())), "only what both know"
     assert found.difference == pytest.approx(found.b - found.a)
-    assert (found.won, found.lost) == ((b > a + 1e-9).sum(), (b < a - 1e-9).sum()) and found.won + found.lost == 58
+    assert (found.won, found.lost) == ((b > a + 1e-9).sum(), (b < a - 1e-9).sum()) and found.won + found.lost == 598
 
 
 def test_cells_and_metrics_of_only_one():
@@ -54,6 +55,18 @@ def test_cells_and_metrics_of_only_one():
     assert (name, left, right, counts) == ("pass@1", "50.0%", "75.0%", "2 / 1")
     assert change.startswith("+25.0% [-")
     assert math.isnan(differences(a[:1], b[:1])[0].low), "one problem has no interval"
+
+
+def test_rare_successes_of_both_sides():
+    """Nothing succeeds in A or B: that says little of other problems. Rewards differ by up to the threshold."""
+    a = rows([0.0] * 64)
+    for row in a:
+        row["values"]["avg@4"] = 0.0
+    unseen = 1 - 0.025 ** (1 / 64)
+    for threshold in (1.0, 10.0):
+        rate, reward = differences(a, a, threshold)
+        assert (rate.low, rate.high) == pytest.approx((-unseen, unseen), abs=0.002)
+        assert (reward.low, reward.high) == pytest.approx((-threshold * unseen, threshold * unseen), rel=0.04)
 
 
 def test_the_same_problems():
@@ -81,7 +94,8 @@ def test_two_files(tmp_path, capsys):
     assert cli.main(["eval", "--compare", one, two]) == 0
     said = capsys.readouterr().out
     assert f"A: {one}\nB: {two}\n3 problems, paired" in said
-    assert all(cell in said for cell in ("50.0%", "100.0%", "+50.0% [0.0, 100.0]", "1 / 0"))
+    assert all(cell in said for cell in ("50.0%", "100.0%", "1 / 0"))
+    assert re.search(r"\+50\.0% \[-\d\d\.\d, 98\.[678]\]", said), "the 97.5 % quantile of Beta(2, 1) is 98.7 %"
 
 
 def test_settings_that_differ_are_told(tmp_path, capsys):

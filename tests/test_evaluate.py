@@ -16,6 +16,7 @@ from tunix_like import progress
 from tunix_like.config import EvalConfig
 from tunix_like.data.stream import Skipped
 from tunix_like.errors import UserError
+from tunix_like.eval_statistics import intervals
 from tunix_like.evaluate import Evaluator, eval_problems, ks_of
 from tunix_like.rewards import ANSWERS as ANSWERS_OF
 from tunix_like.rewards import REWARDS as REWARD_FNS
@@ -255,9 +256,12 @@ def test_votes_and_intervals_of_an_evaluation(tokenizer):
     assert found.metrics["eval/maj@1"] == found.metrics["eval/pass@1"] == found.metrics["eval/avg@4"] == 0.5
     assert found.metrics["eval/maj@4"] == 0.5, "no wins the first, yes the second"
     np.testing.assert_allclose(found.values["maj@2"], [3 / 4, 1 / 4], atol=1e-6)
+    expected = intervals(found.values, dict.fromkeys(found.values, (0.0, 1.0)))
     for name in found.values:
-        ends = [found.metrics[f"eval/{end}/{name}"] for end in ("low", "high")]
-        np.testing.assert_allclose(ends, [found.values[name].min(), found.values[name].max()])
+        assert tuple(found.metrics[f"eval/{end}/{name}"] for end in ("low", "high")) == expected[name]
+    dearer = dataclasses.replace(own, success_threshold=3.0)("weights").metrics
+    assert dearer["eval/high/pass@1"] == pytest.approx(1 - 0.025**0.5), "none of two problems"
+    assert dearer["eval/high/avg@4"] > 1 > found.metrics["eval/high/avg@4"], "a reward of 3 is possible"
 
     def exact_match(prompts, completions, answer):
         return [1.0] * len(completions)

@@ -74,7 +74,7 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
             found_here = measured(name, overrides)
             rows[name], settings[name] = problem_rows(found_here), summary_of(found_here)
     eval_compare.check_same(rows[a], rows[b], (a, b))
-    found = eval_compare.differences(rows[a], rows[b])
+    found = eval_compare.differences(rows[a], rows[b], eval_compare.threshold_of(settings.values()))
     if not found:
         raise UserError(f"--compare: {a} and {b} have no metric in common; evaluate both with the same eval.k.")
     console.say(f"A: {a}\nB: {b}")

@@ -6,7 +6,7 @@ It knows the file that `eval --out` writes. It does NOT sample: runs and models 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from tunix_like.console import figure
 from tunix_like.errors import UserError
-from tunix_like.eval_statistics import intervals, mean_known
+from tunix_like.eval_statistics import intervals, mean_known, value_ranges
 
 CURE = "Give a file that `tunix-like eval --out` has written."
 _KINDS = {"problem": int, "prompt": str, "columns": dict, "values": dict}
@@ -67,6 +67,12 @@ def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> s
     names = [name for name in _SETTINGS if a[name] != b[name]]
     sides = (", ".join(_setting(name, each[name]) for name in names) for each in (a, b))
     return "A: {}; B: {}".format(*sides) if names else ""
+
+
+def threshold_of(settings: Iterable[Mapping[str, Any] | None]) -> float:
+    """The largest `success_threshold` of the summaries that are known, or its default."""
+    known = [each.get("success_threshold") for each in settings if each is not None]
+    return max((float(each) for each in known if isinstance(each, int | float)), default=1.0)
 
 
 def skipped_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
@@ -125,14 +131,22 @@ def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], n
         )
 
 
-def differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """B - A of each metric that both have, paired by problem: resampled problems bring the values of both."""
+def differences(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], threshold: float = 1.0
+) -> list[Difference]:
+    """B - A of each metric that both have, paired: the interval is that of the mean of the problems' differences.
+
+    `threshold` is the reward of a success. A difference of avg@n is at most as large as the range of the values of A
+    and B, of 0 and of the threshold.
+    """
     names = [name for name in a[0]["values"] if name in b[0]["values"]]
     left, right = (
         {name: np.array([row["values"].get(name) for row in rows], np.float64) for name in names} for rows in (a, b)
     )
     change = {name: right[name] - left[name] for name in names}
-    ends = intervals(change)
+    averages = [each for side in (left, right) for name, each in side.items() if name.startswith("avg@")]
+    ranges = value_ranges(change, [*averages, [threshold]])
+    ends = intervals(change, {name: (low - high, high - low) for name, (low, high) in ranges.items()})
     found = []
     for name, each in change.items():
         known = ~np.isnan(each)

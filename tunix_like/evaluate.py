@@ -20,7 +20,7 @@ from tunix_like.config import EvalConfig
 from tunix_like.data.source import REWARD_COLUMN
 from tunix_like.data.stream import Skipped, check_overlong, render, unusable, usable
 from tunix_like.errors import UserError
-from tunix_like.eval_statistics import intervals, mean_known, problem_values
+from tunix_like.eval_statistics import intervals, mean_known, problem_values, value_ranges
 from tunix_like.rewards import ANSWERS, REWARDS, Scores
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rl.rollouts import (
@@ -222,7 +222,8 @@ class Evaluator:
         }
         for label, own in groups_by_source(self.problems).items():
             metrics |= {f"eval/{name}/{label}": mean_known(values[name][own]) for name in _passes(values)}
-        for name, ends in intervals(values).items():
+        ranges = value_ranges(values, [total, [self.success_threshold]])
+        for name, ends in intervals(values, ranges).items():
             metrics |= {f"eval/{end}/{name}": value for end, value in zip(("low", "high"), ends, strict=True)}
         return Evaluation(metrics, values, texts, total, succeeded, answers)
 
