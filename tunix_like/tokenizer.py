@@ -8,23 +8,19 @@ tests hold the two libraries to the same ids and the same text.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 import tokenizers
 
+from tunix_like import chat_templates
 from tunix_like.errors import UserError
 from tunix_like.json_files import read_object
-from tunix_like.untrusted import parts, refer, refer_deep
+from tunix_like.untrusted import Filled, parts, refer, refer_deep
 
 if TYPE_CHECKING:
     from tunix_like.types import Message
@@ -209,10 +205,11 @@ class Tokenizer:
                 "whole character, or leave the row out."
             ) from error
 
-    def encode_data(self, text: str) -> list[int]:
-        """Token ids of text that comes out of data: control tokens that it spells stay the text they are. None is
-        added. Raises what `encode` raises."""
-        return self._encode_guarded(refer(text, self._control, everything=True), False, None)[1]
+    def encode_data(self, text: str, most: int) -> list[int]:
+        """The first `most` token ids of text that comes out of data: control tokens that it spells stay the text they
+        are. None is added. Raises what `encode` raises."""
+        beginning = self._enough(text, most)
+        return self._encode_guarded(refer(beginning, self._control, everything=True), False, most)[1][:most]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, in parallel threads; no padding."""
@@ -236,30 +233,47 @@ class Tokenizer:
           **template_variables: further names that the template may read (`enable_thinking=False`).
 
         Raises:
-          UserError: there is no chat template, a message lacks role or content, or the template fails.
+          UserError: there is no chat template, a message lacks role or content, or the template fails: it raises an
+            exception, or takes too much time or memory (`chat_templates`).
         """
+        turns = _plain(messages)
+        (text,) = self._rendered([turns], add_generation_prompt, template_variables)
+        if isinstance(text, UserError):
+            raise text
+        return text
+
+    def _rendered(
+        self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]
+    ) -> Iterator[str | UserError]:
+        """The text of each, or what is wrong with it."""
         if self._chat_template is None:
-            raise UserError(
-                "The tokenizer has no chat template: add chat_template.jinja to its folder, or give prompts as text "
-                "(data.apply_chat_template=false, no data.system_prompt)."
-            )
+            for _ in conversations:
+                yield UserError(
+                    "The tokenizer has no chat template: add chat_template.jinja to its folder, or give prompts as "
+                    "text (data.apply_chat_template=false, no data.system_prompt)."
+                )
+            return
         tokens = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
         named = {name: token for name, token in tokens.items() if token is not None}
-        turns = _plain(messages)
-        variables = {**named, "tools": None, "documents": None} | self._template_variables | template_variables
-        try:
-            return _compile_template(self._chat_template).render(
-                messages=turns, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except Exception as error:  # a template is a program from outside: whatever it raises is about its input
-            roles = [str(turn["role"]) for turn in turns]
-            cure = (
-                " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
-            )
-            raise UserError(
-                f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
-                f"{type(error).__name__}: {error}.{cure if 'system' in roles else ''}"
-            ) from error
+        fixed = {**named, "tools": None, "documents": None, **self._template_variables, **further}
+        fixed["add_generation_prompt"] = add_generation_prompt
+        requests: list[bytes] = []
+        unfit: UserError | None = None
+        for turns in conversations:
+            try:
+                size = sum(map(len, _texts(turns)))
+                requests.append(chat_templates.request(self._chat_template, {**fixed, "messages": turns}, size))
+            except chat_templates.TemplateFailed as error:
+                unfit = _template_error(turns, error)
+                break
+        done = 0
+        while done < len(requests):
+            for text in chat_templates.render(requests[done:]):
+                yield text if isinstance(text, str) else _template_error(conversations[done], text)
+                done += 1
+        if unfit is not None:
+            yield unfit
+            yield from self._rendered(conversations[done + 1 :], add_generation_prompt, further)
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
@@ -280,14 +294,59 @@ class Tokenizer:
           UserError: see `render` and `encode`.
         """
         if isinstance(prompt, str) and not apply_chat_template:
+            prompt = prompt if most is None else self._enough(prompt, most)
             guarded_text = refer(prompt, self._control, everything=False)
             text, ids = self._encode_guarded(guarded_text, add_special_tokens=True, most=most)
             # The text itself may open with the token that the tokenizer adds.
             doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
             return text, ids[1:] if doubled else ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        guarded = refer_deep(_plain(messages), self._control)
-        return self._encode_guarded(self.render(guarded), add_special_tokens=False, most=most)
+        (found,) = self.encode_prompts([messages], most)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def encode_prompts(
+        self, prompts: Sequence[str | Sequence[Message]], most: int | None = None
+    ) -> Iterator[tuple[str, list[int]] | UserError]:
+        """`encode_prompt` of each, text as it is and messages rendered, or what is wrong with it; quicker than one by
+        one, as the process that renders is never waited for."""
+        enough = [
+            prompt if most is None or isinstance(prompt, str) else self._enough(prompt, most) for prompt in prompts
+        ]
+        guarded = [prompt if isinstance(prompt, str) else self._guarded(prompt) for prompt in enough]
+        texts = self._rendered([each for each in guarded if isinstance(each, list)], True, {})
+        for whole, beginning, prompt in zip(prompts, enough, guarded, strict=True):
+            text = next(texts) if isinstance(prompt, list) else prompt
+            found: tuple[str, list[int]] | UserError
+            try:
+                if isinstance(text, UserError):
+                    raise text
+                as_it_is = prompt is text
+                found = self.encode_prompt(text, False, most) if as_it_is else self._encode_guarded(text, False, most)
+            except UserError as error:
+                found = error
+            # A template may leave out what is long: then the beginning says nothing of the whole.
+            if beginning is not whole and (isinstance(found, UserError) or len(found[1]) <= (most or 0)):
+                (found,) = self.encode_prompts([whole])
+            yield found
+
+    def _enough(self, prompt: Any, most: int) -> Any:
+        """The prompt; or, if one of its texts has more than twice `most` tokens, with the beginnings of its texts that
+        are enough to say so: a text of 30 MB takes a minute to encode."""
+        longest, size = max(_texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
+        while size < len(longest):
+            if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
+                return _cut(prompt, size)
+            size *= 4
+        return prompt
+
+    def _guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]] | UserError:
+        """Checked messages, all of whose texts are data."""
+        try:
+            return [refer_deep(message, self._control) for message in _plain(messages)]
+        except UserError as error:
+            return error
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
         """Text and ids (see `most` of `encode_prompt`); a control token that stands in it by reference is encoded by
@@ -444,34 +503,13 @@ def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return template
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for other tools; here it is its body."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile_template(source: str) -> jinja2.Template:
-    """The Hugging Face jinja dialect, sandboxed because a template is a stranger's program."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # jinja's own filter escapes HTML characters, which a model never saw in training
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+def _template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
+    roles = [str(turn["role"]) for turn in turns]
+    cure = " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
+    return UserError(
+        f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
+        f"{failure}.{cure if 'system' in roles else ''}"
     )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment.from_string(source)
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -480,3 +518,23 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")
     return [dict(message) for message in messages]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in plain values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+def _cut(value: Any, size: int) -> Any:
+    """The value with the first `size` characters of each text in it."""
+    if isinstance(value, Filled):
+        return value.beginning(size)
+    if isinstance(value, str):
+        return value[:size]
+    if isinstance(value, Mapping):
+        return {key: _cut(inner, size) for key, inner in value.items()}
+    return [_cut(inner, size) for inner in value] if isinstance(value, list | tuple) else value
