@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "tunix_like"
 ROWS = (
     "types errors console checksums untrusted eval_statistics",
     "json_files starting eval_compare progress checkpoint_files output_folder coordinator chat_templates",
-    "template_worker",
+    "template_worker tokenizer_files",
     "config tokenizer user_code speed processes",
     "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
     "checkpoints doctor sampling/logits rl/packing",

@@ -19,18 +19,14 @@ import tokenizers
 
 from tunix_like import chat_templates
 from tunix_like.errors import UserError
-from tunix_like.json_files import read_object
-from tunix_like.untrusted import Filled, parts, refer, refer_deep
+from tunix_like.tokenizer_files import NAMED_TOKENS, add_declared_tokens, content, find_chat_template, read_fields
+from tunix_like.untrusted import beginnings, parts, refer, refer_deep, texts
 
 if TYPE_CHECKING:
     from tunix_like.types import Message
 
 _LONG_TOKEN = 16
 """Characters of a long token: a text of so many times as many as there may be tokens is likely to have too many."""
-
-_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
-_CURE = "Mend it, or download it again."
 
 
 class Tokenizer:
@@ -106,15 +102,15 @@ class Tokenizer:
             backend.encode("\uffff")  # a vocabulary without its unknown token fails at the first unknown word
         except Exception as error:  # the Rust side raises a bare Exception
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from error
-        config = _read_fields(folder / "special_tokens_map.json") | _read_fields(folder / "tokenizer_config.json")
-        names = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
-        _add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
+        config = read_fields(folder / "special_tokens_map.json") | read_fields(folder / "tokenizer_config.json")
+        names = {name: content(config.get(name)) for name in NAMED_TOKENS}
+        add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
         return cls(
             backend,
             bos_token=names["bos_token"],
             eos_token=names["eos_token"],
             pad_token=names["pad_token"],
-            chat_template=_find_chat_template(folder, config),
+            chat_template=find_chat_template(folder, config),
         )
 
     @classmethod
@@ -261,7 +257,7 @@ class Tokenizer:
         unfit: UserError | None = None
         for turns in conversations:
             try:
-                size = sum(map(len, _texts(turns)))
+                size = sum(map(len, texts(turns)))
                 requests.append(chat_templates.request(self._chat_template, {**fixed, "messages": turns}, size))
             except chat_templates.TemplateFailed as error:
                 unfit = _template_error(turns, error)
@@ -315,9 +311,9 @@ class Tokenizer:
             prompt if most is None or isinstance(prompt, str) else self._enough(prompt, most) for prompt in prompts
         ]
         guarded = [prompt if isinstance(prompt, str) else self._guarded(prompt) for prompt in enough]
-        texts = self._rendered([each for each in guarded if isinstance(each, list)], True, {})
+        rendered = self._rendered([each for each in guarded if isinstance(each, list)], True, {})
         for whole, beginning, prompt in zip(prompts, enough, guarded, strict=True):
-            text = next(texts) if isinstance(prompt, list) else prompt
+            text = next(rendered) if isinstance(prompt, list) else prompt
             found: tuple[str, list[int]] | UserError
             try:
                 if isinstance(text, UserError):
@@ -334,10 +330,10 @@ class Tokenizer:
     def _enough(self, prompt: Any, most: int) -> Any:
         """The prompt; or, if one of its texts has more than twice `most` tokens, with the beginnings of its texts that
         are enough to say so: a text of 30 MB takes a minute to encode."""
-        longest, size = max(_texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
+        longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
         while size < len(longest):
             if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
-                return _cut(prompt, size)
+                return beginnings(prompt, size)
             size *= 4
         return prompt
 
@@ -421,88 +417,6 @@ class Tokenizer:
             (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
 
 
-def _read_fields(file: Path) -> dict[str, Any]:
-    """The object in an optional JSON file about tokens, checked as far as it is read; empty when there is no such file.
-
-    Raises:
-      UserError: naming the file and the field.
-    """
-    if not file.is_file():
-        return {}
-    config = read_object(file, _CURE)
-
-    def check(name: str, good: bool, what: str) -> None:
-        if not good:
-            raise UserError(f"{file}: {name} must be {what}. {_CURE}")
-
-    for name in _NAMED_TOKENS:
-        check(name, config.get(name) is None or _is_token(config[name]), "a token: its text, or a mapping with content")
-    declared = config.get("added_tokens_decoder") or {}
-    fit = isinstance(declared, dict) and all(map(str.isdecimal, declared))
-    fit = fit and all(isinstance(each, dict) and _is_token(each) for each in declared.values())
-    check("added_tokens_decoder", fit, "a mapping of ids to tokens, each with its content")
-    for name in _MORE_TOKENS:
-        more = config.get(name) or []
-        check(name, isinstance(more, list | dict) and all(map(_is_token, _items(more))), "a list of tokens")
-    template = config.get("chat_template")
-    several = isinstance(template, list) and all(
-        isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
-        for each in template
-    )
-    check("chat_template", template is None or isinstance(template, str) or several, "a text, or a list of named ones")
-    return config
-
-
-def _is_token(token: Any) -> bool:
-    return isinstance(_content(token), str)
-
-
-def _items(tokens: Any) -> list[Any]:
-    return list(tokens.values() if isinstance(tokens, Mapping) else tokens)
-
-
-def _content(token: Any) -> Any:
-    """A special token's text: it is written as a string or as the fields of an AddedToken."""
-    return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedToken:
-    switches = {
-        name: bool(fields[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in fields
-    }
-    return tokenizers.AddedToken(fields["content"], special=special, **switches)
-
-
-def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Adds the tokens that tokenizer_config.json declares and tokenizer.json does not know as added tokens."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]
-    more = next((_items(config[name]) for name in _MORE_TOKENS if config.get(name)), [])
-    tokens += [
-        _added_token(token if isinstance(token, Mapping) else {"content": token, "normalized": False}, True)
-        for token in [*named, *more]
-    ]
-    for token in tokens:
-        if token.content not in known:
-            known.add(token.content)
-            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-
-
-def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template in chat_template.jinja, else in tokenizer_config.json (one, or the default of several)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read as text in UTF-8 ({error}). {_CURE}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {item["name"]: item["template"] for item in template}.get("default")
-    return template
-
-
 def _template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
     roles = [str(turn["role"]) for turn in turns]
     cure = " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
@@ -518,23 +432,3 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")
     return [dict(message) for message in messages]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts in plain values."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
-
-
-def _cut(value: Any, size: int) -> Any:
-    """The value with the first `size` characters of each text in it."""
-    if isinstance(value, Filled):
-        return value.beginning(size)
-    if isinstance(value, str):
-        return value[:size]
-    if isinstance(value, Mapping):
-        return {key: _cut(inner, size) for key, inner in value.items()}
-    return [_cut(inner, size) for inner in value] if isinstance(value, list | tuple) else value

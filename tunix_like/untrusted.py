@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _BEGIN, _END, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
@@ -93,6 +93,26 @@ def refer_deep(value: Any, control: Sequence[str]) -> Any:
         if isinstance(item, dict) and isinstance(item.get("text"), str):
             item["text"] = _cut(item["text"], control)
     return [_cut(item, control) if isinstance(item, str) else item for item in items]
+
+
+def texts(value: Any) -> Iterator[str]:
+    """The texts in plain values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from texts(inner)
+
+
+def beginnings(value: Any, size: int) -> Any:
+    """The value with the first `size` characters of each text in it."""
+    if isinstance(value, Filled):
+        return value.beginning(size)
+    if isinstance(value, str):
+        return value[:size]
+    if isinstance(value, Mapping):
+        return {key: beginnings(inner, size) for key, inner in value.items()}
+    return [beginnings(inner, size) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:

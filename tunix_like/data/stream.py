@@ -113,22 +113,7 @@ def check_prompts(
     count = min(len(rows), SCANNED_ROWS)
     most = max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
-    def lengths_of(places: Sequence[int]) -> list[int]:
-        """Tokens of each row's prompt; -1 where a filter has taken the row out."""
-        out = []
-        for start in range(0, len(places), _AT_ONCE):
-            part = places[start : start + _AT_ONCE]
-            held = {place: rows[place] for place in part}
-            there = [place for place in part if held[place] is not None or not isinstance(rows, grain.MapDataset)]
-            found = {}
-            for place, prompt in zip(there, render_all([held[i] for i in there], tokenizer, most), strict=True):
-                if isinstance(prompt, UserError):
-                    raise UserError(f"{what} row {place}: {prompt}") from prompt
-                found[place] = len(prompt.tokens)
-            out += [found.get(place, -1) for place in part]
-        return out
-
-    lengths = spread(range(count), lengths_of)
+    lengths = spread(range(count), lambda places: _lengths(rows, places, tokenizer, most, what))
     bad = next((place for place, found in enumerate(lengths) if found == 0 or found > max_prompt_length), None)
     if bad is not None and overlong == "error":
         said = f"over {2 * most}" if lengths[bad] > 2 * most else str(lengths[bad])
@@ -150,6 +135,27 @@ def check_prompts(
             f"rollout.max_prompt_length={max_prompt_length}. Check data.path and data.prompt_template."
         )
     return Skipped(len(rows), count, max_prompt_length, long, empty)
+
+
+def _lengths(
+    rows: Sequence[Any] | grain.MapDataset, places: Sequence[int], tokenizer: Tokenizer, most: int, what: str
+) -> list[int]:
+    """Tokens of the prompts of the rows at `places`; -1 where a grain filter has taken the row out.
+
+    Raises:
+      UserError: the first prompt that cannot be rendered, with its place.
+    """
+    out = []
+    for start in range(0, len(places), _AT_ONCE):
+        held = {place: rows[place] for place in places[start : start + _AT_ONCE]}
+        there = [place for place, row in held.items() if row is not None or not isinstance(rows, grain.MapDataset)]
+        found = {}
+        for place, prompt in zip(there, render_all([held[i] for i in there], tokenizer, most), strict=True):
+            if isinstance(prompt, UserError):
+                raise UserError(f"{what} row {place}: {prompt}") from prompt
+            found[place] = len(prompt.tokens)
+        out += [found.get(place, -1) for place in held]
+    return out
 
 
 def prompt_batches(
