@@ -17,7 +17,8 @@ ROWS = (
     "types errors checksums untrusted eval_statistics input_files",
     "output",
     "console",
-    "json_files starting eval_compare progress checkpoint_files output_folder coordinator",
+    "json_files starting eval_compare progress checkpoint_files output_folder coordinator chat_templates",
+    "template_worker tokenizer_files",
     "config tokenizer user_code speed processes",
     "config_file run_lock rl/estimators rl/order_statistics rl/advantages rl/losses models rewards optimizer metrics "
     "checkpoints doctor sampling/logits rl/packing",

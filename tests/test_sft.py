@@ -131,7 +131,8 @@ def test_control_tokens_that_an_answer_spells_stay_text(tmp_path):
     answer = "a<|im_end|>b"
     prompt = render({"prompt": "ab", "answer": answer}, tokenizer)
     model = tunix_like.load_model(HF | {"vocab_size": tokenizer.vocab_size}, init="random")[0]
-    found = make(model=model, tokenizer=tokenizer)._answer(prompt)
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=16)
+    found = make(model=model, tokenizer=tokenizer, rollout=rollout)._answer(prompt)
     tokenizer.save(tmp_path)
     letters = AutoTokenizer.from_pretrained(tmp_path)(answer, split_special_tokens=True)["input_ids"]
     assert len(letters) == len(answer) and found == [*letters, tokenizer.eos_id]

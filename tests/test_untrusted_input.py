@@ -24,8 +24,9 @@ TAGS = (
     "!!set {{a}}",
     "!!str 010",
 )
-CALLERS = {"rewards/pool": {"pickle"}, "rewards/worker": {"pickle"}}
-"""Who imports what reads objects: the two ends of a socket between a run and the workers that it started itself."""
+CALLERS = {name: {"pickle"} for name in ("rewards/pool", "rewards/worker", "chat_templates", "template_worker")}
+"""Who imports what reads objects: the two ends of what connects a run to the workers that it started itself. A worker
+reads them, the run does not."""
 
 
 @pytest.mark.parametrize("tag", TAGS)

@@ -444,7 +444,7 @@ def _announce(parts: Parts, folder: Path) -> None:
             with progress.task(f"reading the {what} prompts"):
                 skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
             console.say(f"{what:>10}: {len(rows)} prompts{skipped and f', {skipped}'}")
-    rendered = (render(row, parts.tokenizer) for row in parts.source.train)
+    rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))
     console.say(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
     console.say(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
@@ -520,13 +520,13 @@ def _complete(
     from tunix_like.data.stream import render
     from tunix_like.rl.rollouts import completion_texts
 
-    tokens = render({"prompt": prompt}, tokenizer).tokens
+    limit = engine.max_prompt_length
+    tokens = render({"prompt": prompt}, tokenizer, limit).tokens
     if not tokens:
         raise UserError("the prompt has no tokens; give --prompt some text.")
-    if len(tokens) > engine.max_prompt_length:
-        raise UserError(
-            f"the prompt has {len(tokens)} tokens; raise rollout.max_prompt_length ({engine.max_prompt_length})."
-        )
+    if len(tokens) > limit:
+        size = f"over {2 * limit}" if len(tokens) > 2 * limit else len(tokens)
+        raise UserError(f"the prompt has {size} tokens; raise rollout.max_prompt_length ({limit}).")
     out = engine.generate(params, [tokens], [0], 1, jax.random.key(seed), sampling)
     return completion_texts(out, tokenizer)[0]
 

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from tunix_like import progress
 from tunix_like.config import EvalConfig
 from tunix_like.data.source import REWARD_COLUMN
-from tunix_like.data.stream import Skipped, check_overlong, render, unusable, usable
+from tunix_like.data.stream import Skipped, check_overlong, render, tokens_to_count, unusable, usable
 from tunix_like.errors import UserError
 from tunix_like.eval_statistics import intervals, mean_known, problem_values, value_ranges
 from tunix_like.rewards import ANSWERS, REWARDS, Scores
@@ -91,16 +91,17 @@ def eval_problems(
     """
     check_overlong(overlong)
     problems: list[Problem] = []
+    most = tokens_to_count(overlong, max_prompt_length)
     read = long = empty = 0
     while read < len(rows) and len(problems) != max_problems:
         try:
-            prompt = render(rows[read], tokenizer, None if overlong == "error" else max_prompt_length)
+            prompt = render(rows[read], tokenizer, most)
         except UserError as error:
             raise UserError(f"evaluation row {read}: {error}") from error
         if usable(prompt, max_prompt_length):
             problems.append(Problem(read, *prompt))
         elif overlong == "error":
-            raise unusable(len(prompt.tokens), max_prompt_length, f"evaluation row {read}")
+            raise unusable(len(prompt.tokens), max_prompt_length, f"evaluation row {read}", most)
         long, empty = long + (len(prompt.tokens) > max_prompt_length), empty + (not prompt.tokens)
         read += 1
     if not problems:

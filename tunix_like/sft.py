@@ -166,7 +166,7 @@ class SFTTrainer(Trainer):
 
     def _batch(self, prompts: list[Prompt]) -> GroupBatch:
         limit = self.rollout_config.max_tokens_to_generate
-        answers = [self._answer(prompt)[:limit] for prompt in prompts]
+        answers = [self._answer(prompt) for prompt in prompts]
         lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int32)
         width = length_bucket(int(lengths.max()), self.rollout_config.max_prompt_length)
         tokens = pad_tokens(answers, length_bucket(max(map(len, answers)), limit))[:, None]
@@ -181,7 +181,9 @@ class SFTTrainer(Trainer):
         )
 
     def _answer(self, prompt: Prompt) -> list[int]:
-        return [*self.tokenizer.encode_data(prompt.columns["answer"]), self.eos_id]
+        """Tokens of the answer and its end, as many as a completion may have."""
+        limit = self.rollout_config.max_tokens_to_generate
+        return [*self.tokenizer.encode_data(prompt.columns["answer"], limit), self.eos_id][:limit]
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)

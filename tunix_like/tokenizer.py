@@ -8,33 +8,25 @@ tests hold the two libraries to the same ids and the same text.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 import tokenizers
 
+from tunix_like import chat_templates
 from tunix_like.errors import UserError
-from tunix_like.json_files import read_object
-from tunix_like.untrusted import parts, refer, refer_deep
+from tunix_like.tokenizer_files import NAMED_TOKENS, add_declared_tokens, content, find_chat_template, read_fields
+from tunix_like.untrusted import beginnings, parts, refer, refer_deep, texts
 
 if TYPE_CHECKING:
     from tunix_like.types import Message
 
 _LONG_TOKEN = 16
 """Characters of a long token: a text of so many times as many as there may be tokens is likely to have too many."""
-
-_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
-_CURE = "Mend it, or download it again."
 
 
 class Tokenizer:
@@ -110,15 +102,15 @@ class Tokenizer:
             backend.encode("\uffff")  # a vocabulary without its unknown token fails at the first unknown word
         except Exception as error:  # the Rust side raises a bare Exception
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from error
-        config = _read_fields(folder / "special_tokens_map.json") | _read_fields(folder / "tokenizer_config.json")
-        names = {name: _content(config.get(name)) for name in _NAMED_TOKENS}
-        _add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
+        config = read_fields(folder / "special_tokens_map.json") | read_fields(folder / "tokenizer_config.json")
+        names = {name: content(config.get(name)) for name in NAMED_TOKENS}
+        add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
         return cls(
             backend,
             bos_token=names["bos_token"],
             eos_token=names["eos_token"],
             pad_token=names["pad_token"],
-            chat_template=_find_chat_template(folder, config),
+            chat_template=find_chat_template(folder, config),
         )
 
     @classmethod
@@ -209,10 +201,11 @@ class Tokenizer:
                 "whole character, or leave the row out."
             ) from error
 
-    def encode_data(self, text: str) -> list[int]:
-        """Token ids of text that comes out of data: control tokens that it spells stay the text they are. None is
-        added. Raises what `encode` raises."""
-        return self._encode_guarded(refer(text, self._control, everything=True), False, None)[1]
+    def encode_data(self, text: str, most: int) -> list[int]:
+        """The first `most` token ids of text that comes out of data: control tokens that it spells stay the text they
+        are. None is added. Raises what `encode` raises."""
+        beginning = self._enough(text, most)
+        return self._encode_guarded(refer(beginning, self._control, everything=True), False, most)[1][:most]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each text, in parallel threads; no padding."""
@@ -236,30 +229,47 @@ class Tokenizer:
           **template_variables: further names that the template may read (`enable_thinking=False`).
 
         Raises:
-          UserError: there is no chat template, a message lacks role or content, or the template fails.
+          UserError: there is no chat template, a message lacks role or content, or the template fails: it raises an
+            exception, or takes too much time or memory (`chat_templates`).
         """
+        turns = _plain(messages)
+        (text,) = self._rendered([turns], add_generation_prompt, template_variables)
+        if isinstance(text, UserError):
+            raise text
+        return text
+
+    def _rendered(
+        self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]
+    ) -> Iterator[str | UserError]:
+        """The text of each, or what is wrong with it."""
         if self._chat_template is None:
-            raise UserError(
-                "The tokenizer has no chat template: add chat_template.jinja to its folder, or give prompts as text "
-                "(data.apply_chat_template=false, no data.system_prompt)."
-            )
+            for _ in conversations:
+                yield UserError(
+                    "The tokenizer has no chat template: add chat_template.jinja to its folder, or give prompts as "
+                    "text (data.apply_chat_template=false, no data.system_prompt)."
+                )
+            return
         tokens = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
         named = {name: token for name, token in tokens.items() if token is not None}
-        turns = _plain(messages)
-        variables = {**named, "tools": None, "documents": None} | self._template_variables | template_variables
-        try:
-            return _compile_template(self._chat_template).render(
-                messages=turns, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except Exception as error:  # a template is a program from outside: whatever it raises is about its input
-            roles = [str(turn["role"]) for turn in turns]
-            cure = (
-                " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
-            )
-            raise UserError(
-                f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
-                f"{type(error).__name__}: {error}.{cure if 'system' in roles else ''}"
-            ) from error
+        fixed = {**named, "tools": None, "documents": None, **self._template_variables, **further}
+        fixed["add_generation_prompt"] = add_generation_prompt
+        requests: list[bytes] = []
+        unfit: UserError | None = None
+        for turns in conversations:
+            try:
+                size = sum(map(len, texts(turns)))
+                requests.append(chat_templates.request(self._chat_template, {**fixed, "messages": turns}, size))
+            except chat_templates.TemplateFailed as error:
+                unfit = _template_error(turns, error)
+                break
+        done = 0
+        while done < len(requests):
+            for text in chat_templates.render(requests[done:]):
+                yield text if isinstance(text, str) else _template_error(conversations[done], text)
+                done += 1
+        if unfit is not None:
+            yield unfit
+            yield from self._rendered(conversations[done + 1 :], add_generation_prompt, further)
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
@@ -280,14 +290,59 @@ class Tokenizer:
           UserError: see `render` and `encode`.
         """
         if isinstance(prompt, str) and not apply_chat_template:
+            prompt = prompt if most is None else self._enough(prompt, most)
             guarded_text = refer(prompt, self._control, everything=False)
             text, ids = self._encode_guarded(guarded_text, add_special_tokens=True, most=most)
             # The text itself may open with the token that the tokenizer adds.
             doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
             return text, ids[1:] if doubled else ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        guarded = refer_deep(_plain(messages), self._control)
-        return self._encode_guarded(self.render(guarded), add_special_tokens=False, most=most)
+        (found,) = self.encode_prompts([messages], most)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def encode_prompts(
+        self, prompts: Sequence[str | Sequence[Message]], most: int | None = None
+    ) -> Iterator[tuple[str, list[int]] | UserError]:
+        """`encode_prompt` of each, text as it is and messages rendered, or what is wrong with it; quicker than one by
+        one, as the process that renders is never waited for."""
+        enough = [
+            prompt if most is None or isinstance(prompt, str) else self._enough(prompt, most) for prompt in prompts
+        ]
+        guarded = [prompt if isinstance(prompt, str) else self._guarded(prompt) for prompt in enough]
+        rendered = self._rendered([each for each in guarded if isinstance(each, list)], True, {})
+        for whole, beginning, prompt in zip(prompts, enough, guarded, strict=True):
+            text = next(rendered) if isinstance(prompt, list) else prompt
+            found: tuple[str, list[int]] | UserError
+            try:
+                if isinstance(text, UserError):
+                    raise text
+                as_it_is = prompt is text
+                found = self.encode_prompt(text, False, most) if as_it_is else self._encode_guarded(text, False, most)
+            except UserError as error:
+                found = error
+            # A template may leave out what is long: then the beginning says nothing of the whole.
+            if beginning is not whole and (isinstance(found, UserError) or len(found[1]) <= (most or 0)):
+                (found,) = self.encode_prompts([whole])
+            yield found
+
+    def _enough(self, prompt: Any, most: int) -> Any:
+        """The prompt; or, if one of its texts has more than twice `most` tokens, with the beginnings of its texts that
+        are enough to say so: a text of 30 MB takes a minute to encode."""
+        longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
+        while size < len(longest):
+            if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
+                return beginnings(prompt, size)
+            size *= 4
+        return prompt
+
+    def _guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]] | UserError:
+        """Checked messages, all of whose texts are data."""
+        try:
+            return [refer_deep(message, self._control) for message in _plain(messages)]
+        except UserError as error:
+            return error
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
         """Text and ids (see `most` of `encode_prompt`); a control token that stands in it by reference is encoded by
@@ -362,116 +417,13 @@ class Tokenizer:
             (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
 
 
-def _read_fields(file: Path) -> dict[str, Any]:
-    """The object in an optional JSON file about tokens, checked as far as it is read; empty when there is no such file.
-
-    Raises:
-      UserError: naming the file and the field.
-    """
-    if not file.is_file():
-        return {}
-    config = read_object(file, _CURE)
-
-    def check(name: str, good: bool, what: str) -> None:
-        if not good:
-            raise UserError(f"{file}: {name} must be {what}. {_CURE}")
-
-    for name in _NAMED_TOKENS:
-        check(name, config.get(name) is None or _is_token(config[name]), "a token: its text, or a mapping with content")
-    declared = config.get("added_tokens_decoder") or {}
-    fit = isinstance(declared, dict) and all(map(str.isdecimal, declared))
-    fit = fit and all(isinstance(each, dict) and _is_token(each) for each in declared.values())
-    check("added_tokens_decoder", fit, "a mapping of ids to tokens, each with its content")
-    for name in _MORE_TOKENS:
-        more = config.get(name) or []
-        check(name, isinstance(more, list | dict) and all(map(_is_token, _items(more))), "a list of tokens")
-    template = config.get("chat_template")
-    several = isinstance(template, list) and all(
-        isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
-        for each in template
+def _template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
+    roles = [str(turn["role"]) for turn in turns]
+    cure = " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
+    return UserError(
+        f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
+        f"{failure}.{cure if 'system' in roles else ''}"
     )
-    check("chat_template", template is None or isinstance(template, str) or several, "a text, or a list of named ones")
-    return config
-
-
-def _is_token(token: Any) -> bool:
-    return isinstance(_content(token), str)
-
-
-def _items(tokens: Any) -> list[Any]:
-    return list(tokens.values() if isinstance(tokens, Mapping) else tokens)
-
-
-def _content(token: Any) -> Any:
-    """A special token's text: it is written as a string or as the fields of an AddedToken."""
-    return token.get("content") if isinstance(token, Mapping) else token
-
-
-def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedToken:
-    switches = {
-        name: bool(fields[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in fields
-    }
-    return tokenizers.AddedToken(fields["content"], special=special, **switches)
-
-
-def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Adds the tokens that tokenizer_config.json declares and tokenizer.json does not know as added tokens."""
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]
-    more = next((_items(config[name]) for name in _MORE_TOKENS if config.get(name)), [])
-    tokens += [
-        _added_token(token if isinstance(token, Mapping) else {"content": token, "normalized": False}, True)
-        for token in [*named, *more]
-    ]
-    for token in tokens:
-        if token.content not in known:
-            known.add(token.content)
-            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-
-
-def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template in chat_template.jinja, else in tokenizer_config.json (one, or the default of several)."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read as text in UTF-8 ({error}). {_CURE}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {item["name"]: item["template"] for item in template}.get("default")
-    return template
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for other tools; here it is its body."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile_template(source: str) -> jinja2.Template:
-    """The Hugging Face jinja dialect, sandboxed because a template is a stranger's program."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # jinja's own filter escapes HTML characters, which a model never saw in training
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment.from_string(source)
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:

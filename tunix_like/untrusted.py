@@ -11,13 +11,16 @@ from __future__ import annotations
 import itertools
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _BEGIN, _END, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
 _REFERENCE = re.compile(f"{_OPEN}(\\d*){_CLOSE}")
+_WIDEST = 10_000
+"""Width or precision that a format may ask for: `{column:>1000000000}` would fill the memory."""
+
 _CUT = _OPEN + _CLOSE
 """A reference to no token: what stands at its sides is encoded apart."""
 
@@ -30,6 +33,11 @@ class _Marking(string.Formatter):
         return super().get_field(field_name, args, kwargs)
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        for number in re.findall(r"\d+", format_spec):
+            if len(number) > 18 or int(number) > _WIDEST:
+                raise ValueError(
+                    f"'{format_spec:.40}' asks for {number:.20} characters, and a format for at most {_WIDEST}"
+                )
         return f"{_BEGIN}{_clean(format(value, format_spec))}{_END}"
 
 
@@ -37,6 +45,12 @@ class Filled(str):
     """A template with its values; `values` says where in it they stand, each from its begin to before its end."""
 
     values: list[tuple[int, int]]
+
+    def beginning(self, size: int) -> Filled:
+        """The first `size` characters."""
+        out = Filled(self[:size])
+        out.values = [(begin, min(end, size)) for begin, end in self.values if begin < size]
+        return out
 
 
 def fill(template: str, values: Mapping[str, Any]) -> Filled:
@@ -79,6 +93,26 @@ def refer_deep(value: Any, control: Sequence[str]) -> Any:
         if isinstance(item, dict) and isinstance(item.get("text"), str):
             item["text"] = _cut(item["text"], control)
     return [_cut(item, control) if isinstance(item, str) else item for item in items]
+
+
+def texts(value: Any) -> Iterator[str]:
+    """The texts in plain values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from texts(inner)
+
+
+def beginnings(value: Any, size: int) -> Any:
+    """The value with the first `size` characters of each text in it."""
+    if isinstance(value, Filled):
+        return value.beginning(size)
+    if isinstance(value, str):
+        return value[:size]
+    if isinstance(value, Mapping):
+        return {key: beginnings(inner, size) for key, inner in value.items()}
+    return [beginnings(inner, size) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:

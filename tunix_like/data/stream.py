@@ -24,6 +24,12 @@ logger = logging.getLogger("tunix_like")
 SCANNED_ROWS = 20_000
 """Rows tokenised before the start, to say how many prompts are skipped."""
 
+_AT_ONCE = 64
+"""Rows that are rendered together."""
+
+_COUNTED = 100_000
+"""Tokens, up to twice as many of which are counted in a prompt that is too long and may not be."""
+
 
 class Prompt(NamedTuple):
     """A row, rendered and tokenised; `columns` are the row without its prompt."""
@@ -68,10 +74,17 @@ def check_overlong(overlong: str) -> None:
         raise UserError(f"overlong_prompts: unknown value '{overlong}'. {nearest(overlong, OVERLONG)}")
 
 
-def unusable(length: int, limit: int, row: str) -> UserError:
-    """The error for a prompt of `length` tokens, 0 or more than `limit`, under `data.overlong_prompts=error`."""
+def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
+    """Returns the tokens up to which prompts are counted: more where the error for a long one names its length."""
+    return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
+
+
+def unusable(length: int, limit: int, row: str, most: int) -> UserError:
+    """Returns the error for a prompt of `length` tokens, 0 or more than `limit`, under `data.overlong_prompts=error`.
+    `most` is what `render` was given; a longer prompt was cut."""
+    said = f"over {2 * most}" if length > 2 * most else length
     problem = (
-        f"has {length} tokens, rollout.max_prompt_length is {limit}. Raise it"
+        f"has {said} tokens, rollout.max_prompt_length is {limit}. Raise it"
         if length
         else "is empty. Leave the row out"
     )
@@ -87,14 +100,34 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
     Raises:
       UserError: no `prompt` column, or one that is neither text nor messages, or cannot be encoded.
     """
+    (found,) = render_all([row], tokenizer, most)
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+def render_all(rows: Sequence[Any], tokenizer: Tokenizer, most: int | None = None) -> Iterator[Prompt | UserError]:
+    """`render` of each row, or what is wrong with it; quicker than one by one."""
+    problems = [_problem(row) for row in rows]
+    good = [row["prompt"] for row, problem in zip(rows, problems, strict=True) if problem is None]
+    encoded = tokenizer.encode_prompts(good, most)
+    for row, problem in zip(rows, problems, strict=True):
+        found = next(encoded) if problem is None else UserError(problem)
+        if isinstance(found, UserError):
+            yield found
+        else:
+            yield Prompt(*found, {name: value for name, value in row.items() if name != "prompt"})
+
+
+def _problem(row: Any) -> str | None:
+    """Why a row has no prompt that could be rendered; None where it has one."""
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"it has {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
-        raise UserError(f"a data row needs a 'prompt' column (text or messages); {has}.")
+        return f"a data row needs a 'prompt' column (text or messages); {has}."
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not (isinstance(prompt, Sequence) and prompt):
-        raise UserError(f"a data row's 'prompt' must be text or a list of messages, got {prompt!r:.80}.")
-    text, tokens = tokenizer.encode_prompt(prompt, apply_chat_template=not isinstance(prompt, str), most=most)
-    return Prompt(text, tokens, {name: value for name, value in row.items() if name != "prompt"})
+        return f"a data row's 'prompt' must be text or a list of messages, got {prompt!r:.80}."
+    return None
 
 
 def check_prompts(
@@ -112,20 +145,12 @@ def check_prompts(
     if len(rows) == 0:
         raise UserError(f"the {what} data is empty.")
     count = min(len(rows), SCANNED_ROWS)
+    most = tokens_to_count(overlong, max_prompt_length)
 
-    def length(place: int) -> int:
-        row = rows[place]
-        if row is None and isinstance(rows, grain.MapDataset):
-            return -1
-        try:
-            return len(render(row, tokenizer, None if overlong == "error" else max_prompt_length).tokens)
-        except UserError as error:
-            raise UserError(f"{what} row {place}: {error}") from error
-
-    lengths = spread(range(count), lambda places: [length(place) for place in places])
+    lengths = spread(range(count), lambda places: _lengths(rows, places, tokenizer, most, what))
     bad = next((place for place, found in enumerate(lengths) if found == 0 or found > max_prompt_length), None)
     if bad is not None and overlong == "error":
-        raise unusable(lengths[bad], max_prompt_length, f"{what} row {bad}")
+        raise unusable(lengths[bad], max_prompt_length, f"{what} row {bad}", most)
     long, empty = sum(found > max_prompt_length for found in lengths), lengths.count(0)
     if lengths.count(-1) == count:
         raise UserError(f"the {what} data is empty: its filter takes out all of the first {count} rows.")
@@ -138,6 +163,27 @@ def check_prompts(
             f"rollout.max_prompt_length={max_prompt_length}. Check data.path and data.prompt_template."
         )
     return Skipped(len(rows), count, max_prompt_length, long, empty)
+
+
+def _lengths(
+    rows: Sequence[Any] | grain.MapDataset, places: Sequence[int], tokenizer: Tokenizer, most: int, what: str
+) -> list[int]:
+    """Tokens of the prompts of the rows at `places`; -1 where a grain filter has taken the row out.
+
+    Raises:
+      UserError: the first prompt that cannot be rendered, with its place.
+    """
+    out = []
+    for start in range(0, len(places), _AT_ONCE):
+        held = {place: rows[place] for place in places[start : start + _AT_ONCE]}
+        there = [place for place, row in held.items() if row is not None or not isinstance(rows, grain.MapDataset)]
+        found = {}
+        for place, prompt in zip(there, render_all([held[i] for i in there], tokenizer, most), strict=True):
+            if isinstance(prompt, UserError):
+                raise UserError(f"{what} row {place}: {prompt}") from prompt
+            found[place] = len(prompt.tokens)
+        out += [found.get(place, -1) for place in held]
+    return out
 
 
 def prompt_batches(
@@ -233,22 +279,21 @@ class SharedBatches(Iterator[list[Prompt]]):
             self.next, self.end = self.end, self.end + self.epoch
 
     def _render(self, places: Sequence[int]) -> list[Prompt | None]:
-        prompts = [self._prompt(self.rows[place]) for place in places]
+        rows = [self.rows[place] for place in places]
+        found = render_all([row for row in rows if row is not None], self.tokenizer, self.limit)
+        prompts = [None if row is None else self._usable(next(found)) for row in rows]  # None: out by a grain filter
         if jax.process_count() > 1:
             for prompt in prompts:
                 _check_sendable(prompt)
         return prompts
 
-    def _prompt(self, row: Any) -> Prompt | None:
-        if row is None:  # taken out by a grain filter
-            return None
-        try:
-            return render(row, self.tokenizer, self.limit)
-        except UserError as error:
-            if not self._warned:
-                logger.warning("a row is skipped, and so will be others that have no prompt to be used: %s", error)
-            self._warned = True
-            return None
+    def _usable(self, found: Prompt | UserError) -> Prompt | None:
+        if isinstance(found, Prompt):
+            return found
+        if not self._warned:
+            logger.warning("a row is skipped, and so will be others that have no prompt to be used: %s", found)
+        self._warned = True
+        return None
 
     def get_state(self) -> dict[str, int]:
         return {"next": self.next}
