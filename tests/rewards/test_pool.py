@@ -178,6 +178,7 @@ def test_workers_start_when_needed_and_leave_nothing_behind(tmp_path, monkeypatc
     assert pids(functions) == []
     run(functions["deed"], ["a", "bb"], group_size=2)
     assert len(pids(functions)) == 1, "one group, one worker"
+    assert [os.getsid(pid) for pid in pids(functions)] == pids(functions), "SIGHUP of the run's terminal passes it by"
     assert run(functions["deed"], ["a", "child"], group_size=1).timeouts.tolist() == [False, True]
     child = int((tmp_path / "child").read_text())
     assert until(lambda: not running(child)), "what a function started goes with its worker"
