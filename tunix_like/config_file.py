@@ -265,9 +265,7 @@ def _flatten(
         elif value is not None:  # a section whose keys are all commented out reads as null
             colon = re.fullmatch(r"(\w+):(\S+)", value) if isinstance(value, str) else None
             hint = f" (a space must follow the colon: '{colon[1]}: {colon[2]}')" if colon else ""
-            raise UserError(
-                f"{source}{name}: got {value!r}; it is a section: write its keys below it, indented{hint}."
-            )
+            raise UserError(f"{source}{name}: got {value!r}; it is a section: write its keys below it, indented{hint}.")
 
 
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
@@ -373,8 +371,8 @@ def _check_colon(key: yaml.Node, value: yaml.Node) -> None:
     entry = re.fullmatch(r"([^:=]+)[:=](.+)", key.value) if plain else None
     if entry is not None and isinstance(value, yaml.ScalarNode) and value.value == "":
         problem = (
-            f"'{{{key.value}}}' is read as a name without a value; write {{{entry[1]}: {entry[2]}}}, with a space after "
-            "the colon (text in braces needs quotes)"
+            f"'{{{key.value}}}' is read as a name without a value; write {{{entry[1]}: {entry[2]}}}, with a space "
+            "after the colon (text in braces needs quotes)"
         )
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
 

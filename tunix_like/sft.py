@@ -103,8 +103,8 @@ class SFTTrainer:
     ):
         check_decoder("model", model)
         self.config = sft_config
-        self.rollout = RolloutConfig() if rollout_config is None else rollout_config
-        self.training = RLTrainingConfig() if training_config is None else training_config
+        self.rollout = rollout_config or RolloutConfig()
+        self.training = training_config or RLTrainingConfig()
         check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
         check_type("rollout_config", self.rollout, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
         check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")

@@ -108,14 +108,18 @@ class Learner:
         check_decoder("model", model)
         if ref_model is not None:
             check_decoder("ref_model", ref_model)
+        _check_types(
+            rollout_config=rollout_config,
+            training_config=training_config,
+            eval_config=eval_config,
+            metric_fns=metric_fns,
+            success_threshold=success_threshold,
+            source_estimators=source_estimators,
+        )
         self.algo = self._resolve(algo_config)
-        self.rollout_config = RolloutConfig() if rollout_config is None else rollout_config
-        self.training = RLTrainingConfig() if training_config is None else training_config
-        self.eval_config = EvalConfig() if eval_config is None else eval_config
-        check_type("rollout_config", self.rollout_config, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
-        check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")
-        check_type("eval_config", self.eval_config, EvalConfig, "give a tunix_like.EvalConfig(...)")
-        check_type("metric_fns", metric_fns, Sequence, "give a list of functions")
+        self.rollout_config = rollout_config or RolloutConfig()
+        self.training = training_config or RLTrainingConfig()
+        self.eval_config = eval_config or EvalConfig()
         check_loggers(self.training.loggers)
         self.success_threshold = success_threshold
         self.metric_fns = tuple(metric_fns)
@@ -214,6 +218,11 @@ class Learner:
           NotSaved: the training is done, and its last checkpoint could not be written.
           Stopped, Interrupted: SIGTERM or SIGINT (Ctrl-C) asked for the end; the state is saved.
         """
+        check_type("batch_size", batch_size, int, "give a whole number of at least 1")
+        if batch_size < 1:
+            raise UserError(f"batch_size: got {batch_size}; give a whole number of at least 1.")
+        if eval_ds is not None:
+            _check_rows(eval_ds)
         with owned(self.training.output_dir) as check_owner:
             return self._train(train_ds, eval_ds, batch_size, shuffle, check_owner)
 
@@ -271,6 +280,7 @@ class Learner:
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]]) -> Evaluation:
         """Samples held-out rows with the current weights; see `tunix_like.evaluate`."""
+        _check_rows(eval_ds)
         try:
             return self.evaluator(eval_ds)(self.params)
         finally:
@@ -290,6 +300,27 @@ class Learner:
         )
 
 
+_TYPES: dict[str, tuple[Any, str]] = {
+    "rollout_config": (RolloutConfig, "give a tunix_like.RolloutConfig(...)"),
+    "training_config": (RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)"),
+    "eval_config": (EvalConfig, "give a tunix_like.EvalConfig(...)"),
+    "metric_fns": (Sequence, "give a list of functions"),
+    "success_threshold": ((int, float, np.number), "give a number"),
+    "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
+}
+"""Arguments of a learner: what each must be, and what to give in place of anything else."""
+
+
+def _check_types(**given: Any) -> None:
+    """Raises UserError naming the first of these arguments that is of another type; those whose default is None may be
+    None."""
+    for name, value in given.items():
+        if value is not None or name in ("metric_fns", "success_threshold"):
+            check_type(name, value, *_TYPES[name])
+    for i, function in enumerate(given["metric_fns"]):
+        check_type(f"metric_fns[{i}]", function, Callable, _TYPES["metric_fns"][1])  # type: ignore[arg-type]
+
+
 def _addresses(x: jax.Array) -> set[int]:
     """Where an array lies on this process's devices: several arrays may share their memory."""
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
@@ -299,6 +330,12 @@ def _second_halves(adapters: Any) -> list[jax.Array]:
     """The Bs of adapters: where all are 0, nothing is added to the frozen weights."""
     found = jax.tree_util.tree_leaves_with_path(adapters)
     return [leaf for path, leaf in found if path[-1].key == "lora_b"]
+
+
+def _check_rows(rows: Any) -> None:
+    """Raises UserError where held-out rows cannot be counted and read by their number."""
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, str | Mapping):
+        raise UserError(f"eval_ds: got {type(rows).__name__}; give a list of rows, each a dict with a 'prompt'.")
 
 
 def _settings(source: str, given: Any) -> dict[str, Any]:
