@@ -18,6 +18,7 @@ import tunix_like
 from tests.tiny_model import HF
 from tunix_like import *
 from tunix_like.data import reverse_text
+from tunix_like.sampling.sampler import Sampler
 from tunix_like.rewards import pooled, verl_compatible
 
 def good(prompts, completions, **columns):
@@ -76,6 +77,15 @@ calls = {
     "training": lambda: learner(training_config="runs/x"),
     "eval": lambda: learner(eval_config=4),
     "mesh": lambda: learner(mesh=[8, 1]),
+    "metric of no function": lambda: learner(metric_fns=[3]),
+    "no metrics": lambda: learner(metric_fns=None),
+    "threshold": lambda: learner(success_threshold="1"),
+    "sources": lambda: learner(source_estimators=["maxpo"]),
+    "held-out rows": lambda: learner().train([{"prompt": "ab>"}] * 8, 3),
+    "no rows": lambda: learner().evaluate(None),
+    "batch of none": lambda: learner().train([{"prompt": "ab>"}] * 8, batch_size=0),
+    "batch of text": lambda: learner().train([{"prompt": "ab>"}] * 8, batch_size="4"),
+    "model of a number": lambda: tunix_like.load_model(3),
     "folder": lambda: learner(training_config=RLTrainingConfig(output_dir="a\\0b")),
     "scalar": lambda: loss("scalar"),
     "nothing": lambda: loss("nothing"),
@@ -87,6 +97,7 @@ calls = {
     "add_lora": lambda: tunix_like.add_lora("model", LoraConfig(rank=2)),
     "save_adapter": lambda: tunix_like.save_adapter("model", "out"),
 }
+Sampler.generate = lambda *_, **__: sys.exit("sampled")
 jax.jit = lambda *_, **__: sys.exit("compiled")
 said = {}
 for name, call in calls.items():
@@ -123,6 +134,15 @@ WORDS = {
     "training": ["training_config: got str", "tunix_like.RLTrainingConfig("],
     "eval": ["eval_config: got int", "tunix_like.EvalConfig("],
     "mesh": ["mesh: got list", "give a jax.sharding.Mesh"],
+    "metric of no function": ["metric_fns[0]: got int", "give a list of functions"],
+    "no metrics": ["metric_fns: got NoneType", "give a list of functions"],
+    "threshold": ["success_threshold: got str", "give a number"],
+    "sources": ["source_estimators: got list", "{data source: {'advantage_estimator': ...}}"],
+    "held-out rows": ["eval_ds: got int", "give a list of rows"],
+    "no rows": ["eval_ds: got NoneType", "give a list of rows"],
+    "batch of none": ["batch_size: got 0", "at least 1"],
+    "batch of text": ["batch_size: got str", "at least 1"],
+    "model of a number": ["load_model: got int", "a hub id"],
     "folder": ["training.output_dir", "NUL character"],
     "scalar": ["policy loss 'scalar' returned one number", "one number per token, [2, 4, 4]", "Return (loss, metrics)"],
     "nothing": ["policy loss 'nothing' returned None", "Return (loss, metrics)"],

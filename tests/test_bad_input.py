@@ -236,7 +236,8 @@ MISTAKES = {
     ),
     "model path with NUL": ((*OWN, "model.path=a\0b"), ["model.path", "NUL character"]),
     "reward file with NUL": (
-        (*REVERSED, "rewards.functions=[{name: \"a\\0b.py:f\"}]"), ["Reward", "b.py", "is no name that a file can have"],
+        (*REVERSED, "rewards.functions=[{name: \"a\\0b.py:f\"}]"),
+        ["Reward", "b.py", "is no name that a file can have"],
     ),
     "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
     "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
@@ -302,7 +303,7 @@ MISTAKES = {
     ),
     "estimator of another shape": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:means"),
-        ["'estimators.py:means' returned an array of shape [16] for rewards of shape [16, 8]", "one advantage per completion"],
+        ["'estimators.py:means' returned an array of shape [16] for rewards of shape [16, 8]", "per completion"],
     ),
     "loss of another shape": (
         (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:loss"),

@@ -20,7 +20,8 @@ def here():
 
 def test_this_machine_works(here, capsys):
     assert all(check.works for check in here.values())
-    assert here["jax"].found == jax.__version__
+    assert here["jax"].found == f"{jax.__version__} (tested: {', '.join(doctor.TESTED_JAX)})"
+    assert here["flax"].found == importlib.metadata.version("flax")
     assert here["device 3"].found.startswith("cpu")
     assert re.search(r"\d+ cores, \d+\.\d GiB", here["host"].found)
     assert doctor.print_report() == 0
@@ -31,6 +32,26 @@ def test_the_core_is_what_setup_requires():
     text = Path(__file__).parents[1].joinpath("setup.py").read_text(encoding="utf-8")
     core = text.partition("CORE = [")[2].partition("\n]")[0]
     assert set(re.findall(r'^    "([a-z0-9-]+)>=', core, flags=re.MULTILINE)) == set(doctor.CORE)
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [("0.10.2", False), ("0.11.0", False), ("0.12.0.1", False), ("0.12.9", False), ("0.10.1", True), ("0.13.0", True),
+     ("1.0", True), ("0.13.0.dev20261101", True)],
+)  # fmt: skip
+def test_a_jax_beyond_the_tested_ones_works_and_is_told(version, told, monkeypatch):
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "jax" else real(name))
+    check = doctor._core("jax", "jax")
+    assert check.works and check.found.startswith(f"{version} (tested: 0.")
+    assert ("pip install 'jax>=0.10.2,<0.13'" in check.advice) is told
+
+
+def test_the_pages_name_the_tested_versions():
+    root = Path(__file__).parents[1]
+    pages = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/contributing.md")]
+    assert all(version in page for version in doctor.TESTED_JAX for page in pages)
+    assert f'"jax>={doctor.TESTED_JAX[0]}"' in (root / "setup.py").read_text(encoding="utf-8")
 
 
 def test_a_broken_package_is_named_and_the_status_is_1(monkeypatch, capsys):

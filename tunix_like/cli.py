@@ -295,9 +295,9 @@ def _train(arguments: argparse.Namespace) -> None:
     folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
     _announce(parts, folder)
     if arguments.dry_run:
-        unknown = "" if runs.check_memory(parts) else ", but for memory, of which the device says nothing"
+        checked = "" if runs.check_memory(parts) else ", but for memory, of which the device says nothing"
         print(
-            f"dry run: everything above was checked{unknown}, the model by its description alone; nothing was trained."
+            f"dry run: everything above was checked{checked}, the model by its description alone; nothing was trained."
         )
         return
     with run_lock.owned(folder):
@@ -608,8 +608,8 @@ def _sampling_line(sampling: SamplingParams, seed: int) -> str:
         return "greedy: the most likely token at every place"
     top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"
     return (
-        f"sampled at temperature {sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, seed {seed}; --greedy takes "
-        "the most likely token at every place"
+        f"sampled at temperature {sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, seed {seed}; --greedy "
+        "takes the most likely token at every place"
     )
 
 

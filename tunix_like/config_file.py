@@ -371,8 +371,8 @@ def _check_colon(key: yaml.Node, value: yaml.Node) -> None:
     entry = re.fullmatch(r"([^:=]+)[:=](.+)", key.value) if plain else None
     if entry is not None and isinstance(value, yaml.ScalarNode) and value.value == "":
         problem = (
-            f"'{{{key.value}}}' is read as a name without a value; write {{{entry[1]}: {entry[2]}}}, with a space after "
-            "the colon (text in braces needs quotes)"
+            f"'{{{key.value}}}' is read as a name without a value; write {{{entry[1]}: {entry[2]}}}, with a space "
+            "after the colon (text in braces needs quotes)"
         )
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
 

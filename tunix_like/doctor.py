@@ -9,6 +9,7 @@ import dataclasses
 import glob
 import importlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import shutil
@@ -36,6 +37,9 @@ CORE = {
     "tensorboard": "tensorboard",
 }
 """Every required package with the module it is imported as."""
+
+TESTED_JAX = ("0.10.2", "0.11.2", "0.12.0.1")
+"""The versions of jax that tests were run with (docs/contributing.md says how many), in their order."""
 
 HUB = ("huggingface_hub", "datasets")
 
@@ -76,10 +80,26 @@ def print_report() -> int:
 def _core(name: str, module: str) -> Check:
     try:
         importlib.import_module(module)
-        return Check(name, importlib.metadata.version(name))
+        version = importlib.metadata.version(name)
+        return _jax(version) if name == "jax" else Check(name, version)
     except Exception as error:  # a broken package can raise anything while it is imported
         advice = f"pip install --upgrade '{name}'"
         return Check(name, f"cannot be imported ({type(error).__name__}: {error})", advice, works=False)
+
+
+def _jax(version: str) -> Check:
+    """The version of jax beside those that were tested; advice where it is older, or of a later minor version."""
+    first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
+    found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
+    tested = first <= found and found[:2] <= last
+    advice = "" if tested else f"not tested; if something fails: pip install 'jax>={TESTED_JAX[0]},<{below}'"
+    return Check("jax", f"{version} (tested: {', '.join(TESTED_JAX)})", advice)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (0, 12, 0) of 0.12.0.dev1."""
+    parts = itertools.takewhile(str.isdigit, version.split("."))
+    return tuple(map(int, parts))
 
 
 def _extra(name: str) -> Check:
@@ -100,13 +120,10 @@ def _devices() -> list[Check]:
         advice = "set JAX_PLATFORMS=cpu to go on without the accelerator, or reinstall the matching extra"
         return [Check("devices", f"jax cannot start ({error})", advice, works=False)]
     works = total == 12
-    checks = [
-        Check(
-            f"device {device.id}",
-            f"{device.platform} {device.device_kind}, {_memory(device.platform, device.memory_stats())}",
-        )
-        for device in devices
-    ]
+    checks = []
+    for device in devices:
+        memory = _memory(device.platform, device.memory_stats())
+        checks.append(Check(f"device {device.id}", f"{device.platform} {device.device_kind}, {memory}"))
     checks.append(Check("a compiled program", "ran" if works else "gave a wrong result", works=works))
     if jax.default_backend() == "cpu" and (advice := _unseen_accelerator()):
         checks.append(Check("accelerator", "present, but jax does not see it", advice))

@@ -39,8 +39,8 @@ from tunix_like.models.sharding import (
     slot_shapes,
 )
 from tunix_like.optimizer import build_optimizer, state_shapes
+from tunix_like.rl.arguments import forward_options
 from tunix_like.rl.forward import place_packed
-from tunix_like.rl.learner import forward_options
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.train_step import StepInputs, StepSpec, TrainState, jit_train_step

@@ -21,9 +21,9 @@ from tunix_like.data import source_estimators
 from tunix_like.errors import UserError
 from tunix_like.models.lora import split_params
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
+from tunix_like.rl.arguments import forward_options
 from tunix_like.rl.forward import place_packed
 from tunix_like.rl.guards import FOLDER, Skipped, read
-from tunix_like.rl.learner import forward_options
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.packing import choose_layout, pack
 from tunix_like.rl.train_step import StepSpec, gradient, step_inputs

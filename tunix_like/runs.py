@@ -421,8 +421,8 @@ def check_memory(parts: Parts) -> bool:
     found = _foreseen(parts)
     if problems := found.problems():
         raise UserError(
-            f"dry run: {found.peak_line()}. {' '.join(problems).rstrip('.')}. For other devices than this machine's: tunix-like "
-            "doctor --config CONFIG --devices v5e-8."
+            f"dry run: {found.peak_line()}. {' '.join(problems).rstrip('.')}. For other devices than this machine's: "
+            "tunix-like doctor --config CONFIG --devices v5e-8."
         )
     return found.known
 

@@ -43,7 +43,7 @@ def zero_or_one(prompts, completions, **columns):
     return [float(sum(map(ord, text)) % 3 == 0) for text in completions]
 
 
-def train(name, folder, steps, data=ROWS, optimizer=OptimizerConfig(learning_rate=1e-2), **training):
+def train(name, folder, steps, data=ROWS, optimizer=None, **training):
     kind = LEARNERS[name]
     learner = kind(
         model=tunix_like.load_model(HF, init="random")[0],
@@ -59,7 +59,7 @@ def train(name, folder, steps, data=ROWS, optimizer=OptimizerConfig(learning_rat
             eval_every_n_steps=2,
             log_rollouts_every_n_steps=1,
             mini_batch_size=2 if name == "drgrpo" else None,
-            actor_optimizer=optimizer,
+            actor_optimizer=optimizer or OptimizerConfig(learning_rate=1e-2),
             **training,
         ),
         eval_config=EvalConfig(samples=2, k=[1]),

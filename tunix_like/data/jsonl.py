@@ -51,8 +51,9 @@ class JsonlRows(Sequence[Record]):
         """Indexes the file and runs `check(row, "file:line")` on every row.
 
         Raises:
-          UserError: a file that is missing or cannot be read as text, one without rows, rows of more than `MOST_COLUMNS` columns, or a line (with its
-            number) that is no JSON object in UTF-8, or holds half a character or more than `MOST_NESTED` levels.
+          UserError: a file that is missing or cannot be read as text, one without rows, rows of more than
+            `MOST_COLUMNS` columns, or a line (with its number) that is no JSON object in UTF-8, or holds half a
+            character or more than `MOST_NESTED` levels.
         """
         self._path = Path(path)
         self._descriptor: int | None = None

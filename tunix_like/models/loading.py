@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from tunix_like import progress
 from tunix_like.config import RolloutConfig
-from tunix_like.errors import UserError, nearest, one_line
+from tunix_like.errors import UserError, check_type, nearest, one_line
 from tunix_like.json_files import read_object
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -308,6 +308,8 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
 
 def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
     """The model's folder on this machine, downloaded first if it is a hub id."""
+    cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
+    check_type("load_model", path_or_hub_id, (str, Path), cure)
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path

@@ -34,11 +34,18 @@ from tunix_like.models.lora import save_adapter_config
 from tunix_like.models.sharding import check_batch, place_replicated, scope
 from tunix_like.processes import by_first
 from tunix_like.rewards import close_pools
+from tunix_like.rl.arguments import (
+    check_arguments,
+    check_rows,
+    forward_options,
+    identity_of,
+    resolve_algorithm,
+    source_settings,
+)
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.diagnosis import SignalWatch
-from tunix_like.rl.forward import ForwardOptions
 from tunix_like.rl.guards import cut_run
-from tunix_like.rl.objective import build_objective, check_takes_negative, resolve, trace_own
+from tunix_like.rl.objective import build_objective, check_takes_negative, trace_own
 from tunix_like.rl.reference import Reference, make_reference
 from tunix_like.rl.rollouts import (
     FirstFailure,
@@ -59,12 +66,6 @@ from tunix_like.speed import Clock, Compilations, Profile
 from tunix_like.types import Engine, GroupBatch, RewardFunction
 
 logger = logging.getLogger("tunix_like")
-
-
-def forward_options(rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig) -> ForwardOptions:
-    """Returns how a learner computes log-probabilities."""
-    entropy = algorithm.entropy_coef > 0
-    return ForwardOptions(rollout.temperature, training.logprob_chunk_size, training.remat, entropy_gradient=entropy)
 
 
 @dataclasses.dataclass
@@ -139,10 +140,14 @@ class Learner(Trainer):
         super().__init__(model, tokenizer, rollout_config, training_config, mesh)
         if ref_model is not None:
             check_decoder("ref_model", ref_model)
-        self.algo = self._resolve(algo_config)
+        check_arguments(
+            eval_config=eval_config,
+            metric_fns=metric_fns,
+            success_threshold=success_threshold,
+            source_estimators=source_estimators,
+        )
+        self.algo = resolve_algorithm(type(self), algo_config)
         self.eval_config = EvalConfig() if eval_config is None else eval_config
-        check_type("eval_config", self.eval_config, EvalConfig, "give a tunix_like.EvalConfig(...)")
-        check_type("metric_fns", metric_fns, Sequence, "give a list of functions")
         self.metric_fns = tuple(metric_fns)
         self._on_row, self._on_samples = on_row, on_samples
         self.rewards = weighted_rewards(reward_fns, reward_weights)
@@ -152,7 +157,9 @@ class Learner(Trainer):
             raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
             logger.warning("rollout.top_p and top_k cut what the policy can say: samples are no longer from the policy")
-        self.source_estimators = {name: _settings(name, given) for name, given in (source_estimators or {}).items()}
+        self.source_estimators = {
+            name: source_settings(name, given) for name, given in (source_estimators or {}).items()
+        }
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
         trace_own(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
@@ -163,21 +170,6 @@ class Learner(Trainer):
         self.key = jax.random.key(self.training.seed)
         self.first_failure = FirstFailure()
         self._call: _Call | None = None
-
-    def _resolve(self, config: AlgorithmConfig | None) -> AlgorithmConfig:
-        config = self.config_class() if config is None else config
-        if type(config) not in (AlgorithmConfig, self.config_class):
-            raise UserError(
-                f"{type(self).__name__} takes a {self.config_class.__name__}, got a {type(config).__name__}; "
-                "each learner has its own config, which brings its loss and aggregation."
-            )
-        named = self.config_class().advantage_estimator
-        if named is not None and config.advantage_estimator not in (None, named):
-            raise UserError(
-                f"{type(self).__name__} is the learner of '{named}', the config names '{config.advantage_estimator}'; "
-                "take that estimator's learner, which brings its own loss and aggregation."
-            )
-        return resolve(config, self.config_class)
 
     def train(
         self,
@@ -215,6 +207,11 @@ class Learner(Trainer):
           NotSaved: the training is done, and its last checkpoint could not be written.
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) asked for the end; the state is saved.
         """
+        check_type("batch_size", batch_size, int, "give a whole number of at least 1")
+        if batch_size < 1:
+            raise UserError(f"batch_size: got {batch_size}; give a whole number of at least 1.")
+        if eval_ds is not None:
+            check_rows(eval_ds)
         with owned(self.training.output_dir) as check_owner:
             if self.folder is None and self.training.best_metric is not None:
                 raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
@@ -264,7 +261,7 @@ class Learner(Trainer):
         batches = self._open_stream(train_ds, batch_size, shuffle, training.max_steps is not None)
         evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
         check_best_metric(training, evaluator)
-        self.identity = _identity(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()
+        self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
         files = RolloutFiles(self.folder / "rollouts" if self.writes_files and self.folder is not None else None)
@@ -378,6 +375,7 @@ class Learner(Trainer):
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
         """Samples held-out rows with the current weights; see `tunix_like.evaluate`. `overlong_prompts` is as for
         `train`."""
+        check_rows(eval_ds)
         try:
             return self.evaluator(eval_ds, overlong_prompts)(self.params)
         finally:
@@ -399,31 +397,3 @@ class Learner(Trainer):
             self.first_failure,
             skipped,
         )
-
-
-def _identity(learner: Learner) -> dict[str, Any]:
-    """What a run's next step depends on, besides its state, its data and its code."""
-    rollout = dataclasses.asdict(learner.rollout_config)
-    del rollout["max_concurrent_rows"]
-    optimizer = learner.training.actor_optimizer or OptimizerConfig()
-    adapters = learner.model.adapters
-    return {
-        "algorithm": dataclasses.asdict(learner.algo),
-        "rollout": rollout,
-        "optimizer": dataclasses.asdict(optimizer) if isinstance(optimizer, OptimizerConfig) else None,
-        "rewards": {name: weight for name, _, weight in learner.rewards},
-        "success_threshold": learner.success_threshold,
-        "source_estimators": learner.source_estimators,
-        "adapters": adapters and str(adapters),
-        "quantized": learner.model.quantized,
-        "seed": learner.training.seed,
-    }
-
-
-def _settings(source: str, given: Any) -> dict[str, Any]:
-    """One entry of `source_estimators`. Raises UserError naming the source."""
-    if not isinstance(given, Mapping):
-        raise UserError(
-            f"source_estimators['{source}']: expected {{'advantage_estimator': ..., <its parameters>}}, got {given!r}."
-        )
-    return dict(given)
