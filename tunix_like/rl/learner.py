@@ -157,9 +157,7 @@ class Learner(Trainer):
             raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
             logger.warning("rollout.top_p and top_k cut what the policy can say: samples are no longer from the policy")
-        self.source_estimators = {
-            name: source_settings(name, given) for name, given in (source_estimators or {}).items()
-        }
+        self.source_estimators = source_settings(source_estimators or {})
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
         trace_own(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
