@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float
 from tunix_like import progress
 from tunix_like.best import check_best_metric
 from tunix_like.config import OptimizerConfig, RLTrainingConfig
+from tunix_like.data.shared import warn_shared
 from tunix_like.data.stream import Resumable, check_prompts, prompt_batches
 from tunix_like.errors import UserError
 from tunix_like.models.lora import fingerprint
@@ -109,6 +110,7 @@ class RLPhase:
         # A plain iterable has no place that could be saved; a resumed run reads up to it instead.
         self.iterator = self.batches if isinstance(self.batches, Resumable) else None
         self.collector = Collector(learner, self.objective, self.batches, batch_size, self.rollouts)
+        warn_shared(train_ds, eval_ds)
         self.evaluator = None if eval_ds is None or len(eval_ds) == 0 else learner.evaluator(eval_ds, overlong)
         check_best_metric(training, self.evaluator)
         self.identity = _identity(learner) | {"batch_size": batch_size, "mini_batch_size": self.mini_batch_size}
