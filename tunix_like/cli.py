@@ -290,10 +290,13 @@ def _train(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     _setup_jax()
     from tunix_like import run_lock, runs
+    from tunix_like.data import shared
 
     parts = runs.assemble(config, abstract=arguments.dry_run)
     folder = runs.run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
     _announce(parts, folder)
+    if arguments.dry_run or parts.config.sft.max_steps:  # otherwise the learner warns of them, before its first step
+        shared.warn_shared(parts.source.train, parts.source.eval)
     if arguments.dry_run:
         checked = "" if runs.check_memory(parts) else ", but for memory, of which the device says nothing"
         print(
@@ -418,10 +421,12 @@ def _sft(arguments: argparse.Namespace) -> None:
         raise UserError("sft.max_steps: 0 trains nothing; set it, e.g. sft.max_steps=300.")
     _setup_jax()
     from tunix_like import run_lock, runs
+    from tunix_like.data import shared
 
     parts = runs.assemble(config)
     folder = runs.run_folder(config, arguments.config, "sft")
     _announce(parts, folder)
+    shared.warn_shared(parts.source.train, parts.source.eval)
     with run_lock.owned(folder):
         _begin(folder, parts)
         unsaved = _fine_tune(parts, folder, another_follows=False)

@@ -956,6 +956,15 @@ def test_a_tokenizer_of_transformers(tmp_path):
         MaxRLLearner(model=make_model(), tokenizer=object(), **arguments)
 
 
+def test_held_out_prompts_among_the_training_prompts_are_warned_of(caplog):
+    settings = {"max_steps": 1, "eval_config": EvalConfig(samples=1, batch_size=8)}
+    make(**settings).train(ROWS, [ROWS[1], ROWS[3], reverse_text.record("zzz")], batch_size=4)
+    assert caplog.text.count("2 of 3 held-out prompts stand in the training data, too") == 1
+    caplog.clear()
+    make(**settings).train(ROWS[:6], ROWS[6:], batch_size=4)
+    assert "held-out" not in caplog.text
+
+
 def test_evaluation_before_during_and_after():
     learner = make(max_steps=4, eval_every_n_steps=2, eval_config=EvalConfig(samples=4, batch_size=8))
     rows = collect(learner, eval_ds=ROWS)

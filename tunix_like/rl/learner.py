@@ -24,6 +24,7 @@ from tunix_like.best import Best, check_best_metric
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.config_file import as_dict
+from tunix_like.data.shared import warn_shared
 from tunix_like.data.stream import check_prompts
 from tunix_like.errors import UserError, check_type
 from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
@@ -257,6 +258,7 @@ class Learner(Trainer):
         lengths = self.rollout_config
         objective = build_objective(self.algo, lengths.max_tokens_to_generate, updates, self.source_estimators)
         batches = self._open_stream(train_ds, batch_size, shuffle, training.max_steps is not None)
+        warn_shared(train_ds, eval_ds)
         evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
         check_best_metric(training, evaluator)
         self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()

@@ -1,0 +1,76 @@
+"""Held-out prompts that stand in the training data too: counted against brute force, each row read once."""
+
+import logging
+import random
+
+import pytest
+
+from tunix_like.config import DataConfig
+from tunix_like.data import load_source, shared
+from tunix_like.data.shared import Shared, shared_prompts, warn_shared
+from tunix_like.data.stream import grain
+from tunix_like.errors import UserError
+
+
+def row(kind, number):
+    text = f"question {number} \U0001f600"
+    turns = [{"role": "system", "content": "be brief"}, {"content": text, "role": "user"}]
+    return {"prompt": text if kind == "text" else turns, "answer": str(random.random())}
+
+
+class Counted(list):
+    """Rows that count how often they are asked for."""
+
+    asked = 0
+
+    def __getitem__(self, index):
+        Counted.asked += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_against_brute_force(kind):
+    rng = random.Random(0)
+    train = Counted(row(kind, rng.randrange(400)) for _ in range(300))
+    held_out = [row(kind, rng.randrange(400)) for _ in range(100)]
+    if kind == "messages":  # the order of the fields of a turn is no difference
+        held_out = [{"prompt": [dict(sorted(turn.items())) for turn in each["prompt"]]} for each in held_out]
+    prompts = list(train)
+    expected = sum(any(each["prompt"] == other["prompt"] for other in prompts) for each in held_out)
+    assert 20 < expected < 80
+    Counted.asked = 0
+    assert shared_prompts(train, held_out) == Shared(expected, 100, 300, 300) and Counted.asked == 300
+    assert shared_prompts(held_out, held_out).both == 100
+    assert shared_prompts([row("text", -1)], held_out).both == 0
+    assert shared_prompts(train, held_out[:0]) is None and shared_prompts(iter(train), held_out) is None
+
+
+def test_rows_that_cannot_be_used_are_left_out():
+    class Broken(list):
+        def __getitem__(self, index):
+            if index == 0:
+                raise UserError("no prompt can be made of this row")
+            return super().__getitem__(index)
+
+    rows = [{"prompt": "a"}, {"question": "b"}, {"prompt": None}, {"prompt": "c"}]
+    assert shared_prompts(Broken(rows), [{"prompt": "a"}, {"prompt": None}, {}, {"prompt": "c"}]).both == 1
+    even = grain.MapDataset.source(rows).filter(lambda each: "prompt" in each)
+    assert shared_prompts(even, [{"prompt": "c"}]) == Shared(1, 1, 4, 4)
+
+
+def test_only_so_many_rows_are_compared(monkeypatch, caplog):
+    monkeypatch.setattr(shared, "MOST_COMPARED", 5)
+    rows = [row("text", number) for number in range(9)]
+    warn_shared(rows, [rows[3], rows[7], row("text", -1)])
+    assert "1 of 3 held-out prompts stand in the training data, too (of its 9 rows the first 5" in caplog.text
+    caplog.clear()
+    warn_shared(rows, rows[7:])
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", ["maze", "reverse_text"])
+def test_generated_sources_hold_out_other_prompts(name, caplog):
+    data = load_source(DataConfig(name=name, train_size=200, eval_size=50))
+    with caplog.at_level(logging.WARNING):
+        warn_shared(data.train, data.eval)
+    assert not caplog.text and shared_prompts(data.train, data.eval) == Shared(0, 50, 200, 200)
