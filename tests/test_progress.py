@@ -15,7 +15,7 @@ from flax import nnx
 from tests.tiny_model import HF
 from tunix_like import RolloutConfig, console, load_model, progress, speed
 from tunix_like.data import reverse_text
-from tunix_like.sampling.sampler import make_sampler
+from tunix_like.rl.engine import make_engine
 from tunix_like.types import SamplingParams
 
 
@@ -183,7 +183,7 @@ def test_the_sampler_tells_every_row_and_jax_what_it_compiles(monkeypatch):
     model, tokenizer = load_model(HF, init="random")[0], reverse_text.tokenizer()
     graphdef, state = nnx.split(model)
     # Lengths of no other test: what a process has compiled is not compiled again.
-    sampler = make_sampler(graphdef, tokenizer, RolloutConfig(max_prompt_length=11, max_tokens_to_generate=7))
+    sampler = make_engine(graphdef, tokenizer, RolloutConfig(max_prompt_length=11, max_tokens_to_generate=7))
     with progress.shown(lines=False):
         args = nnx.to_pure_dict(state), [[3, 4], [5]], [0, 1], 3, jax.random.key(0), SamplingParams()
         sampler.generate(*args)

@@ -10,9 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunix_like.config import RLTrainingConfig
-from tunix_like.errors import UserError, nearest
-from tunix_like.evaluate import Evaluator
 from tunix_like.metrics import rows as metric_rows
 
 STEP_KEY = "step"
@@ -55,20 +52,3 @@ def best_of(run: Path, metric: str) -> Best:
     best = Best(metric)
     best.learn(metric_rows(run))
     return best
-
-
-def check_best_metric(training: RLTrainingConfig, evaluator: Evaluator | None) -> None:
-    """Raises UserError where `training.best_metric` names what no evaluation will measure; it lists what will be."""
-    name = training.best_metric
-    if name is None:
-        return
-    if evaluator is None:
-        raise UserError("training.best_metric: there are no held-out rows, so nothing is evaluated; leave it unset.")
-    names = evaluator.objectives()
-    if name not in names:
-        raise UserError(f"training.best_metric: got '{name}', which no evaluation has. {nearest(name, names)}")
-    if training.eval_every_n_steps is None:
-        raise UserError(
-            f"training.best_metric: {name} is known only before and after training while training.eval_every_n_steps "
-            f"is unset; set that, e.g. 20. An evaluation has: {', '.join(sorted(names))}."
-        )

@@ -589,7 +589,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
     _setup_jax()
     from tunix_like.models.loading import check_fit
-    from tunix_like.sampling.sampler import make_sampler
+    from tunix_like.rl.engine import make_engine
     from tunix_like.trained import open_trained
     from tunix_like.types import SamplingParams
 
@@ -600,7 +600,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     if data.apply_chat_template or data.system_prompt is not None:
         system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
         prompt = [*system, {"role": "user", "content": prompt}]
-    sampler = make_sampler(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
+    sampler = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     seed = trained.config.training.seed
     print(_sampling_line(sampling, seed), file=sys.stderr)

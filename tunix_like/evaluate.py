@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from tunix_like import progress
-from tunix_like.config import EvalConfig
+from tunix_like.config import EvalConfig, RLTrainingConfig
 from tunix_like.data.source import REWARD_COLUMN
 from tunix_like.data.stream import Skipped, check_overlong, render, tokens_to_count, unusable, usable
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, nearest
 from tunix_like.eval_statistics import intervals, mean_known, problem_values, value_ranges
 from tunix_like.rewards import ANSWERS, REWARDS, Scores
 from tunix_like.rewards.pool import PooledFunction
@@ -250,3 +250,20 @@ def _teller(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[st
 
 def _passes(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith("pass@")]
+
+
+def check_best_metric(training: RLTrainingConfig, evaluator: Evaluator | None) -> None:
+    """Raises UserError where `training.best_metric` names what no evaluation will measure; it lists what will be."""
+    name = training.best_metric
+    if name is None:
+        return
+    if evaluator is None:
+        raise UserError("training.best_metric: there are no held-out rows, so nothing is evaluated; leave it unset.")
+    names = evaluator.objectives()
+    if name not in names:
+        raise UserError(f"training.best_metric: got '{name}', which no evaluation has. {nearest(name, names)}")
+    if training.eval_every_n_steps is None:
+        raise UserError(
+            f"training.best_metric: {name} is known only before and after training while training.eval_every_n_steps "
+            f"is unset; set that, e.g. 20. An evaluation has: {', '.join(sorted(names))}."
+        )

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix_like.best import check_best_metric
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, Config, EvalConfig, ModelConfig, RewardsConfig, number_problem, shortened
 from tunix_like.config_file import as_dict, differences, read_yaml, save, temporary_of
@@ -30,7 +29,7 @@ from tunix_like.data import (
     template_variables,
 )
 from tunix_like.errors import UserError, nearest
-from tunix_like.evaluate import EVAL_KEY, Evaluator, eval_problems, ks_of
+from tunix_like.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.loggers import check_loggers
 from tunix_like.memory import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
@@ -53,6 +52,7 @@ from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rl.collection import EXTRA_BATCHES
+from tunix_like.rl.engine import make_engine
 from tunix_like.rl.estimators import find_estimator
 from tunix_like.rl.learner import Learner
 from tunix_like.rl.learners import LEARNERS, find_learner
@@ -60,7 +60,7 @@ from tunix_like.rl.losses import loss_parameters
 from tunix_like.rl.objective import ESTIMATOR_KEYS, LOSS_KEYS, build_objective, check_takes_negative, resolve, trace_own
 from tunix_like.rl.rollouts import WeightedReward
 from tunix_like.run_lock import FILE as LOCK
-from tunix_like.sampling.sampler import make_sampler, slot_shape
+from tunix_like.sampling.sampler import slot_shape
 from tunix_like.sizes import Foreseen, foresee
 from tunix_like.speed import check_profile_steps
 from tunix_like.tokenizer import Tokenizer
@@ -361,7 +361,7 @@ def make_evaluator(
         source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems, config.data.overlong_prompts
     )
     return Evaluator(
-        make_sampler(graphdef, tokenizer, rollout, mesh),
+        make_engine(graphdef, tokenizer, rollout, mesh),
         tokenizer,
         problems,
         rewards,

@@ -23,7 +23,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_abstract, load_model, save_model
 from tunix_like.models.sharding import parameter_shardings
-from tunix_like.sampling.sampler import make_sampler
+from tunix_like.rl.engine import make_engine
 from tunix_like.sft import SFTTrainer
 from tunix_like.tokenizer import Tokenizer
 
@@ -166,7 +166,7 @@ def test_chatml_beside_the_generation_config_of_a_base_model(folder, tmp_path):
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8)
     trainer = SFTTrainer(model=model, tokenizer=tokenizer, sft_config=SFTConfig(max_steps=1), rollout_config=rollout)
     assert trainer.eos_id == tokenizer.eos_id == 2
-    assert trainer.eos_id in make_sampler(nnx.split(model)[0], tokenizer, rollout).eos_ids
+    assert trainer.eos_id in make_engine(nnx.split(model)[0], tokenizer, rollout).eos_ids
     export_model(model, tokenizer, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [5, 2]
 

@@ -17,8 +17,9 @@ from flax import nnx
 from tunix_like.config import RolloutConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, prompt_mask
+from tunix_like.rl.engine import make_engine
 from tunix_like.sampling import decoding, sampler
-from tunix_like.sampling.sampler import Sampler, length_bucket, make_sampler, pad_tokens, slot_shape
+from tunix_like.sampling.sampler import Sampler, length_bucket, pad_tokens, slot_shape
 from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import SamplingParams
 
@@ -260,13 +261,13 @@ def test_pad_tokens():
     np.testing.assert_array_equal(pad_tokens([[3, 4], [], [5]], 3), [[3, 4, 0], [0, 0, 0], [5, 0, 0]])
 
 
-def test_make_sampler_takes_the_configs_end_tokens_before_the_tokenizers():
+def test_make_engine_takes_the_configs_end_tokens_before_the_tokenizers():
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1, "b": 2}, unk_token="a"))
     tokenizer = Tokenizer(backend, eos_token="<eos>")
     rollout = RolloutConfig(max_prompt_length=9, max_tokens_to_generate=4)
-    plain = make_sampler(GRAPHDEF, tokenizer, rollout)
+    plain = make_engine(GRAPHDEF, tokenizer, rollout)
     assert (plain.eos_ids, plain.max_prompt_length, plain.max_tokens) == ((1,), 9, 4)
-    assert make_sampler(GRAPHDEF, tokenizer, RolloutConfig(eos_tokens=[2, 0])).eos_ids == (2, 0)
+    assert make_engine(GRAPHDEF, tokenizer, RolloutConfig(eos_tokens=[2, 0])).eos_ids == (2, 0)
 
 
 def test_the_shape_of_slots():

@@ -23,12 +23,13 @@ from tunix_like.evaluate import eval_problems
 from tunix_like.models.loading import check_fit
 from tunix_like.replay import norms_of, program_of
 from tunix_like.rl.collection import shape_rewards
+from tunix_like.rl.engine import make_engine
 from tunix_like.rl.guards import Skipped
 from tunix_like.rl.objective import Objective, build_objective
 from tunix_like.rl.pass_rates import bins_of
 from tunix_like.rl.rollouts import Rollout, completion_texts, score_completions, succeeds, to_batch
 from tunix_like.runs import WeightedReward, check_config, reward_functions
-from tunix_like.sampling.sampler import Sampler, make_sampler
+from tunix_like.sampling.sampler import Sampler
 from tunix_like.trained import Trained, open_trained
 from tunix_like.types import Problem, SamplingParams
 
@@ -73,7 +74,7 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
         source.train, trained.tokenizer, config.rollout.max_prompt_length, batches * config.data.batch_size
     )
     size = min(config.data.batch_size, len(problems))
-    sampler = make_sampler(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
+    sampler = make_engine(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
     out = Gradients([], [], [], trained.origin)
     for start in range(0, len(problems) - size + 1, size):
         rollout = _sample(trained, sampler, problems[start : start + size], rewards)

@@ -20,14 +20,14 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from tunix_like import progress
-from tunix_like.best import Best, check_best_metric
+from tunix_like.best import Best
 from tunix_like.checkpoints import Checkpoints
 from tunix_like.config import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.config_file import as_dict
 from tunix_like.data.shared import warn_shared
 from tunix_like.data.stream import check_prompts
 from tunix_like.errors import UserError, check_type
-from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, eval_problems
+from tunix_like.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.metrics import rows
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import save_description
@@ -45,6 +45,7 @@ from tunix_like.rl.arguments import (
 )
 from tunix_like.rl.collection import Collector
 from tunix_like.rl.diagnosis import SignalWatch
+from tunix_like.rl.engine import make_engine
 from tunix_like.rl.guards import cut_run
 from tunix_like.rl.objective import build_objective, check_takes_negative, trace_own
 from tunix_like.rl.reference import Reference, make_reference
@@ -62,7 +63,6 @@ from tunix_like.rl.step_metrics import advantage_metrics, speed_metrics
 from tunix_like.rl.trainer import Trainer
 from tunix_like.rl.updates import Updates
 from tunix_like.run_lock import owned
-from tunix_like.sampling.sampler import make_sampler
 from tunix_like.speed import Clock, Compilations, Profile
 from tunix_like.types import Engine, GroupBatch, RewardFunction
 
@@ -163,7 +163,7 @@ class Learner(Trainer):
         trace_own(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
             check_takes_negative(objective, "reward_weights", "weights of at least 0")
-        self.engine: Engine = engine or make_sampler(self.graphdef, self.tokenizer, self.rollout_config, mesh)
+        self.engine: Engine = engine or make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.key = jax.random.key(self.training.seed)

@@ -14,16 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from tunix_like import progress
-from tunix_like.config import RolloutConfig
 from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.sampling import decoding
-from tunix_like.sizes import concurrent_rows
-from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import Completions, SamplingParams
 
 FIRST_CACHE = 128
@@ -323,20 +319,3 @@ def _rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) 
     """As many as the next power of two (at most `most`); what is missing is `fill`, or the last number again."""
     count = max(len(numbers), min(1 << (len(numbers) - 1).bit_length(), most))
     return np.pad(numbers, (0, count - len(numbers)), constant_values=numbers[-1] if fill is None else fill)
-
-
-def make_sampler(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
-    """The sampler of a model, its tokenizer and the `rollout` section.
-
-    Raises:
-      UserError: not one completion fits into memory.
-    """
-    model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # what it is, without weights
-    return Sampler(
-        graphdef,
-        rollout.eos_tokens or tokenizer.eos_ids,
-        max_prompt_length=rollout.max_prompt_length,
-        max_tokens=rollout.max_tokens_to_generate,
-        max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh),
-        mesh=mesh,
-    )
