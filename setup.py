@@ -60,8 +60,8 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["tunix_like*"]),
-    package_data={"tunix_like": ["base_config.yaml", "py.typed", "report/static/*", "starts/*"]},
+    package_data={"tunix_like": ["config/base_config.yaml", "py.typed", "report/static/*", "cli/starts/*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["tunix-like = tunix_like.cli:main"]},
+    entry_points={"console_scripts": ["tunix-like = tunix_like.cli.main:main"]},
 )

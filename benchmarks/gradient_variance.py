@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from tunix_like.rl.objective import GroupEstimator
-from tunix_like.rl.population_weights import advantages_of, binomial_pmf
+from tunix_like.algorithms.objective import GroupEstimator
+from tunix_like.algorithms.population_weights import advantages_of, binomial_pmf
 
 PASS_RATES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 GROUP_SIZES = (8, 16, 64)

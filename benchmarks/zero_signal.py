@@ -25,16 +25,16 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.worker import count
-from tunix_like.config import OptimizerConfig
+from tunix_like.algorithms.objective import build_objective
+from tunix_like.config.schema import OptimizerConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.optimizer import build_optimizer, init_optimizer
-from tunix_like.rl.forward import ForwardOptions
-from tunix_like.rl.learners import GRPOConfig
-from tunix_like.rl.objective import build_objective
-from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.rl.train_step import StepSpec, TrainState, jit_train_step, step_inputs
-from tunix_like.sizes import micro_batch_size
+from tunix_like.training.forward import ForwardOptions
+from tunix_like.training.learners import GRPOConfig
+from tunix_like.training.optimizer import build_optimizer, init_optimizer
+from tunix_like.training.packing import choose_layout, pack
+from tunix_like.training.sizes import micro_batch_size
+from tunix_like.training.train_step import StepSpec, TrainState, jit_train_step, step_inputs
 from tunix_like.types import GroupBatch
 
 AIM = 0.65

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tunix_like.config import AlgorithmConfig as AlgorithmConfig
-    from tunix_like.config import EvalConfig as EvalConfig
-    from tunix_like.config import LoraConfig as LoraConfig
-    from tunix_like.config import OptimizerConfig as OptimizerConfig
-    from tunix_like.config import RLTrainingConfig as RLTrainingConfig
-    from tunix_like.config import RolloutConfig as RolloutConfig
-    from tunix_like.config import SFTConfig as SFTConfig
+    from tunix_like.algorithms.advantages import compute_advantages as compute_advantages
+    from tunix_like.algorithms.advantages import register_advantage_estimator as register_advantage_estimator
+    from tunix_like.algorithms.losses import register_policy_loss_fn as register_policy_loss_fn
+    from tunix_like.config.schema import AlgorithmConfig as AlgorithmConfig
+    from tunix_like.config.schema import EvalConfig as EvalConfig
+    from tunix_like.config.schema import LoraConfig as LoraConfig
+    from tunix_like.config.schema import OptimizerConfig as OptimizerConfig
+    from tunix_like.config.schema import RLTrainingConfig as RLTrainingConfig
+    from tunix_like.config.schema import RolloutConfig as RolloutConfig
+    from tunix_like.config.schema import SFTConfig as SFTConfig
+    from tunix_like.data.tokenizer import Tokenizer as Tokenizer
     from tunix_like.errors import UserError as UserError
     from tunix_like.models.loading import export_model as export_model
     from tunix_like.models.loading import load_model as load_model
@@ -26,52 +30,48 @@ if TYPE_CHECKING:
     from tunix_like.models.lora import merge_lora as merge_lora
     from tunix_like.models.lora import save_adapter as save_adapter
     from tunix_like.rewards import register_reward_fn as register_reward_fn
-    from tunix_like.rl.advantages import compute_advantages as compute_advantages
-    from tunix_like.rl.advantages import register_advantage_estimator as register_advantage_estimator
-    from tunix_like.rl.learner import Learner as Learner
-    from tunix_like.rl.learners import LEARNERS as LEARNERS
-    from tunix_like.rl.learners import CustomConfig as CustomConfig
-    from tunix_like.rl.learners import CustomLearner as CustomLearner
-    from tunix_like.rl.learners import DrGRPOConfig as DrGRPOConfig
-    from tunix_like.rl.learners import DrGRPOLearner as DrGRPOLearner
-    from tunix_like.rl.learners import GRPOConfig as GRPOConfig
-    from tunix_like.rl.learners import GRPOLearner as GRPOLearner
-    from tunix_like.rl.learners import MaxPOConfig as MaxPOConfig
-    from tunix_like.rl.learners import MaxPOLearner as MaxPOLearner
-    from tunix_like.rl.learners import MaxRLConfig as MaxRLConfig
-    from tunix_like.rl.learners import MaxRLLearner as MaxRLLearner
-    from tunix_like.rl.learners import OPOConfig as OPOConfig
-    from tunix_like.rl.learners import OPOLearner as OPOLearner
-    from tunix_like.rl.learners import PassKConfig as PassKConfig
-    from tunix_like.rl.learners import PassKLearner as PassKLearner
-    from tunix_like.rl.learners import PKPOConfig as PKPOConfig
-    from tunix_like.rl.learners import PKPOLearner as PKPOLearner
-    from tunix_like.rl.learners import ReinforcePPConfig as ReinforcePPConfig
-    from tunix_like.rl.learners import ReinforcePPLearner as ReinforcePPLearner
-    from tunix_like.rl.learners import RLOOConfig as RLOOConfig
-    from tunix_like.rl.learners import RLOOLearner as RLOOLearner
-    from tunix_like.rl.losses import register_policy_loss_fn as register_policy_loss_fn
-    from tunix_like.sft import SFTTrainer as SFTTrainer
-    from tunix_like.tokenizer import Tokenizer as Tokenizer
+    from tunix_like.training.learner import Learner as Learner
+    from tunix_like.training.learners import LEARNERS as LEARNERS
+    from tunix_like.training.learners import CustomConfig as CustomConfig
+    from tunix_like.training.learners import CustomLearner as CustomLearner
+    from tunix_like.training.learners import DrGRPOConfig as DrGRPOConfig
+    from tunix_like.training.learners import DrGRPOLearner as DrGRPOLearner
+    from tunix_like.training.learners import GRPOConfig as GRPOConfig
+    from tunix_like.training.learners import GRPOLearner as GRPOLearner
+    from tunix_like.training.learners import MaxPOConfig as MaxPOConfig
+    from tunix_like.training.learners import MaxPOLearner as MaxPOLearner
+    from tunix_like.training.learners import MaxRLConfig as MaxRLConfig
+    from tunix_like.training.learners import MaxRLLearner as MaxRLLearner
+    from tunix_like.training.learners import OPOConfig as OPOConfig
+    from tunix_like.training.learners import OPOLearner as OPOLearner
+    from tunix_like.training.learners import PassKConfig as PassKConfig
+    from tunix_like.training.learners import PassKLearner as PassKLearner
+    from tunix_like.training.learners import PKPOConfig as PKPOConfig
+    from tunix_like.training.learners import PKPOLearner as PKPOLearner
+    from tunix_like.training.learners import ReinforcePPConfig as ReinforcePPConfig
+    from tunix_like.training.learners import ReinforcePPLearner as ReinforcePPLearner
+    from tunix_like.training.learners import RLOOConfig as RLOOConfig
+    from tunix_like.training.learners import RLOOLearner as RLOOLearner
+    from tunix_like.training.sft import SFTTrainer as SFTTrainer
 
 _HOMES = {
-    "tunix_like.config": (
+    "tunix_like.config.schema": (
         "AlgorithmConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig SFTConfig"
     ),
     "tunix_like.errors": "UserError",
     "tunix_like.models.loading": "export_model load_model",
     "tunix_like.models.lora": "add_lora load_adapter merge_lora save_adapter",
     "tunix_like.rewards": "register_reward_fn",
-    "tunix_like.rl.advantages": "compute_advantages register_advantage_estimator",
-    "tunix_like.rl.learner": "Learner",
-    "tunix_like.rl.learners": (
+    "tunix_like.algorithms.advantages": "compute_advantages register_advantage_estimator",
+    "tunix_like.training.learner": "Learner",
+    "tunix_like.training.learners": (
         "LEARNERS CustomConfig CustomLearner DrGRPOConfig DrGRPOLearner GRPOConfig GRPOLearner MaxPOConfig "
         "MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig OPOLearner PKPOConfig PKPOLearner PassKConfig PassKLearner "
         "RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
     ),
-    "tunix_like.rl.losses": "register_policy_loss_fn",
-    "tunix_like.sft": "SFTTrainer",
-    "tunix_like.tokenizer": "Tokenizer",
+    "tunix_like.algorithms.losses": "register_policy_loss_fn",
+    "tunix_like.training.sft": "SFTTrainer",
+    "tunix_like.data.tokenizer": "Tokenizer",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = [*_HOME_OF, "__version__"]

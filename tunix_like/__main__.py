@@ -2,6 +2,6 @@
 
 import sys
 
-from tunix_like.cli import main
+from tunix_like.cli.main import main
 
 sys.exit(main())

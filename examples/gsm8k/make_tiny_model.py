@@ -22,8 +22,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tunix_like.data import Record
 from tunix_like.data.jsonl import JsonlRows
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.tokenizer import Tokenizer
 
 VOCAB_SIZE = 2048
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

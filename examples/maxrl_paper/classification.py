@@ -33,8 +33,8 @@ from classification_tables import EXACT, MEASURED, draw, gradients_table, result
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from tunix_like.rl.objective import GroupEstimator
-from tunix_like.rl.population_weights import weights_of
+from tunix_like.algorithms.objective import GroupEstimator
+from tunix_like.algorithms.population_weights import weights_of
 
 ESTIMATORS = {"MaxRL": "maxrl", "GRPO": "grpo", "REINFORCE": "rloo"}
 """REINFORCE has the mean reward of the group's other samples as its baseline: same expectation, less noise."""

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source
 from tunix_like.data.jsonl import JsonlRows
 from tunix_like.errors import UserError

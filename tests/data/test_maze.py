@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, maze
 from tunix_like.errors import UserError
 from tunix_like.rewards.maze import MOVES

@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 
 import tunix_like
-from tunix_like import runs
-from tunix_like.config import Config, DataConfig, RewardsConfig
-from tunix_like.config_file import load
+from tunix_like.config.load import load
+from tunix_like.config.schema import Config, DataConfig, RewardsConfig
 from tunix_like.data import load_source, mix, template_variables
 from tunix_like.data.mix import Interleaved, Repeated, epoch_counts
 from tunix_like.data.stream import prompt_batches
 from tunix_like.errors import UserError
-from tunix_like.metrics import rows as metric_rows
 from tunix_like.rewards import REWARDS, close_pools
 from tunix_like.rewards.pool import PooledFunction
-from tunix_like.rl.rollouts import score_completions
-from tunix_like.trained import open_trained
+from tunix_like.rollout.rollouts import score_completions
+from tunix_like.runs import build as runs
+from tunix_like.runs.trained import open_trained
+from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem
 
 SMALL = {"name": "maze", "maze_size": 7, "train_size": 30, "eval_size": 6, "label": "small"}
@@ -371,7 +371,7 @@ COMMANDS = (
 )
 PROGRAM = """
 import contextlib, io, json, sys
-from tunix_like.cli import main
+from tunix_like.cli.main import main
 said = {}
 for name, argv in json.load(sys.stdin):
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -15,16 +15,16 @@ import pytest
 from tokenizers import pre_tokenizers
 
 import tunix_like
-from tests.test_chat import make_tokenizer
+from tests.data.test_chat import make_tokenizer
 from tests.tiny_model import HF
 from tunix_like import MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfig, UserError
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, reverse_text, stream
 from tunix_like.data.jsonl import MOST_COLUMNS, MOST_NESTED, JsonlRows
 from tunix_like.data.stream import check_prompts, prompt_batches, render, usable
-from tunix_like.evaluate import eval_problems
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.rewards import REWARDS, pooled, resolve, score
-from tunix_like.tokenizer import Tokenizer
 
 BYTES = make_tokenizer("qwen", pre_tokenizers.ByteLevel.alphabet(), ["hello hello hello world"], 280)
 

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, reverse_text
 from tunix_like.errors import UserError
 

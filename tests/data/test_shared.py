@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, shared
 from tunix_like.data.shared import Shared, shared_prompts, warn_shared
 from tunix_like.data.stream import grain

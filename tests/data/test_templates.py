@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source
 from tunix_like.errors import UserError
 from tunix_like.rewards import check_arguments, resolve

@@ -17,8 +17,7 @@ from flax import nnx
 
 from tests.models.attention_oracle import oracle, seen_of
 from tests.tiny_model import HF
-from tunix_like import runs
-from tunix_like.config import Config, ModelConfig
+from tunix_like.config.schema import Config, ModelConfig
 from tunix_like.errors import UserError
 from tunix_like.models import attention as roads
 from tunix_like.models import attention_blocked, attention_kernels
@@ -27,6 +26,7 @@ from tunix_like.models.attention_parts import Causal, Lengths, part_of
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model
+from tunix_like.runs import build as runs
 
 P, G, T, S, H, K, WIDTH = 2, 2, 7, 6, 4, 2, 8
 KINDS = ("plain", "blocked", "cudnn", "splash")

@@ -16,16 +16,16 @@ import tokenizers
 from flax import nnx
 from jax.sharding import AxisType
 
-from tunix_like.config import RolloutConfig, SFTConfig
+from tunix_like.config.schema import RolloutConfig, SFTConfig
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models import stored
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_abstract, load_model, save_model
 from tunix_like.models.sharding import parameter_shardings
-from tunix_like.rl.engine import make_engine
-from tunix_like.sft import SFTTrainer
-from tunix_like.tokenizer import Tokenizer
+from tunix_like.training.engine import make_engine
+from tunix_like.training.sft import SFTTrainer
 
 HF = {
     "model_type": "qwen2",

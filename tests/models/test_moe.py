@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tunix_like.config import MeshConfig
+from tunix_like.config.schema import MeshConfig
 from tunix_like.models.layer_kinds import Experts
 from tunix_like.models.moe import MixtureOfExperts
 from tunix_like.models.sharding import build_mesh, place_params

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tunix_like.algorithms.losses import token_logprobs
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.weights import hf_name
-from tunix_like.rl.forward import ForwardOptions, batch_logprobs
-from tunix_like.rl.losses import token_logprobs
-from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.sampling.sampler import Sampler, pad_tokens
+from tunix_like.rollout.sampler import Sampler, pad_tokens
+from tunix_like.training.forward import ForwardOptions, batch_logprobs
+from tunix_like.training.packing import choose_layout, pack
 from tunix_like.types import GroupBatch, SamplingParams
 
 SMALL = {

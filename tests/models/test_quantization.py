@@ -17,7 +17,7 @@ from tunix_like.models import weights
 from tunix_like.models.loading import load_abstract, save_model
 from tunix_like.models.lora import split_params
 from tunix_like.models.quantization import BLOCK, NF4, dequantize, quantize, quantized_product
-from tunix_like.sampling.decoding import _merge
+from tunix_like.rollout.decoding import _merge
 
 RNG = np.random.default_rng(0)
 KERNEL = (RNG.standard_normal((4 * BLOCK, 9)) * np.geomspace(1e-3, 10, 9)).astype(np.float32)

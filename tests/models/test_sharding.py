@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
-from tunix_like.config import MeshConfig
+from tunix_like.config.schema import MeshConfig
 from tunix_like.data.maze import tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -25,11 +25,11 @@ from tunix_like.models.sharding import (
     scope,
     shardings_of,
 )
-from tunix_like.rl.forward import ForwardOptions, place_packed
-from tunix_like.rl.packing import Layout, pack
-from tunix_like.rl.train_step import StepSpec, TrainState, gradient, step_inputs
-from tunix_like.sampling import decoding, sampler
-from tunix_like.sft import _Likelihood
+from tunix_like.rollout import decoding, sampler
+from tunix_like.training.forward import ForwardOptions, place_packed
+from tunix_like.training.packing import Layout, pack
+from tunix_like.training.sft import _Likelihood
+from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
 CONFIG = DecoderConfig(

@@ -11,10 +11,10 @@ from flax import nnx
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.rope import LinearScaling
-from tunix_like.rl.forward import ForwardOptions, batch_logprobs
-from tunix_like.rl.packing import choose_layout, pack
-from tunix_like.sampling import sampler
-from tunix_like.sampling.sampler import Sampler, pad_tokens
+from tunix_like.rollout import sampler
+from tunix_like.rollout.sampler import Sampler, pad_tokens
+from tunix_like.training.forward import ForwardOptions, batch_logprobs
+from tunix_like.training.packing import choose_layout, pack
 from tunix_like.types import GroupBatch, SamplingParams
 
 CONFIG = DecoderConfig(

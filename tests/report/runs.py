@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from tunix_like.algorithms.pass_rates import bins_of, count_groups, sum_advantages
 from tunix_like.data import maze
 from tunix_like.data.source import SOURCE_COLUMN
-from tunix_like.metrics import MetricsLog
-from tunix_like.rl.pass_rates import bins_of, count_groups, sum_advantages
-from tunix_like.rl.rollouts import write_rollouts
+from tunix_like.rollout.rollouts import write_rollouts
+from tunix_like.storage.metrics import MetricsLog
 from tunix_like.types import Problem
 
 HOSTILE = "</script><img src=x onerror=\"window.broken='img'\"><script>window.broken='script'</script><!-- &amp;"

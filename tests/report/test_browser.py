@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.report.runs import SHOWN, write_run
-from tunix_like.cli import main
+from tunix_like.cli.main import main
 
 playwright = pytest.importorskip("playwright.sync_api")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.report.runs import write_run
-from tunix_like.cli import main
+from tunix_like.cli.main import main
 from tunix_like.report import figures
 from tunix_like.report.contents import Curve, curves
 from tunix_like.report.reading import read_runs

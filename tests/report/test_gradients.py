@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tunix_like import cli
+from tunix_like.cli import main as cli
 from tunix_like.report import gradients
-from tunix_like.trained import open_trained
+from tunix_like.runs.trained import open_trained
 
 CONFIG = """
 model: {init: random, config: {model_type: qwen2, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,

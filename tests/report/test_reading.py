@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.report.runs import ADVANTAGES, GRID, LENGTHS, PATHS, REWARDS, SHOWN, problems, texts, write_run
-from tunix_like.cli import main
+from tunix_like.cli.main import main
 from tunix_like.data import maze
-from tunix_like.metrics import MetricsLog
 from tunix_like.report import contents
 from tunix_like.report import reading as reading_module
 from tunix_like.report.gradients import Gradients
@@ -20,6 +19,7 @@ from tunix_like.report.page import _finite, embedded
 from tunix_like.report.reading import read_runs
 from tunix_like.report.rollouts import read_steps
 from tunix_like.rewards.maze import walk
+from tunix_like.storage.metrics import MetricsLog
 
 
 def run_of(folder, *rows):

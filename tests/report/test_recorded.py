@@ -8,12 +8,12 @@ from collections import defaultdict
 import pytest
 
 import tunix_like
-from tests.rl.test_pass_rates import slow_bin
+from tests.algorithms.test_pass_rates import slow_bin
 from tests.tiny_model import HF
 from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig
-from tunix_like.cli import main
+from tunix_like.cli.main import main
 from tunix_like.data import reverse_text
-from tunix_like.metrics import rows
+from tunix_like.storage.metrics import rows
 
 STEPS, SIZE = 3, 4
 LETTERS = [a + b for a in "abcd" for b in "efgh"]

@@ -1,5 +1,5 @@
 """Draws bad configurations and damaged model folders by the thousand, and shows every one that is not refused as it
-should be (`tests/fuzzing.py`, `tests/fuzzing_files.py` say how that is).
+should be (`tests/runs/fuzzing.py`, `tests/runs/fuzzing_files.py` say how that is).
 
     python tests/stress/fuzz.py [--configs 2000] [--files 1500] [--seed 0]
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from tests import fuzzing, fuzzing_files  # noqa: E402
+from tests.runs import fuzzing, fuzzing_files  # noqa: E402
 
 ENDS = ("accepted", "refused", "violation")
 

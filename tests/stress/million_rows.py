@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, reverse_text
 from tunix_like.data.stream import check_prompts, prompt_batches
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tunix_like.loggers import open_metrics
+from tunix_like.storage.loggers import open_metrics
 
 TRACKIO_SENDS = 3.0
 """Seconds after which trackio has surely written what it was told (it does so every half second)."""

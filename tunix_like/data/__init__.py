@@ -16,7 +16,7 @@ from tunix_like.data.source import DataSource, Record, refuse_unread_keys
 from tunix_like.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from tunix_like.config import DataConfig
+    from tunix_like.config.schema import DataConfig
 
 __all__ = [
     "SOURCES",

@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix_like.config import AlgorithmConfig, DataConfig, check_ranges, key
-from tunix_like.config_file import read_section
+from tunix_like.algorithms.registry import check_parameters
+from tunix_like.config.load import read_section
+from tunix_like.config.schema import AlgorithmConfig, DataConfig, check_ranges, key
 from tunix_like.errors import UserError, nearest
-from tunix_like.rl.estimators import check_parameters
 
 _OF_THE_RUN = ("batch_size", "shuffle", "overlong_prompts")
 _OF_A_SOURCE = tuple(

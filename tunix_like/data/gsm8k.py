@@ -16,7 +16,7 @@ from tunix_like.errors import UserError
 from tunix_like.rewards.numbers import parse_number
 
 if TYPE_CHECKING:
-    from tunix_like.config import DataConfig
+    from tunix_like.config.schema import DataConfig
 
 HUB_ID = "openai/gsm8k"
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_like import progress
 from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, take
 from tunix_like.errors import UserError, one_line
-from tunix_like.input_files import file_problem
+from tunix_like.runtime import progress
+from tunix_like.runtime.input_files import file_problem
 
 if TYPE_CHECKING:
-    from tunix_like.config import DataConfig
+    from tunix_like.config.schema import DataConfig
 
 DEFAULT_EVAL = 256
 

@@ -14,12 +14,12 @@ import random
 from typing import TYPE_CHECKING
 
 from tunix_like.data.source import STRING_BYTES, DataSource, MappedRows, Record, check_generated
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rewards.maze import MOVES, Walk, walk
-from tunix_like.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tunix_like.config import DataConfig
+    from tunix_like.config.schema import DataConfig
 
 __all__ = [
     "DEFAULT_SIZE",

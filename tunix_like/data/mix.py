@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from tunix_like.config import DataConfig
+from tunix_like.config.schema import DataConfig
 from tunix_like.data.entries import Entry, entries
 from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rewards import check_arguments, resolve
-from tunix_like.tokenizer import Tokenizer
 from tunix_like.types import RewardFunction
 
 logger = logging.getLogger("tunix_like")

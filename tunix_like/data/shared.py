@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import grain.python as grain
 
-from tunix_like import progress
 from tunix_like.errors import UserError
-from tunix_like.processes import by_first
+from tunix_like.runtime import progress
+from tunix_like.runtime.processes import by_first
 
 logger = logging.getLogger("tunix_like")
 

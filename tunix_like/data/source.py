@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
-from tunix_like.untrusted import Filled, fill
+from tunix_like.runtime.untrusted import Filled, fill
 
 if TYPE_CHECKING:
-    from tunix_like.config import DataConfig
-    from tunix_like.tokenizer import Tokenizer
+    from tunix_like.config.schema import DataConfig
+    from tunix_like.data.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
 """A flat row: `prompt` (a string, or a list of messages) and any further columns; `answer` is what SFT trains on."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import grain.python as grain
 import jax
 
-from tunix_like.config import OVERLONG
+from tunix_like.config.schema import OVERLONG
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, nearest
-from tunix_like.processes import spread
-from tunix_like.tokenizer import Tokenizer
+from tunix_like.runtime.processes import spread
 
 logger = logging.getLogger("tunix_like")
 

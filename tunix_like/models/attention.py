@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tunix_like.config import ATTENTIONS
+from tunix_like.config.schema import ATTENTIONS
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.attention_blocked import capped, joined_attention
 from tunix_like.models.attention_kernels import cudnn_attention, splash_attention

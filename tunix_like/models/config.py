@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.json_files import read_object
 from tunix_like.models.families import FAMILIES, NOT_COPIED, family_fields, family_of, numbers, text_fields
 from tunix_like.models.fields import HF_NAMES, OPTION_NAMES, SWITCHES, checked, spelt
 from tunix_like.models.layer_kinds import Experts
 from tunix_like.models.rope import LinearScaling, RopeScaling, rope_fields
+from tunix_like.runtime.json_files import read_object
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from tunix_like.config import LORA_TARGETS
+from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of

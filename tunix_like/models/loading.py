@@ -19,18 +19,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix_like import progress
-from tunix_like.config import RolloutConfig
+from tunix_like.config.schema import RolloutConfig
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest, one_line
-from tunix_like.json_files import read_object
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.lora import merge_lora, source_of
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
-from tunix_like.output_folder import written_whole
-from tunix_like.tokenizer import Tokenizer
+from tunix_like.runtime import progress
+from tunix_like.runtime.json_files import read_object
+from tunix_like.storage.output_folder import written_whole
 
 _INITS = ("pretrained", "random")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

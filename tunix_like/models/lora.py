@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from tunix_like.config import LORA_TARGETS, LoraConfig
+from tunix_like.config.schema import LORA_TARGETS, LoraConfig
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
@@ -30,7 +30,7 @@ from tunix_like.models.quantization import LEAVES as QUANTIZED
 from tunix_like.models.quantization import dequantize
 from tunix_like.models.sharding import fetch
 from tunix_like.models.weights import Params, save_tensors, write_json
-from tunix_like.output_folder import written_whole
+from tunix_like.storage.output_folder import written_whole
 
 LEAVES = ("lora_a", "lora_b")
 """Names of the arrays that are trained where there are any: A `[in, r]` and B `[r, out]`, float32."""

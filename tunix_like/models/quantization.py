@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int8, UInt8
 
-from tunix_like.config import QUANTIZATIONS
+from tunix_like.config.schema import QUANTIZATIONS
 from tunix_like.errors import UserError, nearest
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tunix_like.config import LORA_TARGETS, MeshConfig
+from tunix_like.config.schema import LORA_TARGETS, MeshConfig
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
 

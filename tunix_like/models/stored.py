@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 
 from tunix_like.errors import UserError
-from tunix_like.json_files import read_object
+from tunix_like.runtime.json_files import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -21,13 +21,13 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from tunix_like import progress
-from tunix_like.config import LORA_TARGETS
+from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.quantization import quantize
 from tunix_like.models.stored import INDEX, PICKLES, SINGLE, Stored, index_of, of_decoder, open_tensors, place, same
+from tunix_like.runtime import progress
 
 Params = dict[Any, Any]
 """Nested dict of arrays: module attribute names (layer numbers are ints) down to `kernel`, `bias`, `scale`,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_like import console, progress
 from tunix_like.errors import UserError
 from tunix_like.report.figures import save_figures
 from tunix_like.report.page import build
 from tunix_like.report.reading import Run, read_runs
+from tunix_like.runtime import console, progress
 
 if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients

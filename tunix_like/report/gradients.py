@@ -16,21 +16,21 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from tunix_like.config import Config
+from tunix_like.algorithms.objective import Objective, build_objective
+from tunix_like.algorithms.pass_rates import bins_of
+from tunix_like.config.schema import Config
 from tunix_like.data import load_source, source_estimators
 from tunix_like.errors import UserError
-from tunix_like.evaluate import eval_problems
+from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.models.loading import check_fit
-from tunix_like.replay import norms_of, program_of
-from tunix_like.rl.collection import shape_rewards
-from tunix_like.rl.engine import make_engine
-from tunix_like.rl.guards import Skipped
-from tunix_like.rl.objective import Objective, build_objective
-from tunix_like.rl.pass_rates import bins_of
-from tunix_like.rl.rollouts import Rollout, completion_texts, score_completions, succeeds, to_batch
-from tunix_like.runs import WeightedReward, check_config, reward_functions
-from tunix_like.sampling.sampler import Sampler
-from tunix_like.trained import Trained, open_trained
+from tunix_like.report.replay import norms_of, program_of
+from tunix_like.rollout.collection import shape_rewards
+from tunix_like.rollout.rollouts import Rollout, completion_texts, score_completions, succeeds, to_batch
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.runs.build import WeightedReward, check_config, reward_functions
+from tunix_like.runs.trained import Trained, open_trained
+from tunix_like.training.engine import make_engine
+from tunix_like.training.guards import Skipped
 from tunix_like.types import Problem, SamplingParams
 
 GRADIENT_KEY = 3
@@ -38,7 +38,7 @@ GRADIENT_KEY = 3
 
 
 class Gradients(NamedTuple):
-    """Of each prompt that was measured: its pass rate, the bin of it (`rl/pass_rates.py`) and its gradient's norm; and
+    """Of each prompt that was measured: its pass rate, the bin of it (`algorithms/pass_rates.py`) and its gradient's norm; and
     the checkpoint's place."""
 
     rates: list[float]

@@ -15,11 +15,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.report import contents
 from tunix_like.report.reading import Run, Table
 from tunix_like.report.rollouts import MOST_BYTES, read_steps
-from tunix_like.rl.pass_rates import PASS_RATES
-from tunix_like.visible import visible
+from tunix_like.runtime.visible import visible
 
 if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients

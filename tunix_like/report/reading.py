@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunix_like import metrics
-from tunix_like.config_file import flat, read_yaml
+from tunix_like.algorithms.pass_rates import PASS_RATES
+from tunix_like.config.load import flat, read_yaml
 from tunix_like.errors import UserError
-from tunix_like.rl.pass_rates import PASS_RATES
+from tunix_like.storage import metrics
 
 HISTOGRAMS = ("drawn", "trained", "advantage")
-"""What `train/pass_rate/<name>` holds, ten numbers a step (`rl/pass_rates.py`)."""
+"""What `train/pass_rate/<name>` holds, ten numbers a step (`algorithms/pass_rates.py`)."""
 
 MOST_STEPS = 2000
 """Of a longer phase evenly spread steps are kept, and those with an evaluation."""

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunix_like import metrics
 from tunix_like.data.maze import grid_of
 from tunix_like.errors import UserError
 from tunix_like.rewards.maze import MOVES, walk
+from tunix_like.storage import metrics
 
 MOST_BYTES = 24_000_000
 """Of completions in one page, shared by its runs."""

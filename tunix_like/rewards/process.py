@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.rewards.worker import HEADER, START, message
-from tunix_like.visible import visible
+from tunix_like.runtime.visible import visible
 
 SHOWN = 65_536
 """Bytes of what a worker prints that are passed on to stderr; what follows is dropped, as it may be without end."""

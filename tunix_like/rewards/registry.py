@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix_like.errors import UserError, nearest
 from tunix_like.rewards.calls import check_form
-from tunix_like.user_code import load_function
+from tunix_like.runtime.user_code import load_function
 
 if TYPE_CHECKING:
     from tunix_like.types import RewardFunction

@@ -15,7 +15,7 @@ import numpy as np
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import arguments_of, call_in_process
 from tunix_like.rewards.pool import PooledFunction
-from tunix_like.visible import visible
+from tunix_like.runtime.visible import visible
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

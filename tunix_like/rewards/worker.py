@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.rewards.calls import WrongCount, call, explain
-from tunix_like.user_code import load_function
+from tunix_like.runtime.user_code import load_function
 
 HEADER = struct.Struct("!Q")
 """In front of every message: its length in bytes."""

@@ -1,0 +1,283 @@
+"""What the estimators are held to: their definitions in float64, by every subset of a group, and by enumeration.
+
+The oracles know max@K as a mean over subsets, and the gradient of an objective as a sum over outcomes. Only `by_ranks`,
+for groups whose subsets nobody can list, sorts; it is held to the subsets itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from math import comb
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tunix_like.algorithms.advantages  # noqa: F401  (registers the built-in estimators)
+from tunix_like.algorithms.registry import find_estimator
+
+NAN = float("nan")
+
+EVERY: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {}),
+    ("grpo", {"ddof": 0}),
+    ("drgrpo", {}),
+    ("rloo", {}),
+    ("maxrl", {}),
+    ("maxrl", {"truncation_order": 3}),
+    ("maxpo", {"k": 1}),
+    ("maxpo", {"k": 3}),
+    ("pkpo", {"k": 1}),
+    ("pkpo", {"k": 3}),
+    ("passk", {"k": 1}),
+    ("passk", {"k": 3}),
+    ("opo", {}),
+    ("reinforce_pp", {}),
+]
+every = pytest.mark.parametrize(
+    ("name", "params"), EVERY, ids=["-".join([n, *(f"{k}{v}" for k, v in p.items())]) for n, p in EVERY]
+)
+
+SPEAKS_OF_CONSTANT = (("pkpo", {"k": 1}), ("reinforce_pp", {}))
+"""The two that give constant groups something."""
+
+
+# --- the subject ------------------------------------------------------------------------------------------------------
+
+
+def estimate(
+    rewards: np.ndarray, name: str, lengths: np.ndarray | None = None, rows: int = 64, **params: Any
+) -> np.ndarray:
+    """The estimator itself on `[P, G]` rewards (NaN: unscored), op by op: nothing is compiled anew for another
+    parameter, nor for another `P`, since `rows` groups are given at a time, unscored ones where there are fewer.
+    `compute_advantages`, which compiles it whole, is held to the same values in `test_advantages.py`."""
+    count, size = rewards.shape
+    assert count <= rows or name != "reinforce_pp", "it looks at the whole batch"
+    padded, sizes = np.full((-(-count // rows) * rows, size), NAN), np.zeros((-(-count // rows) * rows, size), np.int32)
+    padded[:count], sizes[:count] = rewards, 1 if lengths is None else lengths
+    scored = ~np.isnan(padded)
+    filled = np.where(scored, padded, 0.0).astype(np.float32)
+    found = []
+    for start in range(0, len(padded), rows):
+        part = slice(start, start + rows)
+        out = find_estimator(name).function(
+            jnp.asarray(filled[part]), scored=jnp.asarray(scored[part]), lengths=jnp.asarray(sizes[part]), **params
+        )
+        assert out.shape == (rows, size) and out.dtype == jnp.float32, (out.shape, out.dtype)
+        found.append(np.asarray(out))
+    return np.concatenate(found)[:count]
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5, message: str = "") -> None:
+    """Within `tolerance` of each group's largest advantage."""
+    bound = tolerance * np.abs(expected).max(axis=-1, keepdims=True) + 1e-12
+    assert (np.abs(actual - expected) <= bound).all(), f"{message} off by {np.abs(actual - expected).max()}"
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def kinds_of_groups(size: int, count: int = 16) -> np.ndarray:
+    """Random groups `[4 * count, size]`: reals, heavy ties, 0/1, and non-negative shaped rewards; float32 values."""
+    rng = np.random.default_rng(size)
+    groups = [
+        rng.normal(size=(count, size)),
+        rng.integers(-1, 2, (count, size)),
+        rng.integers(0, 2, (count, size)),
+        rng.choice([0.0, 0.1, 1.1], (count, size)),
+    ]
+    return np.concatenate(groups).astype(np.float32).astype(np.float64)
+
+
+def binary_groups(size: int) -> np.ndarray:
+    """All `2^size` of them."""
+    return np.array(list(itertools.product([0.0, 1.0], repeat=size)))
+
+
+def taken(name: str, params: dict[str, Any], rewards: np.ndarray) -> np.ndarray:
+    """Rewards of the same pattern that the estimator is defined for."""
+    if name == "passk":
+        return np.where(np.isnan(rewards), NAN, (np.abs(rewards) > 0.5).astype(np.float64))
+    return np.abs(rewards) if (name, params) == ("maxrl", {}) else rewards
+
+
+# --- max@K of one group -----------------------------------------------------------------------------------------------
+
+
+class Maxima(NamedTuple):
+    """Mean maximum over the k-subsets that hold `i`, over all of them, and over those without `i` (NaN: there is no
+    such subset)."""
+
+    with_i: np.ndarray
+    of_all: float
+    without_i: np.ndarray
+
+
+@functools.cache
+def subsets(size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[S, k]` members, and `[S, size]` whether each completion is one."""
+    members = np.array(list(itertools.combinations(range(size), k)))
+    return members, (members[:, :, None] == np.arange(size)).any(axis=1)
+
+
+def over_subsets(rewards: np.ndarray, k: int) -> Maxima:
+    if k == 0:
+        return Maxima(np.full(len(rewards), NAN), 0.0, np.zeros(len(rewards)))
+    members, holds = subsets(len(rewards), k)
+    top = rewards[members].max(axis=1)
+    without = np.full(len(rewards), NAN) if k == len(rewards) else (top @ ~holds) / (~holds).sum(axis=0)
+    return Maxima((top @ holds) / holds.sum(axis=0), top.mean(), without)
+
+
+@functools.cache
+def shares(size: int, picked: int, total: int, drawn: int) -> np.ndarray:
+    """`C(m, picked) / C(total, drawn)` for `m = 0..size-1`, of whole numbers."""
+    found = [0] * min(picked, size)
+    for m in range(picked, size):
+        found.append(1 if m == picked else found[-1] * m // (m - picked))
+    return np.array([each / comb(total, drawn) for each in found])
+
+
+def by_ranks(rewards: np.ndarray, k: int) -> Maxima:
+    """The same from how often each rank is the largest: for any size."""
+    if k == 0:
+        return over_subsets(rewards, 0)
+    n = len(rewards)
+    order = np.argsort(rewards, kind="stable")
+    x, back = rewards[order], np.argsort(order)
+
+    def after(values: np.ndarray) -> np.ndarray:
+        """Sum over the ranks above each."""
+        return np.append(np.cumsum(values[::-1])[::-1][1:], 0.0)
+
+    with_i = x * shares(n, k - 1, n - 1, k - 1)
+    if k > 1:
+        with_i += after(x * np.append(0.0, shares(n - 1, k - 2, n - 1, k - 1)))
+    without = np.full(n, NAN)
+    if k < n:
+        of_others = shares(n, k - 1, n - 1, k)
+        without = np.append(0.0, np.cumsum(x * of_others)[:-1]) + after(x * np.append(0.0, of_others[:-1]))
+    return Maxima(with_i[back], float((x * shares(n, k - 1, n, k)).sum()), without[back])
+
+
+# --- the definitions --------------------------------------------------------------------------------------------------
+
+OfMaxima = Callable[[np.ndarray, int], Maxima]
+
+
+def leave_two_out(rewards: np.ndarray, k: int, maxima: OfMaxima = over_subsets) -> np.ndarray:
+    """`L_k,i = q_i - V_k(-i)`."""
+    found = maxima(rewards, k)
+    return found.with_i - found.without_i
+
+
+def least_scored(name: str, params: dict[str, Any]) -> int:
+    """Completions below which a group is dropped: a difference needs two, a subset k, one that leaves `i` out k + 1."""
+    return max(
+        2, {"maxpo": params.get("k", 0) + 1, "pkpo": params.get("k", 0), "passk": params.get("k", 0)}.get(name, 2)
+    )
+
+
+def of_one_group(
+    name: str, params: dict[str, Any], rewards: np.ndarray, lengths: np.ndarray, maxima: OfMaxima
+) -> np.ndarray:
+    """One group of scored completions, enough of them; every estimator but `reinforce_pp`."""
+    size, mean, k = len(rewards), rewards.mean(), params.get("k", 0)
+    low = rewards - rewards.max() if maxima is by_ranks else rewards  # differences far below 1 are lost in float64 too
+    if rewards.max() == rewards.min() and (name, params) != ("pkpo", {"k": 1}):
+        return np.zeros(size)
+    if name == "grpo":
+        return (rewards - mean) / (np.std(rewards, ddof=params.get("ddof", 1)) + 1e-6)
+    if name == "drgrpo":
+        return rewards - mean
+    if name == "rloo":
+        return np.array([r - np.delete(rewards, i).mean() for i, r in enumerate(rewards)])
+    if name == "maxrl" and not params:
+        return (rewards - mean) / mean if mean > 0 else np.zeros(size)
+    if name == "maxrl":
+        orders = range(1, min(params["truncation_order"], size - 1) + 1)
+        return np.sum([leave_two_out(low, order, maxima) for order in orders], axis=0)
+    if name == "maxpo":
+        return k * leave_two_out(low, k, maxima)
+    if name == "pkpo" and k > 1:
+        return k * (maxima(low, k).with_i - maxima(low, k - 1).without_i)
+    if name == "pkpo":
+        return rewards
+    if name == "passk":
+        found, value = maxima(rewards - 1, k), maxima(rewards, k).of_all  # V - 1 and V: neither from the other
+        return (found.with_i - found.of_all) / (np.sqrt(value * -found.of_all) + 1e-6)
+    assert name == "opo", f"no definition of '{name}'"
+    total = sum(int(length) for length in lengths)
+    baseline = sum(w * r for w, r in zip(lengths, rewards, strict=True)) / total if total else mean
+    return rewards - baseline
+
+
+def whitened(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`reinforce_pp`: a list of all tokens of the batch, its mean, its variance with ddof 1."""
+    centred, tokens = np.zeros(rewards.shape), []
+    kept = ~np.isnan(rewards) & ((~np.isnan(rewards)).sum(axis=1, keepdims=True) >= 2)
+    for group, row in enumerate(rewards):
+        mean = np.mean(row[kept[group]]) if kept[group].any() else 0.0
+        for i, reward in enumerate(row):
+            if kept[group, i]:
+                constant = np.ptp(row[kept[group]]) == 0
+                centred[group, i] = 0.0 if constant else reward - mean
+                tokens += [centred[group, i]] * int(lengths[group, i])
+    if len(tokens) < 2:
+        return np.zeros(rewards.shape)
+    return np.where(kept, (centred - np.mean(tokens)) / np.sqrt(np.var(tokens, ddof=1) + 1e-8), 0.0)
+
+
+def definition(
+    name: str,
+    params: dict[str, Any],
+    rewards: np.ndarray,
+    lengths: np.ndarray | None = None,
+    maxima: OfMaxima = over_subsets,
+) -> np.ndarray:
+    """Advantages `[P, G]` in float64, group by group; unscored completions (NaN) are taken out of the group first."""
+    sizes = np.ones(rewards.shape, int) if lengths is None else lengths
+    if name == "reinforce_pp":
+        return whitened(rewards, sizes)
+    out = np.zeros(rewards.shape)
+    for row, group, length in zip(out, rewards, sizes, strict=True):
+        scored = ~np.isnan(group)
+        if scored.sum() >= least_scored(name, params):
+            row[scored] = of_one_group(name, params, group[scored], length[scored], maxima)
+    return out
+
+
+# --- a small bandit ---------------------------------------------------------------------------------------------------
+
+ARMS = np.array([0.2, 0.5, 0.3])
+SCORES = np.eye(3) - ARMS  # gradient of log softmax for each arm
+BINARY, REAL = np.array([1.0, 0.0, 0.0]), np.array([0.7, -1.2, 2.0])
+
+
+def outcomes(draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """All `3^draws` tuples of arms, and their probabilities."""
+    arms = np.array(list(itertools.product(range(3), repeat=draws)))
+    return arms, ARMS[arms].prod(axis=1)
+
+
+def expected_gradient(
+    name: str, params: dict[str, Any], rewards: np.ndarray, size: int, lengths: np.ndarray | None = None
+) -> np.ndarray:
+    """`E[(1/G) sum_i A_i grad log pi(y_i)]` over all groups of a three-armed softmax bandit.
+
+    Args:
+      rewards: of each arm.
+      lengths: of each arm; ones when not given.
+    """
+    arms, chances = outcomes(size)
+    values = estimate(rewards[arms], name, None if lengths is None else lengths[arms], **params)
+    return np.einsum("n,ni,nid->d", chances, values.astype(np.float64), SCORES[arms]) / size
+
+
+def gradient_of_max(rewards: np.ndarray, k: int) -> np.ndarray:
+    """Gradient of the expected maximum of k draws, by enumerating them."""
+    arms, chances = outcomes(k)
+    return np.einsum("n,n,nid->d", chances, rewards[arms].max(axis=1), SCORES[arms])

@@ -1,0 +1,686 @@
+"""The command line in real processes: one short run that many tests look at, what is made of it, and runs that are
+killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+import tunix_like
+from tunix_like.cli import main as cli
+from tunix_like.config.load import load
+from tunix_like.config.schema import Config
+from tunix_like.runs.build import check_config, run_folder
+from tunix_like.storage import run_lock
+from tunix_like.storage.metrics import rows as metric_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
+SCRIPT = str(Path(sys.executable).with_name("tunix-like"))
+RUN = "runs/reverse_text-maxrl-s0"
+COMMANDS = (
+    "init", "train", "sft", "eval", "generate", "export", "report", "replay", "advantages", "check-rewards", "doctor",
+)  # fmt: skip
+SMALL = (
+    "model.config.hidden_size=16",
+    "model.config.intermediate_size=16",
+    "model.config.num_hidden_layers=1",
+    "data.batch_size=8",
+    "data.train_size=50",
+    "data.eval_size=8",
+    "algorithm.num_generations=4",
+    "sft.max_steps=4",
+    "sft.batch_size=8",
+    "eval.batch_size=8",
+    "training.max_steps=3",
+    "training.log_rollouts_every_n_steps=2",
+)
+
+
+def call(*argv, cwd, code=0, **environment):
+    """Runs a program to its end and returns what it said; `code` is the exit status it must end with."""
+    done = subprocess.run(
+        argv, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, f"{argv}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+MANY = """
+import contextlib, io, json, sys
+from tunix_like.cli.main import main
+results = []
+for argv in json.load(sys.stdin):
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            code = main(argv)
+        except SystemExit as stopped:
+            code = stopped.code
+    results.append([code, out.getvalue(), error.getvalue()])
+print(json.dumps(results))
+"""
+
+
+def call_many(*commands, cwd):
+    """Runs several commands in one process, to pay for its imports once; `[(code, stdout, stderr), ...]`."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY], input=json.dumps(commands), cwd=cwd, capture_output=True, text=True, timeout=300,
+        check=True,
+    )  # fmt: skip
+    return [tuple(result) for result in json.loads(done.stdout.splitlines()[-1])]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The folder that the shared run's commands are typed in."""
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def first(home):
+    """The shared run: 4 supervised steps, 3 of MaxRL, in its default folder; what it said."""
+    return call(SCRIPT, "train", YAML, *SMALL, cwd=home).stdout
+
+
+@pytest.fixture(scope="module")
+def made(home, first):
+    """What is made of the shared run, all in one process: (code, stdout, stderr) by name."""
+    commands = {
+        "eval": ["eval", RUN],
+        "eval again": ["eval", RUN, "eval.samples=4", "eval.k=[2]"],
+        "eval checkpoint": ["eval", f"{RUN}/checkpoints/3"],
+        "eval sft": ["eval", f"{RUN}/sft_checkpoints/4", "eval.max_problems=3"],
+        "generate": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
+        "generate greedy": ["generate", RUN, "--prompt", "abc>", "--greedy"],
+        "generate sampled": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0.5", "rollout.top_p=0.9"],
+        "export": ["export", RUN, "exported"],
+        "eval exported": [
+            "eval", "exported", "data.name=reverse_text", "data.eval_size=8", "data.train_size=50", "eval.samples=4",
+            "eval.batch_size=8", "rollout.max_prompt_length=16", "rollout.max_tokens_to_generate=8",
+        ],
+        "eval without data": ["eval", "exported"],
+        "generate exported": [
+            "generate", "exported", "--prompt", "abc>", "--greedy", "rollout.max_prompt_length=16",
+            "rollout.max_tokens_to_generate=8",
+        ],
+        "export of an export": ["export", "exported", "twice"],
+        "doctor": ["doctor"],
+        "no such run": ["eval", "runs/nothing"],
+        "no such step": ["eval", f"{RUN}/checkpoints/2"],
+    }  # fmt: skip
+    return dict(zip(commands, call_many(*commands.values(), cwd=home), strict=True))
+
+
+def test_what_a_run_says(first):
+    for piece in (
+        "learner: MaxRLLearner (maxrl)",
+        "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+        "batch: 8 prompts x 4 completions = 32 a step, 1 optimizer update(s)",
+        f"folder: {RUN}",
+        "training: 50 prompts",
+        "evaluation: 8 prompts",
+    ):
+        assert piece in first, first
+    assert re.search(r"prompt: '\w+>'\n +ids: \[1, \d+, .*4\]\n", first), "one rendered prompt with its ids"
+    for step in (1, 2, 3):
+        assert re.search(
+            rf"^train {step}/3  reward \d\.\d+  pass@1 .*length .*loss .*tok/s [\d,]+ .* s \(", first, re.M
+        )
+    assert re.search(r"^sft 4/4 ", first, re.M)
+    table = first[first.index("MaxRLLearner, 8 held-out problems, 4 samples each") :]
+    assert re.search(r"step 0.*step 3", table) and re.search(r"pass@4 .*%.*%", table)
+    assert f"run folder: {RUN} (tunix-like eval | generate | export | report {RUN})" in table
+
+
+def test_config_of_the_run_is_whole(home, first):
+    """config.yaml loads to the very config that ran, with the learner's defaults filled in."""
+    config = load(home / RUN / "config.yaml")
+    asked = load(YAML, SMALL)
+    for section in ("model", "data", "rollout", "optimizer", "sft", "eval", "training", "mesh"):
+        assert getattr(config, section) == getattr(asked, section), section
+    algorithm = config.algorithm
+    assert (algorithm.loss_agg_mode, algorithm.policy_loss_fn, algorithm.epsilon) == ("token-mean", "ppo_clip", 0.2)
+    assert config.rewards.functions == [{"name": "exact_match", "weight": 1.0}]
+    raw = yaml.safe_load((home / RUN / "config.yaml").read_text())
+    assert set(raw) == set(yaml.safe_load((ROOT / "tunix_like" / "config" / "base_config.yaml").read_text()))
+
+
+METRICS = (
+    [f"rewards/{name}" for name in ("mean", "min", "max", "std", "exact_match")]
+    + [f"completions/{name}" for name in ("mean_length", "max_length", "min_length", "clipped_ratio")]
+    + [f"advantage/{name}" for name in ("abs_mean", "max", "min", "nonzero_frac")]
+    + [f"time/{name}" for name in ("data", "rollout", "reward", "update", "other")]
+    + ["is_ratio/mean", "is_ratio/max", "pg_clipfrac", "entropy", "loss", "grad_norm", "learning_rate"]
+    + ["step_time_sec", "pass@1", "reward/unscored_frac", "groups/mixed_frac", "perf/update_programs"]
+    + [f"perf/{name}" for name in ("generation_tokens_per_sec", "training_tokens_per_sec", "programs_compiled")]
+    + [f"perf/{name}" for name in ("compile_sec", "rollout_occupancy", "update_occupancy", "update_operations")]
+)
+
+
+def test_metrics_of_the_run(home, first):
+    rows = metric_rows(home / RUN)[:8]
+    assert [row.get("sft/step") for row in rows] == [1, 2, 3, 4, None, None, None, None]
+    assert [row.get("step") for row in rows] == [None] * 4 + [0, 1, 2, 3]
+    assert all(
+        {"sft/loss", "sft/grad_norm", "sft/learning_rate", "sft/step_time_sec"} <= row.keys() for row in rows[:4]
+    )
+    for row in rows[5:]:
+        missing = {f"train/{name}" for name in METRICS} - row.keys()
+        assert not missing
+        empty = row["train/update/rows_left_out_frac"] == 1  # means over the tokens of the update are null then
+        assert all(
+            isinstance(value, int | float) or (value is None and empty) or name.startswith("train/pass_rate/")
+            for name, value in row.items()
+        ), row
+        assert 0 <= row["train/completions/clipped_ratio"] <= 1 <= row["train/completions/min_length"] <= 8
+    assert rows[7]["train/perf/update_programs"] == rows[5]["train/perf/update_programs"] == 1
+    for row in (rows[4], rows[7]):
+        assert {"eval/pass@1", "eval/pass@4", "eval/rewards/mean", "eval/unscored_frac"} <= row.keys()
+    assert "eval/pass@1" not in rows[5] and "eval/pass@1" not in rows[6]
+
+
+def test_rollouts_of_the_run(home, first):
+    files = sorted(path.name for path in (home / RUN / "rollouts").iterdir())
+    assert files[:2] == ["step_000001.jsonl", "step_000002.jsonl"]
+    rows = [json.loads(line) for line in (home / RUN / "rollouts" / files[0]).read_text().splitlines()]
+    assert len(rows) == 32
+    fields = {"step", "problem", "sample", "prompt", "completion", "length", "reward", "estimator_reward", "advantage"}
+    fields |= {"reward/exact_match", "finished"}
+    assert all(set(row) == fields for row in rows)
+    assert [(row["problem"], row["sample"]) for row in rows] == [(p, s) for p in range(8) for s in range(4)]
+    assert all(row["reward"] == float(row["completion"] == row["prompt"][-2::-1]) for row in rows)
+    rewards = np.reshape([row["reward"] for row in rows], (8, 4))
+    advantages = np.reshape([row["advantage"] for row in rows], (8, 4))
+    np.testing.assert_allclose(advantages, tunix_like.compute_advantages(rewards, "maxrl"), rtol=1e-6)
+
+
+def numbers(table):
+    """The rows of a printed table: name -> first value."""
+    return dict(re.findall(r"[│|] +([\w@/]+) +[│|] +([\d.]+%?) ", table))
+
+
+def test_evaluation(home, made):
+    code, said, _ = made["eval"]
+    assert code == 0 and f"{RUN}/checkpoints/3: 8 problems, 4 samples each" in said
+    last = next(row for row in metric_rows(home / RUN) if row.get("step") == 3)
+    assert numbers(said)["pass@1"] == f"{last['eval/pass@1']:.1%}"
+    assert numbers(said)["mean_length"] == f"{last['eval/mean_length']:.3g}", "the same draws as the run's own"
+    assert numbers(made["eval checkpoint"][1]) == numbers(said)
+    assert "pass@2" in numbers(made["eval again"][1]) and "pass@1" not in numbers(made["eval again"][1])
+    code, said, _ = made["eval sft"]
+    assert code == 0 and f"{RUN}/sft_checkpoints/4: 3 problems" in said
+
+
+def test_the_export_is_a_hugging_face_folder(home, made):
+    import torch
+    import transformers
+
+    assert made["export"][0] == 0 and f"{RUN}/checkpoints/3" in made["export"][1]
+    folder = home / "exported"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model, tokenizer = tunix_like.load_model(folder)
+    tokens = np.random.default_rng(0).integers(0, tokenizer.vocab_size, (2, 12))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=0, atol=1e-4)
+    assert np.abs(expected).max() > 0.05, "logits near zero would agree whatever the weights"
+    other = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("abc>", "h>", "hgfedcba>", ""):
+        assert other(text)["input_ids"] == tokenizer.encode(text)
+    assert other.decode([5, 6, 7]) == tokenizer.decode([5, 6, 7]) == "abc"
+    assert theirs.generation_config.eos_token_id == tokenizer.eos_ids[0] == other.eos_token_id
+
+
+def test_an_export_is_a_model_like_any_other(home, made):
+    code, said, _ = made["eval exported"]
+    assert code == 0 and numbers(said) == numbers(made["eval"][1]), "the weights, the data and the draws are the same"
+    code, _, error = made["eval without data"]
+    assert code == 2 and "data.name=" in error
+    assert made["generate exported"][:2] == made["generate"][:2] == made["generate greedy"][:2]
+    assert made["generate"][0] == 0 and re.fullmatch(r"[a-h<>unk]+\n", made["generate"][1])
+    assert made["export of an export"][0] == 0
+    one, two = (load_file(home / name / "model.safetensors") for name in ("exported", "twice"))
+    assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_generate_says_on_stderr_how_it_sampled(home, made):
+    """The completion alone is on stdout; greedy is the argmax of the plain forward pass, token by token."""
+    for name in ("generate", "generate greedy"):
+        assert "greedy: the most likely token at every place" in made[name][2] and "--greedy" not in made[name][2]
+    code, said, error = made["generate sampled"]
+    assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
+    assert "sampled at temperature 0.5, top-p 0.9, seed 0; --greedy takes the most likely token" in error
+    model, tokenizer = tunix_like.load_model(home / "exported")
+    tokens = list(tokenizer.encode("abc>"))
+    prompt = len(tokens)
+    while len(tokens) < prompt + 8 and tokens[-1] not in tokenizer.eos_ids:
+        tokens.append(int(model(jnp.array([tokens]))[0, -1].argmax()))
+    ended = tokens[-1] in tokenizer.eos_ids
+    assert made["generate greedy"][1] == tokenizer.decode(tokens[prompt : len(tokens) - ended]) + "\n"
+
+
+def test_doctor_and_things_that_are_not_there(made):
+    code, said, _ = made["doctor"]
+    assert code == 0 and all(name in said for name in ("jax", "flax", "device 0", "a compiled program", "GiB"))
+    code, _, error = made["no such run"]
+    assert code == 2 and error.startswith("error: runs/nothing")
+    code, _, error = made["no such step"]
+    assert code == 2 and "no checkpoint of step 2; there are: [3]" in error
+
+
+@pytest.fixture(scope="module")
+def resumed(home, made):
+    """The shared run, asked for again as it is, and then for two more steps; what both said."""
+    again = call(sys.executable, "-m", "tunix_like", "train", YAML, *SMALL, cwd=home).stdout
+    before = (home / RUN / "metrics.jsonl").read_text()
+    more = call(SCRIPT, "train", YAML, *SMALL, "training.max_steps=5", cwd=home)
+    return again, before, more.stdout, more.stderr
+
+
+def test_a_finished_run_shows_its_table_and_how_to_go_on(resumed, first):
+    again, before, _, _ = resumed
+    assert not re.search(r"^(train|sft) \d", again, re.M), "nothing was trained"
+    table = again[again.index("MaxRLLearner, 8 held-out") :]
+    assert table == first[first.index("MaxRLLearner, 8 held-out") :]
+    assert "raise training.max_steps" in table and "another training.output_dir" in table
+    assert len(before.splitlines()) == 8
+
+
+def test_raising_max_steps_goes_on(home, resumed):
+    _, before, more, error = resumed
+    assert re.findall(r"^train (\d)/5 ", more, re.M) == ["4", "5"] and "sft 4/4" not in more
+    assert "follows the new number" in error, "the schedule follows the new value, and the log says so"
+    text = (home / RUN / "metrics.jsonl").read_text()
+    assert text.startswith(before), "what was there stays as it was"
+    steps = [row["step"] for row in metric_rows(home / RUN) if "step" in row]
+    assert steps == [0, 1, 2, 3, 4, 5]
+    assert load(home / RUN / "config.yaml").training.max_steps == 5
+    assert re.search(r"step 0 .*step 5", more)
+
+
+def test_the_closing_table_counts_the_problems_that_were_evaluated(capsys):
+    parts = types.SimpleNamespace(source=types.SimpleNamespace(eval=range(10)), config=Config(), learner=int)
+    for skipped, title in ((3, "7 held-out problems (3 prompts skipped)"), (0, "10 held-out problems,")):
+        row = {"step": 1, "eval/pass@1": 0.5, "eval/skipped_prompts": skipped}
+        cli._before_and_after(row, row, parts)
+        assert title in capsys.readouterr().out
+
+
+def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
+    cli._closing_table(tmp_path, types.SimpleNamespace(config=Config()))
+    said = capsys.readouterr().out
+    assert "no evaluation" in said and f"run folder: {tmp_path}" in said
+
+
+def run_main(capsys, *argv):
+    code = cli.main(list(argv))
+    return code, *capsys.readouterr()
+
+
+def test_another_config_is_refused(home, first, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
+    changes = "algorithm.num_generations=8", "optimizer.b2=0.9", "training.max_steps=9"
+    code, _, error = run_main(capsys, "train", YAML, *SMALL, *changes)
+    assert code == 2 and error.startswith(f"error: {RUN} holds a run with another config")
+    assert "algorithm.num_generations: 4 -> 8" in error and "optimizer.b2: 0.99 -> 0.9" in error
+    fixed, free = error.split("These differ too, and may:")
+    assert "training.output_dir=" in fixed and "max_steps" not in fixed
+    assert free.strip() in ("training.max_steps: 3 -> 9", "training.max_steps: 5 -> 9")
+    assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
+
+
+def test_a_run_that_is_under_way_is_left_alone(home, first, monkeypatch, capsys):
+    """Also where the other command has another config, which must not be written; to look is allowed."""
+    monkeypatch.chdir(home)
+    (home / RUN / "run.lock").write_text(json.dumps(run_lock._me()))
+    before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
+    try:
+        code, _, error = run_main(capsys, "train", YAML, *SMALL, "training.max_steps=9")
+        assert code == 2 and error.startswith(f"error: {home / RUN} is in use by process {os.getpid()} on ")
+        assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
+        assert run_main(capsys, "export", RUN, str(home / "looked at"))[0] == 0
+    finally:
+        (home / RUN / "run.lock").unlink()
+
+
+def test_a_damaged_checkpoint_is_not_exported_unsaid(home, first, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(home / RUN, "run")
+    for step in Path("run/checkpoints").iterdir():  # another test may have gone on with the run
+        next((step / "state/d").iterdir()).write_bytes(b"0")
+    for what, words in (("run/checkpoints/3", "this checkpoint is damaged: state/d/"), ("run", "every checkpoint is")):
+        code, _, error = run_main(capsys, "export", what, "out")
+        assert code == 2 and words in error and not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("maxrl", "maxrl"),
+        ("reinforce_pp", "reinforce_pp"),
+        ("sft", "sft"),
+        ("own/my.estimators.py:best", "best"),
+        ("../own/my estimators.py:best_1", "best_1"),
+        ("package.module.best", "best"),
+        ("package.module:best", "best"),
+    ],
+)
+def test_the_folder_of_a_run(kind, name):
+    """An estimator that is named by its place gives the run its function's name, in one folder below runs/."""
+    config = load(None, ["training.seed=3"])
+    assert run_folder(config, "somewhere/a.b.yaml", kind) == Path("runs") / f"a.b-{name}-s3"
+    assert run_folder(load(None, ["training.output_dir=out"]), "a.yaml", kind) == Path("out")
+
+
+OWN = """
+def best(rewards, *, scored, lengths, k, beta=0.3, epsilon=1e-6, kl_tau=7.0):
+    return rewards - rewards.mean(axis=1, keepdims=True)
+"""
+
+
+def test_parameters_of_ones_own_estimator_are_no_keys(tmp_path, monkeypatch, capsys):
+    """An estimator's own `beta` is not the KL's, its `epsilon` not the clip's: both keep what they mean elsewhere. The
+    file is found from the folder one starts in, and names the run."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    argv = [*SMALL, "algorithm.advantage_estimator=own.py:best", "algorithm.estimator_params={k: 2, kl_tau: 1.0}"]
+    asked = load(YAML, argv)
+    config, learner = check_config(asked)
+    algorithm = config.algorithm
+    assert learner is tunix_like.CustomLearner and algorithm.estimator_params == {"k": 2, "kl_tau": 1.0}
+    assert (algorithm.beta, algorithm.epsilon, algorithm.k, algorithm.kl_tau) == (0.0, 0.2, None, None)
+    assert check_config(config)[0] == config, "a run's own config.yaml means the same run"
+    code, said, _ = run_main(capsys, "train", YAML, *argv, "--dry-run")
+    assert code == 0 and "learner: CustomLearner (own.py:best)" in said and "KL none (beta 0)" in said
+    assert "folder: runs/reverse_text-best-s0\n" in said
+
+
+def test_dry_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, said, _ = run_main(capsys, "train", YAML, *SMALL, "--dry-run", "algorithm.advantage_estimator=rloo")
+    assert code == 0 and "RLOOLearner" in said and "reinforce, aggregation seq-mean-token-sum" in said
+    assert said.rstrip().endswith("nothing was trained.") and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command.split(), "--help"])
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0 and said.startswith("usage: tunix-like") and "example: tunix-like" in said
+    assert f"example: tunix-like {command}" in said
+    if not command:
+        assert all(re.search(rf"\n    {name}\s", said) for name in COMMANDS)
+        assert all(f"{status} " in said.partition("exit status: ")[2] for status in documented_statuses())
+
+
+def documented_statuses():
+    """The first column of the table in docs/reliability.md."""
+    section = (ROOT / "docs" / "reliability.md").read_text().partition("## Exit status")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (\d+)", section, re.MULTILINE)
+    assert len(found) >= 5
+    return found
+
+
+def test_every_command_is_asked_for_its_help():
+    actions = cli._parser()._subparsers._group_actions
+    assert sorted(COMMANDS) == sorted(actions[0].choices)
+
+
+def test_bad_usage(capsys):
+    for argv in ([], ["trian"], ["train"], ["generate", "x"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(argv)
+        assert stopped.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+def test_sft_alone(home, first):
+    said = call(SCRIPT, "sft", YAML, *SMALL, "sft.stop_at_success=0.9", cwd=home).stdout
+    folder = "runs/reverse_text-sft-s0"
+    assert f"tunix-like eval {folder}" in said and re.search(r"^sft 4/4 .*eval/pass@1", said, re.M)
+    assert [row["sft/step"] for row in metric_rows(home / folder)] == [1, 2, 3, 4]
+    assert not (home / folder / "checkpoints").exists()
+    losses = [[row["sft/loss"] for row in metric_rows(home / name) if "sft/loss" in row] for name in (folder, RUN)]
+    assert losses[0] == losses[1], "the same steps as the first phase of a whole run"
+
+
+# A reward that stops the world: at its call number STOP_AT it says so and waits until it is killed or told to go on. It
+# also kills the process when a checkpoint is half written (arrays, but no checksums), or no file can grow any more.
+REWARD = """
+import os, pathlib, resource, signal, time
+
+from tunix_like.storage import checksums
+
+calls = 0
+write = checksums.write
+
+def killed(folder):
+    if folder.name.startswith(os.environ.get("KILL_WRITING", "none")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(folder)
+
+checksums.write = killed
+
+def reward(prompts, completions, answer):
+    global calls
+    calls += len(prompts) == 32  # an evaluation asks for a quarter as many
+    if calls == int(os.environ.get("STOP_AT", -1)):
+        pathlib.Path("reached").touch()
+        while not pathlib.Path("go").exists():
+            time.sleep(0.01)
+    if calls == int(os.environ.get("FULL_AT", -1)):
+        while not pathlib.Path("run/checkpoints/15").exists():  # it is written in the background
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    return [0.5 * (len(c) % 2) + 0.25 * (c[:1] == a[:1]) for c, a in zip(completions, answer)]
+"""
+LONG = (
+    *SMALL,
+    "algorithm.advantage_estimator=grpo",
+    "algorithm.beta=0.05",
+    "rewards.functions=[{name: reward.py:reward}]",
+    "rewards.workers=0",
+    "eval.samples=1",
+    "eval.k=[1]",
+    "training.max_steps=20",
+    "training.checkpoint_every_n_steps=5",
+    "training.output_dir=run",
+)
+
+
+def exported(folder):
+    assert cli.main(["export", str(folder / "run"), str(folder / "out")]) == 0
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def unkilled(tmp_path_factory):
+    """The exported weights and the metrics of 20 steps in one go."""
+    folder = tmp_path_factory.mktemp("unkilled")
+    (folder / "reward.py").write_text(REWARD)
+    call(SCRIPT, "train", YAML, *LONG, cwd=folder)
+    return exported(folder), metric_rows(folder / "run")
+
+
+def stopped_at_call(call, folder, number, **environment):
+    """Starts the run, sends it the signal when its reward is called that often, and returns its exit status and
+    words."""
+    for name in ("reached", "go"):
+        (folder / name).unlink(missing_ok=True)
+    with subprocess.Popen(
+        [SCRIPT, "train", YAML, *LONG], cwd=folder, env=os.environ | environment | {"STOP_AT": str(call)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        for _ in range(3000):
+            if (folder / "reached").exists() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        process.send_signal(number)
+        time.sleep(0.1)
+        (folder / "go").touch()
+        said, _ = process.communicate(timeout=120)
+    return process.returncode, said
+
+
+READERLESS = """
+import json, os, sys
+from tunix_like.cli.main import main
+codes = []
+for argv, place in json.load(sys.stdin):
+    if place is None:
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(place, os.O_WRONLY)
+    os.dup2(writer, 1)
+    os.close(writer)
+    try:
+        codes.append(main(argv))
+    except SystemExit as stopped:
+        codes.append(stopped.code)
+print(json.dumps(codes), file=sys.stderr)
+"""
+
+
+def test_commands_whose_output_cannot_be_written(home, made):
+    """Their files are written first. Where the reader has ended they end without a word, the interpreter's own at its
+    exit included; of a full disk there is one line."""
+    small = ["eval.samples=1", "eval.k=[1]"]
+    commands = [
+        (["advantages", "1,0,0,0"], None),
+        (["doctor"], None),
+        (["eval", RUN, "--out", "unread.jsonl", *small], None),
+        (["report", RUN, "--out", "unread.html"], None),
+        (["generate", RUN, "--prompt", "abc>"], None),
+        (["train", YAML, *SMALL, "--dry-run"], None),
+        (["advantages", "1,0,0,0"], "/dev/full"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", READERLESS], cwd=home, input=json.dumps(commands), capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    *said, codes = done.stderr.splitlines()
+    assert json.loads(codes) == [141] * 6 + [74] and done.returncode == 0
+    assert [line for line in said if not line.startswith("INFO")] == [
+        "error: standard output cannot be written (No space left on device): write it to another place."
+    ]
+    assert len((home / "unread.jsonl").read_text().splitlines()) == 8 and (home / "unread.summary.json").exists()
+    assert "</html>" in (home / "unread.html").read_text()
+
+
+def test_a_run_outlives_its_terminal(tmp_path, unkilled):
+    """The reader of both streams ends after a line, then SIGHUP comes twice, as from a terminal that is closed: the
+    step is saved, status 75. Then the output is full from the start, standard error is closed, and SIGHUP, ignored as
+    under nohup, changes nothing. What it comes to is bitwise that of one go."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = os.environ | {"STOP_AT": "4"}
+    with subprocess.Popen(
+        [SCRIPT, "train", YAML, *LONG], cwd=tmp_path, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline()
+        process.stdout.close()
+        hang_up(process, tmp_path, process.pid)
+    assert process.returncode == 75 and steps_of(tmp_path) == [4]
+    said = (tmp_path / "run" / "output.log").read_text()
+    assert "train  3/20" in said and "SIGHUP: the step under way is finished first\n" in said
+    assert "stopped by a signal after step 4, which is saved; the same command resumes" in said
+
+    shell = 'trap "" HUP; exec "$@" > /dev/full 2>&-'
+    with subprocess.Popen(
+        ["sh", "-c", shell, "sh", SCRIPT, "train", YAML, *LONG], cwd=tmp_path, env=settings, start_new_session=True
+    ) as process:
+        hang_up(process, tmp_path, process.pid)
+    assert process.returncode == 0
+    assert_like(tmp_path, unkilled)
+
+
+def hang_up(process, folder, group):
+    """Sends SIGHUP twice to the processes of the group once the reward is called for the time STOP_AT."""
+    for _ in range(3000):
+        if (folder / "reached").exists() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    os.killpg(group, signal.SIGHUP)
+    os.killpg(group, signal.SIGHUP)
+    (folder / "reached").unlink()
+    (folder / "go").touch()
+    process.wait(120)
+    (folder / "go").unlink()
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if "time" not in k and "perf" not in k} for row in rows]
+
+
+def assert_like(folder, unkilled):
+    weights, rows = unkilled
+    found = exported(folder)
+    assert found.keys() == weights.keys() and all(np.array_equal(found[key], weights[key]) for key in weights)
+    assert without_times(metric_rows(folder / "run")) == without_times(rows)
+    assert rows[-1]["train/kl"] > 0 and {row.get("step") for row in rows} >= set(range(21))
+
+
+def steps_of(folder):
+    return sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def first_step(said):
+    return int(re.search(r"^train +([1-9]\d*)/20", said, re.M).group(1))
+
+
+def test_a_run_that_everything_happens_to_is_as_if_nothing_had(tmp_path, unkilled):
+    """Killed in a step, killed while a checkpoint has its arrays and not yet its checksums, told to stop, killed in a
+    step again and its newest checkpoint damaged, then a full disk: what it comes to is bitwise that of one go."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    code, said = stopped_at_call(4, tmp_path, signal.SIGKILL)
+    assert code == -signal.SIGKILL and steps_of(tmp_path) == [], said
+    assert (tmp_path / "run" / "run.lock").exists()
+
+    said = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=-signal.SIGKILL, KILL_WRITING="10.").stdout
+    assert first_step(said) == 1 and "sft 4/4" not in said and steps_of(tmp_path) == [5]
+    assert list((tmp_path / "run" / "checkpoints").glob("10.*")), "it was about to get its number"
+
+    code, said = stopped_at_call(7, tmp_path, signal.SIGTERM)  # step 12, as it begins with 6
+    assert code == 75 and first_step(said) == 6 and "/run/checkpoints/5\n" in said, said
+    assert steps_of(tmp_path)[-1] == 12 and not (tmp_path / "run" / "run.lock").exists()
+
+    code, said = stopped_at_call(5, tmp_path, signal.SIGKILL)  # step 17
+    assert code == -signal.SIGKILL and first_step(said) == 13, said
+    # 15 is written, and what is old deleted, in the background
+    assert steps_of(tmp_path) in ([10, 12], [10, 12, 15], [12, 15])
+    before, newest = steps_of(tmp_path)[-2:]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with next((checkpoints / str(newest) / "state" / "d").iterdir()).open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 4]))
+
+    # from step 17 on nothing can be written: the run is trained to its end and says what is missing
+    done = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=74, FULL_AT=str(17 - before))
+    assert first_step(done.stdout) == before + 1 and "train 20/20" in done.stdout
+    assert f"checkpoints/{newest}: this checkpoint is damaged: state/d/" in done.stderr
+    assert f"step {before} is used instead" in done.stderr and (checkpoints / f"{newest}.damaged").is_dir()
+    assert "the checkpoint of step 20 could not be written" in done.stderr
+    assert "metrics.jsonl: its last 4 rows could not be written" in done.stderr
+    assert "error: " in done.stderr and "Is the disk full" in done.stderr
+    assert done.stderr.count("completions of step") == 1 and steps_of(tmp_path)[-1] == 15
+
+    assert first_step(call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path).stdout) == 16
+    assert_like(tmp_path, unkilled)

@@ -1,0 +1,116 @@
+"""The report of a machine that works, and of machines that do not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from tunix_like.cli import doctor
+
+
+@pytest.fixture(scope="module")
+def here():
+    return {check.name: check for check in doctor.report()}
+
+
+def test_this_machine_works(here, capsys):
+    assert all(check.works for check in here.values())
+    assert here["jax"].found == f"{jax.__version__} (tested: {', '.join(doctor.TESTED_JAX)})"
+    assert here["flax"].found == importlib.metadata.version("flax")
+    assert here["device 3"].found.startswith("cpu")
+    assert re.search(r"\d+ cores, \d+\.\d GiB", here["host"].found)
+    assert doctor.print_report() == 0
+    assert jax.__version__ in capsys.readouterr().out
+
+
+def test_the_core_is_what_setup_requires():
+    text = Path(__file__).parents[2].joinpath("setup.py").read_text(encoding="utf-8")
+    core = text.partition("CORE = [")[2].partition("\n]")[0]
+    assert set(re.findall(r'^    "([a-z0-9-]+)>=', core, flags=re.MULTILINE)) == set(doctor.CORE)
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [("0.10.2", False), ("0.11.0", False), ("0.12.0.1", False), ("0.12.9", False), ("0.10.1", True), ("0.13.0", True),
+     ("1.0", True), ("0.13.0.dev20261101", True)],
+)  # fmt: skip
+def test_a_jax_beyond_the_tested_ones_works_and_is_told(version, told, monkeypatch):
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "jax" else real(name))
+    check = doctor._core("jax", "jax")
+    assert check.works and check.found.startswith(f"{version} (tested: 0.")
+    assert ("pip install 'jax>=0.10.2,<0.13'" in check.advice) is told
+
+
+def test_the_pages_name_the_tested_versions():
+    root = Path(__file__).parents[2]
+    pages = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/contributing.md")]
+    assert all(version in page for version in doctor.TESTED_JAX for page in pages)
+    assert f'"jax>={doctor.TESTED_JAX[0]}"' in (root / "setup.py").read_text(encoding="utf-8")
+
+
+def test_a_broken_package_is_named_and_the_status_is_1(monkeypatch, capsys):
+    real = importlib.import_module
+
+    def broken(name, *rest):
+        if name == "optax":
+            raise ImportError("no such symbol")
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    checks = {check.name: check for check in doctor.report()}
+    assert not checks["optax"].works
+    assert "no such symbol" in checks["optax"].found
+    assert "pip install" in checks["optax"].advice
+    assert doctor.print_report() == 1
+    capsys.readouterr()
+
+
+def test_a_missing_extra_says_what_to_install(monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name in doctor.HUB:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    checks = {check.name: check for check in doctor.report()}
+    assert all(checks[name].works and "tunix-like[hub]" in checks[name].advice for name in doctor.HUB)
+
+
+def test_an_accelerator_that_jax_does_not_see(monkeypatch):
+    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
+    assert any("tunix-like[cuda13]" in check.advice for check in doctor._devices())
+    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    assert any("tunix-like[tpu]" in check.advice for check in doctor._devices())
+
+
+def test_a_jax_that_cannot_start(monkeypatch):
+    def fail():
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    (check,) = doctor._devices()
+    assert not check.works
+    assert "no backend" in check.found
+
+
+def test_device_memory_in_gib():
+    assert doctor._memory("gpu", {"bytes_limit": 4 * 2**30, "bytes_in_use": 2**30}) == "3.0 of 4.0 GiB free"
+    assert doctor._memory("cpu", None) == "the host's memory"
+    assert doctor._memory("tpu", None) == "memory unknown (the device does not say)"
+
+
+def test_the_hub_cache(tmp_path):
+    (tmp_path / "hub" / "models--a--b").mkdir(parents=True)
+    check = doctor._cache({"HF_HOME": str(tmp_path)})
+    assert "1 models, online" in check.found
+    assert doctor._cache({"HF_HUB_CACHE": "/absent", "HF_HUB_OFFLINE": "1"}).found == "/absent: 0 models, offline"
+    assert "HF_HUB_OFFLINE=1" in doctor._cache({"HF_HUB_CACHE": "/absent"}).advice

@@ -1,0 +1,161 @@
+"""`train --dry-run` of every example, from configs alone: config.json as published, a tiny tokenizer, two rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
+from tests.process import ROOT, python
+from tunix_like.cli import main as cli
+from tunix_like.training import sizes
+
+EXAMPLES = ROOT / "examples"
+MODELS = {
+    "dapo": (QWEN25, 494.03),
+    "qwen2.5_0.5b": (QWEN25, 494.03),
+    "qwen3_0.6b": (QWEN3, 596.05),
+    "qwen3_1.7b": (QWEN3_1_7B, 1720.57),
+    "llama3.2_1b": (LLAMA32, 1235.81),
+    "gemma3_1b": (GEMMA3, 999.89),
+    "smollm2_360m": (SMOLLM2_360M, 361.82),
+    "qwen3_8b_lora": (QWEN3_8B, 8190.74),
+}
+"""An example of GSM8K to the config of its model, and the millions of parameters that the model's card states."""
+LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner"}
+OTHERS = sorted(path.relative_to(ROOT).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "gsm8k")
+QUESTION = "Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell?"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the rows, and one folder a model: its config.json and a tokenizer, no weights."""
+    spec = importlib.util.spec_from_file_location("make_tiny_model", EXAMPLES / "gsm8k" / "make_tiny_model.py")
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    tokenizer = maker.train_tokenizer(iter([QUESTION]))
+    home = tmp_path_factory.mktemp("dry")
+    (home / "rows").mkdir()
+    row = json.dumps({"question": QUESTION, "answer": "48 / 2 = 24, 48 + 24 = 72.\n#### 72"})
+    for split in ("train", "test"):
+        (home / "rows" / f"{split}.jsonl").write_text(f"{row}\n{row}\n")
+    for name, (fields, _) in {**MODELS, "qwen3_8b": (QWEN3_8B, 0)}.items():
+        tokenizer.save(home / name)
+        ends = {"eos_token_id": tokenizer.eos_id}  # the published ones are of the models' own tokenizers
+        (home / name / "config.json").write_text(json.dumps(fields | ends))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    """Room for every example, whatever this machine has; a function that gives the device so many bytes instead."""
+    monkeypatch.setattr(sizes, "device_memory", lambda: 10**12)
+    return lambda size: monkeypatch.setattr(sizes, "device_memory", lambda: size)
+
+
+def dry(capsys, *overrides):
+    """The dry run of a small example: exit status, stdout, stderr."""
+    code = cli.main(["train", str(EXAMPLES / "debug" / "reverse_text.yaml"), "--dry-run", *overrides])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize("chosen", ["as set", "auto"])
+def test_what_does_not_fit_the_machine_is_an_error(chosen, memory, capsys):
+    """Everything is shown all the same, and the error is one line with what is needed, what there is and what to do."""
+    fixed = ["training.train_micro_batch_size=4", "rollout.max_concurrent_rows=4"] if chosen == "as set" else []
+    code, said, _ = dry(capsys, *fixed)
+    assert code == 0 and said.endswith("nothing was trained.\n")
+    size, unit = re.search(r"memory: ([\d.]+) (MB|kB) at most", said).groups()
+    peak = float(size) * {"MB": 1e6, "kB": 1e3}[unit]
+    for share, status in ((1.3, 0), (1 / 60, 2)):
+        memory(int(peak * share))
+        code, said, error = dry(capsys, *fixed)
+        assert code == status and "  memory: " in said and "    ids: " in said
+        assert ("everything above was checked" in said) == (status == 0)
+    assert error.startswith("error: dry run: ") and error.count("\n") == 1
+    assert re.search(r"[\d.]+ [Mk]B at most \(\w+\), [\d.]+ (MB|kB|bytes) on the device", error)
+    assert re.search(r"take a smaller model or more devices|[Ll]ower training\.", error)
+    assert "doctor --config" in error
+
+
+def test_where_the_memory_is_not_known_nothing_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sizes, "this_device", lambda: sizes.Device("tpu", 1000, known=False))
+    code, said, error = dry(capsys)
+    assert code == 0 and not error
+    assert re.search(r"memory: [\d.]+ [MGkB]+ at most \(\w+\); the device does not say how much it has\n", said)
+    assert "but for memory" in said
+
+
+def test_adapters_beside_four_bits(home, monkeypatch, capsys, caplog):
+    """What is trained and what is frozen, from a config alone; no reference is held."""
+    monkeypatch.chdir(home)
+    argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_8b_lora.yaml"), "model.path=qwen3_8b_lora", "data.path=rows"]
+    assert cli.main([*argv, "algorithm.beta=0.01", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 held-out prompts stand in the training data, too" in caplog.text
+    trained = 16 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)) / 1e6
+    assert f"8190.74 M parameters frozen in nf4, {trained:.2f} M trained (LoRA of rank 16, alpha 16, on q_p" in said
+    # an eighth of the base's 6.40 GB on each device; of each adapter one half is split, and the other lies whole
+    split, whole = 16 * 36 * 7 * 4096, 16 * 36 * (4096 + 2 * 1024 + 4096 + 3 * 12288)
+    assert split + whole == pytest.approx(trained * 1e6)
+    weights = (6.396e9 + 4 * split) / 8 + 4 * whole
+    found = re.search(r"  rollout: .*weights (\d+) MB", said)
+    assert "reference" not in said and found and float(found[1]) == pytest.approx(weights / 1e6, abs=2)
+
+
+def test_every_example_has_its_model():
+    assert {path.stem for path in (EXAMPLES / "gsm8k").glob("*.yaml")} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    for estimator, learner in LEARNERS.items():
+        if name == "dapo" and estimator != "grpo":
+            continue  # it is about GRPO
+        argv = ["train", str(EXAMPLES / "gsm8k" / f"{name}.yaml"), f"algorithm.advantage_estimator={estimator}"]
+        assert cli.main([*argv, f"model.path={name}", "data.path=rows", "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert f"  learner: {learner} ({estimator})\n" in said
+        assert f"    model: {MODELS[name][1]:.2f} M parameters" in said and "weights: none here to compare\n" in said
+        assert re.search(r"   memory: [\d.]+ GB at most", said) and re.search(r"   update: [\d.]+ GB = ", said)
+        assert re.search(r"prompt: .*Reason step by step.*Natalia.*assistant", said) and re.search(
+            r"ids: \[1, \d+", said
+        )
+        assert "training: 2 prompts\n" in said and said.rstrip().endswith("nothing was trained.")
+        assert f"folder: runs/{name}-{estimator}-s0\n" in said and not (home / "runs").exists()
+
+
+@pytest.mark.parametrize("example", OTHERS)
+def test_the_other_examples(example, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["train", example, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert ", float32 on cpu, attention plain, or blocked where calls are large\n" in said
+    assert "weights: drawn at random\n" in said and said.rstrip().endswith("nothing was trained.")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
+def test_eight_billion_parameters_take_no_memory(home):
+    """All of it is described; it ends as an error where this machine has too little memory."""
+    code = (  # `ru_maxrss` would count what the process held that started this one
+        "import sys; from tunix_like.cli.main import main; status = main(sys.argv[1:]); "
+        "print(status, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
+    )
+    argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_0.6b.yaml"), "model.path=qwen3_8b", "data.path=rows", "--dry-run"]
+    auto = ["training.train_micro_batch_size=auto", "rollout.max_concurrent_rows=auto"]
+    done = python("-c", code, *argv, *auto, "model.attention=blocked", cwd=home)
+    assert done.returncode == 0, done.stderr
+    status, peak = map(int, done.stdout.split()[-2:])
+    assert peak < 1e6, "kB; the parameters alone would be 33 million"
+    assert "model: 8190.74 M parameters, float32 on cpu, attention blocked\n" in done.stdout
+    assert re.search(r"weights 32\.8 GB", done.stdout)
+    needed = float(re.search(r"memory: (\d+) GB at most", done.stdout)[1]) * 1e9
+    fits = needed <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert status == (0 if fits else 2) and ("error: dry run: " in done.stderr) == (not fits)

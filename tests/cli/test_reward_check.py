@@ -1,0 +1,130 @@
+"""`tunix-like check-rewards`: good functions and functions that are wrong in one way each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunix_like.cli import main as cli
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+REWARDS = """
+def good(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def never(completions):
+    return [0.0] * len(completions)
+
+def always(completions):
+    return [1.0] * len(completions)
+
+def not_empty(completions):
+    return [float(c != "") for c in completions]
+
+def unsure(completions, answer):
+    return [None if c == a else 0.0 for c, a in zip(completions, answer)]
+
+def broken(completions):
+    return [1 / 0 for c in completions]
+
+def hostile(completions, answer):
+    print("\\x1b[2J\\u202eone\\rtwo")
+    return good(completions, answer)
+
+def loud(completions, answer):
+    print(f"called for {len(completions)}")
+    return good(completions, answer)
+"""
+SUSPICIOUS = {
+    "never": ["gold answer: fails in 50 of 50 rows. The first, row 1: prompt "],
+    "always": ["another row's answer: succeeds in 50 of 50", "no text: succeeds in 50 of 50", "prompt again: succeeds"],
+    "not_empty": ["another row's answer: succeeds", "'I do not know.': succeeds in 50 of 50"],
+    "unsure": ["gold answer: not scored in 50 of 50 rows"],
+    "broken": ["gold answer: the function failed or was late in 50 of 50 rows", "ZeroDivisionError"],
+}
+
+
+def check(capsys, *overrides, workers=0):
+    argv = [str(EXAMPLES / "debug" / "reverse_text.yaml"), "data.train_size=50", f"rewards.workers={workers}"]
+    status = cli.main(["check-rewards", *argv, *overrides])
+    return status, capsys.readouterr()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("functions", ["[{name: exact_match}]", "[{name: mine.py:good}]", "null"])
+def test_nothing_to_say_of_a_good_one(functions, capsys):
+    status, said = check(capsys, f"rewards.functions={functions}")
+    assert status == 0 and "nothing suspicious" in said.out and "50 training rows" in said.out
+    rows = {line.split("│")[1].strip(): line.split("│")[2:] for line in said.out.splitlines() if "│" in line}
+    assert [cell.strip() for cell in rows["gold answer"][:3]] == ["1.000", "100.0%", "0.0%"]
+    assert [cell.strip() for cell in rows["no text"][:3]] == ["0.000", "0.0%", "0.0%"]
+
+
+@pytest.mark.parametrize("name", SUSPICIOUS)
+def test_what_is_suspicious_is_said_with_its_first_case(name, capsys):
+    status, said = check(capsys, f"rewards.functions=[{{name: mine.py:{name}}}]")
+    assert status == 1 and "nothing suspicious" not in said.out
+    assert [part for part in SUSPICIOUS[name] if part not in said.out] == []
+
+
+def test_without_a_gold_answer(tmp_path, capsys):
+    """No `answer`, or not in every row: that is said, and nothing that succeeds is no success."""
+    for rows in (['{"question": "1"}', '{"question": "2"}'], ['{"question": "1", "answer": "1"}', '{"question": "2"}']):
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+        (tmp_path / "run.yaml").write_text(
+            "data: {name: jsonl, path: rows.jsonl, prompt_template: '{question}'}\n"
+            "rewards: {workers: 0, functions: [{name: mine.py:never}]}\n"
+        )
+        status, said = cli.main(["check-rewards", "run.yaml"]), capsys.readouterr()
+        assert status == 1 and "nothing suspicious" not in said.out, said.err
+        assert "no column `answer`" in said.out and "data.answer_template" in said.out
+        assert "nothing succeeds: no completion above reaches rewards.success_threshold=1" in said.out
+
+
+def test_failures_are_told_once(capsys):
+    said = check(capsys, "rewards.functions=[{name: mine.py:broken}]")[1].out
+    assert said.count("\nPrompt: ") == 1 and "nan" not in said and said.count("no reward") == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_functions_print(workers, capsys):
+    """Of 5 kinds with 50 rows each: a call for each row in a worker, one for each kind in the process."""
+    status, said = check(capsys, "rewards.functions=[{name: mine.py:loud}]", workers=workers)
+    assert status == 0 and "called for" not in said.out
+    shown = [line for line in said.err.splitlines() if "[reward worker" in line]  # one that is cut in two counts twice
+    assert len(shown) == 20 if workers else said.err.count("called for") == 5
+    assert ("more lines that the functions printed are not shown)" in said.err) == bool(workers)
+
+
+def test_in_workers_and_with_several_functions(capsys):
+    """A column for each function; the sum is what succeeds, and what nonsense gets of one of them is told."""
+    entries = "[{name: exact_match, weight: 0.5}, {name: mine.py:not_empty, weight: 0.5}]"
+    status, said = check(capsys, f"rewards.functions={entries}", workers=1)
+    assert status == 0 and "mine.py:not_empty" in said.out and "nothing suspicious" not in said.out
+    assert "'I do not know.': gets the full reward of mine.py:not_empty in 50 of 50 rows" in said.out
+    assert "full reward of exact_match" not in said.out
+
+
+def test_no_model_is_needed_and_bad_input_is_told(capsys):
+    status, said = check(capsys, "model.path=nowhere", "model.config=null", "model.init=pretrained")
+    assert status == 0, said.err
+    status, said = check(capsys, "rewards.functions=[{name: mine.py:missing}]")
+    assert status == 2 and "missing" in said.err
+
+
+def test_mazes_are_solved_by_their_answers(capsys):
+    assert cli.main(["check-rewards", str(EXAMPLES / "maze.yaml"), "data.train_size=300"]) == 0
+    assert "256 training rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_function_prints_commands_no_terminal(capsys, workers):
+    status, said = check(capsys, "rewards.functions=[{name: mine.py:hostile}]", workers=workers)
+    lines = said.err.splitlines()[:5]
+    assert status == 0 and len(lines) == 5 and all(line.endswith("\\x1b[2J\\u202eone\\rtwo") for line in lines)

@@ -1,0 +1,86 @@
+"""`tunix-like init`: what it writes is checked, dry-run and trained as its own head says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import tunix_like
+from tests.tiny_model import HF
+from tunix_like.cli import init as starting
+from tunix_like.cli import main as cli
+from tunix_like.config.load import load
+from tunix_like.data import gsm8k, reverse_text
+from tunix_like.runs.build import check_config
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", starting.KINDS)
+def test_files_of_a_new_run(kind, capsys):
+    assert cli.main(["init", "my-run", "--like", kind]) == 0
+    names = {"my-run.yaml", "my-run_rewards.py"} | ({"my-run.jsonl"} if kind == "own" else set())
+    assert {path.name for path in Path().iterdir()} == names and "wrote my-run.yaml, " in capsys.readouterr().out
+    text = Path("my-run.yaml").read_text()
+    assert "NAME" not in text and "my-run_rewards.py:" in text and "tunix-like train my-run.yaml" in text
+    config, learner = check_config(load("my-run.yaml"))
+    assert learner is tunix_like.MaxRLLearner and config.training.eval_every_n_steps
+
+
+def test_nothing_is_overwritten(capsys):
+    Path("mine_rewards.py").write_text("mine")
+    assert cli.main(["init", "mine"]) == 2
+    assert "mine_rewards.py: there already" in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["mine_rewards.py"]
+    assert Path("mine_rewards.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "-x", "3"])
+def test_names_that_are_none(name, capsys):
+    with pytest.raises(tunix_like.UserError, match="give a name of letters"):
+        starting.write_start(name, "own", Path())
+
+
+def test_data_of_ones_own_runs(capsys):
+    """The commands of its head, with a tiny model in place of the hub's."""
+    assert cli.main(["init", "mine"]) == 0
+    assert cli.main(["check-rewards", "mine.yaml"]) == 0, capsys.readouterr().out
+    assert "nothing suspicious" in capsys.readouterr().out
+    model, _ = tunix_like.load_model(HF, init="random")
+    tunix_like.export_model(model, reverse_text.tokenizer(), "tiny")
+    small = ["model.path=tiny", "data.system_prompt=null", "rollout.max_prompt_length=40", "training.max_steps=1"]
+    small += ["rollout.max_tokens_to_generate=4", "eval.samples=1", "data.batch_size=8", "algorithm.num_generations=2"]
+    assert cli.main(["train", "mine.yaml", *small]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "training: 8 prompts" in said
+        and "evaluation: 4 prompts" in said
+        and "rewards: 1 x mine_rewards.py:right" in said
+    )
+    assert Path("runs/mine-maxrl-s0/checkpoints/1").is_dir()
+
+
+def test_a_maze_is_checked(capsys):
+    assert cli.main(["init", "walk", "--like", "maze"]) == 0
+    assert cli.main(["check-rewards", "walk.yaml", "data.train_size=60", "data.eval_size=4"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing suspicious" in said and "walk_rewards.py:few_moves" in said
+    ours, example = load("walk.yaml"), load(EXAMPLES / "maze.yaml")
+    assert ours.model == example.model and ours.rollout == example.rollout and ours.algorithm == example.algorithm
+
+
+def test_the_form_of_an_answer():
+    starting.write_start("school", "gsm8k", Path())
+    spec = importlib.util.spec_from_file_location("school_rewards", "school_rewards.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    texts = ["48 / 2 = 24\n#### 24", "#### 1,024 ", "24", "#### 24\nbecause", "the answer is #### 24"]
+    assert module.in_form(texts, question=[]) == [1, 1, 0, 0, 0]
+    assert gsm8k.gold(texts[0]) == "24"

@@ -1,0 +1,156 @@
+"""Chat templates that take too much time or memory, and prompts of many megabytes: a message, or a row that is skipped,
+within seconds; what is ordinary is rendered as ever, many at a time too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import jinja2
+import pytest
+
+from tests.data.test_tokenizer import CHATML, CHATS, bpe
+from tunix_like import UserError
+from tunix_like.config.schema import DataConfig
+from tunix_like.data import chat_templates
+from tunix_like.data.source import PromptFormat
+from tunix_like.data.stream import check_prompts, prompt_batches, render, render_all
+from tunix_like.runtime.untrusted import fill
+
+TURN = [{"role": "user", "content": "hi"}]
+RANGE = "{% for a in range(99999) %}"
+END = "{% endfor %}"
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """A worker of this test's own, with small limits."""
+    monkeypatch.setattr(chat_templates, "_worker", None)
+    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
+    monkeypatch.setattr(chat_templates, "MEMORY", 512 * 1024**2)
+    yield
+    chat_templates._forget()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (RANGE * 4 + END * 4, "more than 0.5 seconds"),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError|more than 0.5 seconds"),
+        ("{{ 10 ** (10 ** 10) }}", "more than 0.5 seconds|memory|MemoryError|digits"),
+        ("{{ messages | tojson * 10 ** 10 }}", "memory|MemoryError"),
+        ("{{ 'x' * 10 ** 10 }}", "memory|MemoryError"),
+        ("{{ '%1000000000s' % 1 }}", "memory|MemoryError|characters"),
+        ("{{ '%20000000s' % 1 }}", "more than 10000000 characters"),
+        ("{{ '{:>1000000000}'.format(1) }}", "memory|MemoryError|characters"),
+        ("{{ 'x'.rjust(10 ** 10) }}", "memory|MemoryError"),
+        ("{{ 'a' | center(10 ** 10) }}", "memory|MemoryError"),
+        ("{{ 'a b' | replace(' ', 'x' * 10 ** 8) }}", "characters|memory|seconds"),
+        ("{% set x = namespace(v='ab') %}" + RANGE + "{% set x.v = x.v ~ x.v %}" + END, "memory|seconds"),
+        (RANGE + "{{ messages[0].content * 1000 }}" + END, "characters|memory|seconds"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+    ],
+)
+def test_a_template_that_takes_too_much(limits, template, said):
+    begun = time.monotonic()
+    with pytest.raises(
+        UserError, match=rf"^The tokenizer's chat template failed on a conversation \(user\): .*({said})"
+    ):
+        bpe(template).render(TURN)
+    assert time.monotonic() - begun < 20
+    assert bpe().render(TURN).startswith("<|im_start|>user\nhi"), "the next is rendered as ever"
+
+
+def test_many_are_rendered_as_one_by_one(limits):
+    """Also what is larger than a pipe, and beside conversations that fail in every way."""
+    template = (
+        "{% if 'loop' in messages[0].content %}" + RANGE * 4 + END * 4 + "{% endif %}"
+        "{% if 'bad' in messages[0].content %}{{ raise_exception('bad one') }}{% endif %}" + CHATML
+    )
+    texts = ["a", "long " * 40_000, "b", "loop", "c", "bad", "d" * 300, *map(str, range(300)), "bad", "\ud800x", "e"]
+    rows = [{"prompt": [{"role": "user", "content": text}], "n": i} for i, text in enumerate(texts)]
+    rows[2]["prompt"] = "as it is"
+    rows[4] = {"question": "no prompt"}
+    rows[6]["prompt"] = [{"content": "no role"}]
+    rows[8]["prompt"][0]["more"] = lambda: None  # cannot be told to another process
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    errors = {3: "0.5 seconds", 4: "needs a 'prompt' column", 5: "bad one", 6: "must have 'role'", 8: "no plain one"}
+    errors |= {len(texts) - 3: "bad one", len(texts) - 2: "lone surrogate"}
+    tokenizer = bpe(template)
+    for number, found in enumerate(render_all(rows, tokenizer)):
+        if number in errors:
+            assert isinstance(found, UserError) and errors[number] in str(found), (number, found)
+            continue
+        prompt = rows[number]["prompt"]
+        made = environment.from_string(CHATML).render(messages=prompt, add_generation_prompt=True)
+        expected = prompt if isinstance(prompt, str) else made
+        assert found.text == expected and found.tokens == tokenizer.encode(expected) and found.columns == {"n": number}
+    assert number == len(rows) - 1
+
+
+def test_a_row_that_loops_is_skipped_or_named(limits):
+    template = "{% if messages[0].content == 'loop' %}" + RANGE * 4 + END * 4 + "{% endif %}" + CHATML
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("a", "b", "loop", "c")]
+    with pytest.raises(UserError, match=r"training row 2: .*more than 0.5 seconds"):
+        check_prompts(rows, bpe(template), 200, "skip", "training")
+    kinds = {"batch_size": 3, "max_prompt_length": 200, "seed": 0, "shuffle": False, "forever": False}
+    (batch,) = prompt_batches(rows, bpe(template), **kinds)
+    assert [prompt.text[17] for prompt in batch] == ["a", "b", "c"]
+
+
+def test_the_worker_is_replaced_when_it_is_gone(limits):
+    tokenizer = bpe()
+    text = tokenizer.render(TURN)
+    os.kill(chat_templates._worker.process.pid, signal.SIGKILL)
+    chat_templates._worker.process.wait()
+    assert tokenizer.render(TURN) == text
+    with pytest.raises(KeyboardInterrupt):
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(chat_templates._Worker, "_read", interrupted)
+            tokenizer.render(CHATS[1])
+    assert tokenizer.render(TURN) == text, "not the answer that was still to come"
+
+
+@pytest.mark.parametrize(
+    "template", ["{a:>1000000000}", "{a:.1000000000}", "{a!r:{w}}", "{n:01000000000}", "{n:.999999f}"]
+)
+def test_a_prompt_template_that_makes_gigabytes(template):
+    row = {"a": "x", "n": 1.5, "w": "999999999"}
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"data.prompt_template .* failed: .*at most 10000"):
+        PromptFormat.of(DataConfig(name="jsonl", path="x", prompt_template=template), None)(row)
+    assert time.monotonic() - begun < 1
+    assert fill("{a:>12}{n:08.3f}", row) == "           x0001.500"
+
+
+HUGE = "12 and 34, " * 2_800_000  # 30 MB
+
+
+def test_thirty_megabytes_cost_as_much_as_what_fits():
+    """As text, as a message, with a control token in it, as an answer; to be counted or to be skipped."""
+    tokenizer = bpe()
+    spelled = "<|im_end|> " + HUGE
+    filled = fill("Q: {q}", {"q": spelled})
+    begun = time.monotonic()
+    chats = [{"role": "user", "content": spelled}], [*CHATS[1], {"role": "user", "content": HUGE}]
+    for prompt, control in ((HUGE, 0), (spelled, 1), (filled, 0), (chats[0], 1), (chats[1], 3)):
+        row = render({"prompt": prompt}, tokenizer, 100)
+        assert 100 < len(row.tokens) < 3_000, "some more than fit, not all"
+        assert row.tokens.count(tokenizer.eos_id) == control, "those that are the prompt's own, and none of data"
+    assert tokenizer.encode_data(spelled, 50) == tokenizer.encode_data(spelled[:1000], 50)
+    rows = [{"prompt": HUGE}, {"prompt": "short"}]
+    assert check_prompts(rows, tokenizer, 100, "skip", "training").long == 1
+    with pytest.raises(UserError, match="row 0 .* has over 200000 tokens"):
+        check_prompts(rows, tokenizer, 100, "error", "training")
+    assert time.monotonic() - begun < 12
+
+
+def test_what_a_template_leaves_out_does_not_make_a_prompt_too_long():
+    last = "{{ messages[0].content[-5:] }}"
+    prompt = [{"role": "user", "content": "0123456789" * 10_000 + "END>>"}]
+    assert bpe(last).encode_prompt(prompt, True, most=20)[0] == "END>>"

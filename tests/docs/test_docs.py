@@ -1,0 +1,73 @@
+"""What README and docs show: configs load, commands parse, code compiles and imports what there is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tunix_like.cli import main as cli
+from tunix_like.config.load import load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
+
+
+def blocks(*languages):
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in BLOCK.finditer(text):
+            if block[2] in languages:
+                place = f"{page.name}:{text[: block.start()].count(chr(10)) + 1}"
+                found.append(pytest.param(block[3], id=place))
+    return found
+
+
+def test_there_are_blocks_of_each_kind():
+    assert min(len(blocks(kind)) for kind in ("python", "yaml", "bash")) > 3
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_yaml_is_a_config(text, tmp_path):
+    (tmp_path / "shown.yaml").write_text(text)
+    config = load(tmp_path / "shown.yaml")
+    for section, values in yaml.safe_load(text).items():
+        assert hasattr(config, section) and values
+
+
+@pytest.mark.parametrize("text", blocks("json"))
+def test_json_is_json(text):
+    assert [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_code_compiles_and_imports_what_there_is(text):
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tunix_like"):
+            module = importlib.import_module(str(node.module))
+            assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tunix_like":
+            module = importlib.import_module("tunix_like")
+            assert hasattr(module, node.attr), node.attr
+
+
+@pytest.mark.parametrize("text", blocks("bash"))
+def test_commands_parse(text):
+    for line in re.split(r"\n|&&", text.replace("\\\n", " ")):
+        shown = line.partition("tunix-like ")[2]
+        if not shown:
+            continue
+        inside = shown.replace('"', "") if shown.count('"') % 2 else shown  # a command within the quotes of another
+        arguments = cli._parse(shlex.split(inside, comments=True))
+        assert callable(arguments.run), "anything it does not know ends in a status"
+        named = getattr(arguments, "config", None)
+        if named and named.startswith("examples/"):
+            load(ROOT / named, [each for each in arguments.overrides if not each.startswith("rewards")])

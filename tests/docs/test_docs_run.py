@@ -1,0 +1,255 @@
+"""Every block of README and docs is run: code in the order of its page, commands in the order they are typed in,
+configs by a dry run.
+
+The names in them stand for small things of the same kind: `Qwen/Qwen2.5-0.5B-Instruct` is a folder of that name with a
+tiny model and a tokenizer, a run has one step. What cannot be run here is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from flax import nnx
+
+import tunix_like
+from tests.docs.test_docs import BLOCK, PAGES, ROOT
+from tunix_like.algorithms.losses import POLICY_LOSSES
+from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS
+from tunix_like.cli import main as cli
+from tunix_like.models.loading import save_model
+from tunix_like.rewards import ANSWERS, REWARDS
+
+MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+MODELS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": "qwen2",
+    "Qwen/Qwen3-1.7B": "qwen3",
+    "Qwen/Qwen3-8B": "qwen3",
+    "Qwen3-8B": "qwen3",
+    "Llama-3.1-8B": "llama",
+}
+SMALL = (
+    "training.max_steps=1",
+    "data.batch_size=2",
+    "algorithm.num_generations=4",
+    "rollout.max_tokens_to_generate=4",
+    "rollout.max_concurrent_rows=auto",
+    "eval.max_problems=2",
+    "eval.samples=2",
+    "eval.k=null",
+    "training.remat=false",
+)
+SMALL_MAZE = (
+    "sft.max_steps=1",
+    "sft.stop_at_success=null",
+    "data.train_size=20",
+    "data.eval_size=4",
+    "model.config.hidden_size=16",
+    "model.config.num_hidden_layers=1",
+)
+SMALL_GSM8K = ("data.path=data/gsm8k", "rollout.max_prompt_length=256")
+RUN_BY_CI = "a stage of .ci/run, in an environment of its own"
+NOT_RUN = {
+    "README.md: pip install -e .": "changes the environment that the tests run in",
+    "README.md: pip install -e '.[test]'": RUN_BY_CI,
+    "README.md: pytest": RUN_BY_CI,
+    "contributing.md: pip install -e '.[test,dev]'": RUN_BY_CI,
+    "contributing.md: pytest": RUN_BY_CI,
+    "contributing.md: ruff check .": RUN_BY_CI,
+    "contributing.md: ruff format .": RUN_BY_CI,
+    "contributing.md: mypy tunix_like": RUN_BY_CI,
+    "quickstart.md: git clone <this repository>": "the repository is here",
+    "quickstart.md: cd tunix_like": "the repository is here",
+    "quickstart.md: pip install -e .": "changes the environment that the tests run in",
+    "quickstart.md: pip install -e '.[cuda12,hub]'": "needs an accelerator's packages",
+    "distributed.md: pip install -e '.[cuda12,hub]'": "needs an accelerator's packages",
+    'distributed.md: gcloud compute tpus tpu-vm ssh SLICE --zone ZONE --worker=all --command "cd tunix_like &&': (
+        "needs a TPU slice"
+    ),
+    "distributed.md: srun --kill-on-bad-exit=1": "needs SLURM; tests/runtime/test_processes.py starts processes as it does",
+} | {
+    f"results.md: python examples/maxrl_paper/{script}": "takes minutes; tests/test_maxrl_*.py run it small"
+    for script in (
+        "classification.py --out runs/classification",
+        "maze.py --out runs/maxrl_paper",
+        "maze.py --out runs/maxrl_paper --scaling",
+        "maze_figures.py --out runs/maxrl_paper",
+    )
+}
+"""`page: command`, as far as it is ours not to run, and why."""
+SEEN_ELSEWHERE = "doctor --config"
+"""Compiles for a slice that is not here; tests/cli/test_programs.py does it on something small."""
+OUTSIDE_QUOTES = re.compile(r'\s*&&\s*(?=(?:[^"]*"[^"]*")*[^"]*$)')
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [block[3] for block in BLOCK.finditer(page.read_text(encoding="utf-8")) if block[2] in languages]
+
+
+def with_blocks(*languages: str) -> list:
+    return [pytest.param(page, id=page.name) for page in PAGES if blocks(page, *languages)]
+
+
+def commands(page: Path) -> list[str]:
+    """One by one, without comments and without variables before them."""
+    found = []
+    for text in blocks(page, "bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            line = re.sub(r"(^|\s)#.*", "", line)
+            found += [re.sub(r"^([A-Z_]+=\S+ )+", "", each) for each in OUTSIDE_QUOTES.split(line.strip()) if each]
+    return found
+
+
+def ours(command: str) -> tuple[str, str]:
+    """What stands before `tunix-like`, and what is behind it."""
+    before, _, behind = command.partition("tunix-like ")
+    return " ".join(before.split()), behind
+
+
+def test_what_is_not_run_is_still_there():
+    """No more and no less than the list: a command that is none of ours is run by nobody unless it says so."""
+    found = {f"{page.name}: {ours(each)[0]}" for page in PAGES for each in commands(page) if ours(each)[0]}
+    assert found == set(NOT_RUN)
+
+
+def make_models(home: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make_tiny", ROOT / "examples" / "gsm8k" / "make_tiny_model.py")
+    assert spec is not None and spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    tokenizer = maker.train_tokenizer(iter(["What is 2 + 3? Reason step by step.", "Why is the sky blue?"] * 20))
+    assert tokenizer.vocab_size <= 512
+    for name, family in MODELS.items():
+        model, _ = tunix_like.load_model(MODEL | {"model_type": family, "vocab_size": 512}, init="random")
+        save_model(nnx.to_pure_dict(nnx.split(model)[1]), model.config, tokenizer, home / name)
+
+
+def write_rows(file: Path, number: int, answer: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"question": f"What is {i} + 3?", "answer": answer.format(i + 3), "the sum": i + 3} for i in range(number)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """What the names on the pages stand for, and one run."""
+    home = tmp_path_factory.mktemp("docs")
+    make_models(home)
+    (home / "examples").symlink_to(ROOT / "examples")
+    for split in ("train", "test"):
+        write_rows(home / "data" / "gsm8k" / f"{split}.jsonl", 10, "It is #### {}")
+    write_rows(home / "mine.jsonl", 40, "{}")
+    sums = [{"Task No.": i, "first": i, "second": 3, "the sum": i + 3} for i in range(40)]
+    (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    (home / "path" / "to").mkdir(parents=True)
+    shutil.copy(ROOT / "examples" / "own_estimator" / "estimator.py", home / "path" / "to" / "file.py")
+    for page in PAGES:
+        for text in blocks(page, "python"):
+            if named := re.match(r"# (\w+\.py)\n", text):
+                (home / named[1]).write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        one_device(patch)
+        assert cli.main(["train", "examples/maze.yaml", *SMALL, *SMALL_MAZE]) == 0
+    return home
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registries():
+    """What the pages register is forgotten after them: an example may use the same name."""
+    kept = [(each, dict(each)) for each in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARDS, ANSWERS)]
+    yield
+    for each, before in kept:
+        each.clear()
+        each.update(before)
+
+
+def one_device(patch) -> None:
+    """Programs for eight take several times as long to compile."""
+    for module in ("runs", "trained"):
+        patch.setattr(f"tunix_like.{module}.build_mesh", lambda config: None)
+
+
+@pytest.fixture
+def place(home, tmp_path, monkeypatch):
+    """A folder of a page's own, with all there is; the run under every name that a page has for one."""
+    for path in home.iterdir():
+        if path.name != "runs":
+            (tmp_path / path.name).symlink_to(path)
+    for name in ("maze-maxrl-s0", "maze-grpo-s0", "my-maxrl-s0"):
+        shutil.copytree(home / "runs" / "maze-maxrl-s0", tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def local(text: str) -> str:
+    return text.replace("/data/gsm8k", "data/gsm8k")
+
+
+def base() -> dict:
+    """The config that README explains, which is whole; a block that shows a part is put into it."""
+    (whole,) = (text for text in blocks(ROOT / "README.md", "yaml") if "optimizer" in text)
+    return yaml.safe_load(local(whole))
+
+
+def shrunk(arguments: list[str]) -> list[str]:
+    """The same command on something small."""
+    kind, config = arguments[0], next((word for word in arguments if word.endswith(".yaml")), "")
+    if kind == "train":
+        small = (*SMALL, *SMALL_MAZE) if config == "examples/maze.yaml" else (*SMALL, *SMALL_GSM8K)
+        return [*arguments, *small]
+    if kind == "eval" and "data.name=gsm8k" in arguments:
+        return [*arguments, *SMALL_GSM8K, "eval.max_problems=2", "eval.samples=2", "rollout.max_tokens_to_generate=4"]
+    return arguments
+
+
+@pytest.mark.parametrize("page", with_blocks("bash"))
+def test_commands_run(page, place, monkeypatch, capsys):
+    one_device(monkeypatch)
+    if parts := blocks(page, "yaml"):
+        (place / "my.yaml").write_text(yaml.safe_dump(base() | yaml.safe_load(local(parts[0]))))
+    if page.name == "lora.md":
+        shutil.rmtree(place / "runs")
+    for command in commands(page):
+        before, behind = ours(command)
+        if before or behind.startswith(SEEN_ELSEWHERE):
+            continue
+        if "evals/b.jsonl" in behind:
+            shutil.copy("evals/a.jsonl", "evals/b.jsonl")
+        arguments = shrunk(shlex.split(behind))
+        assert cli.main(arguments) == 0, f"{command}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", with_blocks("yaml"))
+def test_configs_would_run(page, place, capsys):
+    for text in blocks(page, "yaml"):
+        (place / "shown.yaml").write_text(yaml.safe_dump(base() | yaml.safe_load(local(text))))
+        assert cli.main(["train", "shown.yaml", "--dry-run"]) == 0, f"{text}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_code_runs(page, place):
+    """In one namespace, as a reader would paste it."""
+    namespace: dict = {"__name__": "shown"}
+    for text in blocks(page, "python"):
+        try:
+            exec(compile(text, page.name, "exec"), namespace)
+        finally:
+            sys.modules.pop("my_rewards", None)

@@ -1,0 +1,149 @@
+"""The benchmarks run at a small size and measure what they say: the variance formula against full enumeration, the
+tables of the documentation against a fresh run, and the update that leaves groups out."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tunix_like import compute_advantages
+from tunix_like.models.config import DecoderConfig
+
+ROOT = Path(__file__).parents[2]
+variance = importlib.import_module("benchmarks.gradient_variance")
+zero_signal = importlib.import_module("benchmarks.zero_signal")
+
+ARMS, GOOD, SIZE = 5, 2, 4
+P = GOOD / ARMS
+
+
+def enumerated(pair, arms, rewards, scores):
+    """Variance and squared signal of the gradient estimate, by every possible group: `arms` are the probabilities of
+    the answers, `rewards` and `scores` (gradients of their log-probabilities) what each of them brings."""
+    mean, square = 0.0, 0.0
+    for drawn in map(list, itertools.product(range(len(arms)), repeat=SIZE)):
+        successes = int(rewards[drawn].sum())
+        advantages = np.where(rewards[drawn] == 1, pair[0][successes], pair[1][successes])
+        gradient = (advantages[:, None] * scores[drawn]).mean(axis=0)
+        weight = np.prod(arms[drawn])
+        mean, square = mean + weight * gradient, square + weight * (gradient @ gradient)
+    return square - mean @ mean, mean @ mean
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "maxrl", "maxpo k=3", "pkpo k=3", "s_loo k=3"])
+def test_the_formula_is_the_enumerated_variance(name):
+    pair = variance.advantage_pairs(SIZE)[name]
+    two, many, _ = variance.policies(P, ARMS)
+    softmax = np.eye(ARMS) - np.full(ARMS, 1 / ARMS)
+    for policy, arms, rewards, scores in (
+        (two, np.array([P, 1 - P]), np.array([1, 0]), np.array([[1 - P], [-P]])),
+        (many, np.full(ARMS, 1 / ARMS), (np.arange(ARMS) < GOOD).astype(int), softmax),
+    ):
+        found = variance.moments(*pair, P, policy)
+        np.testing.assert_allclose((found.variance, found.signal), enumerated(pair, arms, rewards, scores), rtol=1e-9)
+
+
+def test_many_arms_are_the_limit():
+    pairs = variance.advantage_pairs(8)
+    _, *pair_of_policies = variance.policies(0.25, 40_000)
+    large, limit = (
+        [variance.moments(*pair, 0.25, policy).variance for pair in pairs.values()] for policy in pair_of_policies
+    )
+    np.testing.assert_allclose(large, limit, rtol=1e-3)
+    with pytest.raises(ValueError, match="whole number"):
+        variance.policies(0.03)
+
+
+def test_advantages_are_those_of_a_run():
+    for name, (success, failure) in variance.advantage_pairs(6).items():
+        estimator, _, k = name.partition(" k=")
+        if estimator != "s_loo":
+            found = compute_advantages([1, 1, 0, 0, 0, 0], estimator, **({"k": int(k)} if k else {}))
+            np.testing.assert_allclose(found, [success[2]] * 2 + [failure[2]] * 4, rtol=1e-6, err_msg=name)
+
+
+def share(i, k, rewards, members):
+    """The paper's S(i, k, members): over the k-subsets of `members`, the mean of `max if i is in it, else 0`."""
+    subsets = list(itertools.combinations(members, k))
+    return sum(max(rewards[j] for j in subset) for subset in subsets if i in subset) / len(subsets)
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_s_loo_by_its_definition(k):
+    size, everyone = 6, range(6)
+    success, failure = variance.plain_leave_one_out(size, k)
+    for c in range(size + 1):
+        rewards = [1] * c + [0] * (size - c)
+        for i in everyone:
+            others = [j for j in everyone if j != i]
+            baseline = sum(share(j, k, rewards, others) for j in others) / (size - 1)
+            expected = size * (share(i, k, rewards, everyone) - baseline)
+            assert math.isclose(success[c] if rewards[i] else failure[c], expected, abs_tol=1e-12)
+
+
+def test_estimators_of_one_objective_have_one_signal():
+    """Ratios of variances are only between estimators with the same expected gradient, that of pass@K."""
+    rows = variance.study([0.1, 0.5], [8])
+    for row in rows:
+        _, _, k = row["estimator"].partition(" k=")
+        if k and row["policy"] == "two-arm":
+            p, order = row["p"], int(k)
+            pull = order * (1 - p) ** (order - 1) * p * (1 - p)
+            assert math.isclose(row["signal"], pull**2, rel_tol=1e-4), row
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def number(cell):
+    try:
+        return float(cell)
+    except ValueError:
+        return cell
+
+
+def test_the_documentation_has_these_tables(tmp_path, capsys):
+    """All lines of all three tables, in order; numbers to the rounding of their third digit."""
+    variance.main(["--json", str(tmp_path / "out" / "variance.json")])
+    said = [cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    documented = [cells(line) for line in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if line[:1] == "|"]
+    start = documented.index(said[0])
+    blocks = [line for line in documented[start:] if line[0] in ("G", "---:", "--:") or line[0].isdigit()]
+    assert len(said) > 60 and len(blocks) == len(said)
+    for ours, theirs in zip(said, blocks, strict=True):
+        for fresh, written in zip(map(number, ours), map(number, theirs), strict=True):
+            assert fresh == (written if isinstance(written, str) else pytest.approx(written, rel=6e-3)), theirs
+    rows = json.loads((tmp_path / "out" / "variance.json").read_text())
+    assert {"policy", "p", "G", "estimator", "variance", "signal"} == set(rows[0])
+
+
+TINY = zero_signal.Setting(
+    DecoderConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
+    ),
+    prompts=4,
+    size=2,
+    prompt_length=3,
+    completion_length=4,
+)
+
+
+def test_zero_signal_computes_half_in_one_program(tmp_path, capsys, monkeypatch):
+    real = zero_signal.measure
+    monkeypatch.setattr(zero_signal, "measure", lambda setting, repeats: real(TINY, repeats))
+    zero_signal.main(["--repeats", "3", "--json", str(tmp_path / "zero.json")])
+    result = json.loads((tmp_path / "zero.json").read_text())
+    assert result["completions_computed"] == {"full": 8, "half": 4}
+    assert result["compilations"] == 1, "a batch with constant groups must not compile the step again"
+    for clock in ("wall", "processor"):
+        found = result[clock]
+        assert [len(values) for values in found["seconds"].values()] == [3, 3]
+        assert found["ratio"] == found["median"]["half"] / found["median"]["full"]
+    assert "ratio of medians" in capsys.readouterr().out

@@ -1,0 +1,260 @@
+"""What a step trains on, against slow loops and without a model: shaped rewards, dynamic sampling group by group."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunix_like import AlgorithmConfig, MaxPOConfig, MaxRLConfig, RLOOConfig, RolloutConfig, UserError
+from tunix_like.algorithms.objective import build_objective, resolve
+from tunix_like.data import reverse_text
+from tunix_like.data.stream import Prompt
+from tunix_like.rollout.collection import Collector, shape_rewards
+from tunix_like.rollout.rollouts import Task
+from tunix_like.types import Completions
+
+SIZE, LIMIT = 4, 6
+
+
+def slow_shape(total, length, algo, threshold):
+    """One completion's reward, as the sheet says it."""
+    if math.isnan(total):
+        return total
+    if algo.overlong == "penalty":
+        free, worst = LIMIT - algo.overlong_buffer, algo.overlong_penalty or 1.0
+        total -= 0.0 if length <= free else worst * min(1.0, (length - free) / algo.overlong_buffer)
+    if algo.binarize:
+        return 1.0 if total >= threshold or math.isclose(total, threshold, abs_tol=1e-6) else 0.0
+    return total
+
+
+SHAPES = st.sampled_from(
+    [
+        {},
+        {"binarize": True},
+        {"overlong": "penalty", "overlong_buffer": 1},
+        {"overlong": "penalty", "overlong_buffer": LIMIT, "overlong_penalty": 0.25},
+        {"overlong": "penalty", "overlong_buffer": 4, "overlong_penalty": 2.0, "binarize": True},
+        {"overlong": "penalty", "overlong_buffer": 3, "binarize": True},
+        {"overlong": "mask", "binarize": True},
+    ]
+)
+REWARDS = st.sampled_from([0.0, 0.1, 0.7 + 0.2 + 0.1, 1.0, 1.5, 2.0, 3.0, -1.0, 4 / 3, 5 / 3, math.nan])
+
+
+@given(SHAPES, st.lists(st.tuples(REWARDS, st.integers(0, LIMIT)), min_size=SIZE, max_size=SIZE), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_shaped_rewards_by_a_loop(shaping, completions, high):
+    """The penalty in tokens first, then success of what is left; what could not be scored stays so."""
+    algo, threshold = AlgorithmConfig(**shaping), 1.0 if high else 0.3
+    total, lengths = (
+        np.array([column], kind) for column, kind in zip(zip(*completions, strict=True), (float, int), strict=True)
+    )
+    expected = [slow_shape(reward, length, algo, threshold) for reward, length in completions]
+    found = shape_rewards(total, lengths, algo, LIMIT, threshold)
+    np.testing.assert_array_equal(found[0], np.float32(expected))
+    assert np.array_equal(total[0], [reward for reward, _ in completions], equal_nan=True), "its argument stays"
+
+
+def test_the_penalty_in_numbers():
+    """A buffer of 4 tokens before 6: 0 up to 2 tokens, then a quarter each, the whole of it at the limit; order:
+    1.5 less 0.5 is a success of threshold 1, 1.5 less 0.75 is none."""
+    lengths = np.arange(7)[None]
+    algo = AlgorithmConfig(overlong="penalty", overlong_buffer=4)
+    total = np.full((1, 7), 1.5)
+    assert shape_rewards(total, lengths, algo, 6, 1.0).tolist() == [[1.5, 1.5, 1.5, 1.25, 1.0, 0.75, 0.5]]
+    algo = AlgorithmConfig(overlong="penalty", overlong_buffer=4, binarize=True)
+    assert shape_rewards(total, lengths, algo, 6, 1.0).tolist() == [[1, 1, 1, 1, 1, 0, 0]]
+
+
+GROUPS = {
+    "mixed": [0, 1, 0, 1],
+    "uneven": [0.5, 0.5, 0.5, 0.25],
+    "lost": [0, 0, 0, 0],
+    "won": [1, 1, 1, 1],
+    "unscored": [None] * 4,
+    "one scored": [None, 1, None, None],
+    "two scored": [None, 1, 0, None],
+    "equal where scored": [None, 1, 1, 1],
+}
+
+
+def given_rewards(prompts, completions, rewards):
+    """Every row says what its group's completions get."""
+    return [row[i % SIZE] for i, row in enumerate(rewards)]
+
+
+class FakeEngine:
+    """Completions that depend on the problem's number alone, as the real one's do."""
+
+    max_prompt_length, row_steps = 8, 0
+
+    def __init__(self):
+        self.numbers = []
+
+    def generate(self, params, prompts, numbers, size, key, sampling):
+        self.numbers += numbers
+        draws = [np.random.default_rng(number) for number in numbers]
+        lengths = np.array([draw.integers(1, LIMIT + 1, size) for draw in draws], np.int32)
+        tokens = np.array([draw.integers(5, 13, (size, LIMIT)) for draw in draws], np.int32)
+        return Completions(tokens, lengths, np.zeros(tokens.shape, np.float32), lengths < LIMIT)
+
+
+def make(kinds, batch_size, algo, rollouts=None, sources=None, functions=None):
+    """A collector over one prompt for each of `kinds`, in order; `sources` are their `data_source`, of which "own" is
+    of maxrl."""
+    algo = resolve(algo, type(algo))
+    lengths = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=LIMIT)
+    task = Task(algo, lengths, functions or [("given", given_rewards, 1.0)], 1.0)
+    columns = [{"rewards": GROUPS[kind]} for kind in kinds]
+    if sources is not None:
+        columns = [each | {"data_source": source} for each, source in zip(columns, sources, strict=True)]
+    prompts = [Prompt(f"{i}>", [1, 5, 4], each) for i, each in enumerate(columns)]
+    batches = (prompts[i : i + batch_size] for i in range(0, len(prompts) - batch_size + 1, batch_size))
+    objective = build_objective(algo, LIMIT, 1, {"own": {"advantage_estimator": "maxrl"}} if sources else None)
+    tokenizer, key = reverse_text.tokenizer(), jax.random.key(0)
+    return Collector(task, FakeEngine(), tokenizer, objective, batches, batch_size, key, rollouts)
+
+
+def slow_steps(kinds, batch_size, cap, teaching):
+    """What every step should train on and how often it drew, by a loop over groups."""
+    steps, place = [], 0
+    while place + batch_size <= len(kinds):
+        drawn, extra = list(range(place, place + batch_size)), 0
+        place += batch_size
+        while (
+            sum(kinds[n] in teaching for n in drawn) < batch_size and extra < cap and place + batch_size <= len(kinds)
+        ):
+            drawn += range(place, place + batch_size)
+            place, extra = place + batch_size, extra + 1
+        good = [n for n in drawn if kinds[n] in teaching]
+        rest = [n for n in drawn if kinds[n] not in teaching]
+        steps.append((sorted((good + rest)[:batch_size]), extra, len(good) - batch_size, drawn))
+    return steps
+
+
+def silent(name):
+    """The collector tells a clock when a part is done; nothing here looks at it."""
+
+
+ESTIMATORS = {
+    "rloo": (RLOOConfig, {}, ("mixed", "uneven", "two scored")),
+    "maxpo": (MaxPOConfig, {"k": 2}, ("mixed", "uneven")),  # needs three scored completions
+}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(GROUPS)), min_size=4, max_size=24),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from(sorted(ESTIMATORS)),
+)
+@settings(max_examples=60, deadline=None)
+def test_dynamic_sampling_by_a_loop(kinds, batch_size, cap, name):
+    """Whole groups, in the order they were drawn; constant ones only to fill up; the problems' numbers go on through
+    all that was drawn; metrics speak of everything drawn; the end of the data ends it."""
+    config, params, teaching = ESTIMATORS[name]
+    kinds = ["mixed", *kinds[1:]]  # something must be scored in the first batch
+    algo = config(num_generations=SIZE, dynamic_sampling=True, max_extra_batches=cap, **params)
+    collector = make(kinds, batch_size, algo)
+    for expected, extra, beyond, drawn in slow_steps(kinds, batch_size, cap, teaching):
+        rollout, batch, metrics, tokens = collector(2, None, silent)
+        assert [problem.number for problem in rollout.problems] == expected
+        assert [problem.text for problem in rollout.problems] == [f"{n}>" for n in expected]
+        every = FakeEngine().generate(None, None, drawn, SIZE, None, None)
+        own = FakeEngine().generate(None, None, expected, SIZE, None, None)
+        np.testing.assert_array_equal(batch.completion_tokens, own.tokens[:, :, : batch.completion_tokens.shape[-1]])
+        np.testing.assert_array_equal(batch.completion_lengths, own.lengths)
+        rewards = np.array([GROUPS[kinds[n]] for n in expected], float)
+        np.testing.assert_array_equal(batch.scored, ~np.isnan(rewards))
+        np.testing.assert_array_equal(batch.rewards, np.nan_to_num(rewards).astype(np.float32))
+        np.testing.assert_array_equal(rollout.scores.total.reshape(rewards.shape), rewards)
+        assert len(rollout.texts) == len(expected) * SIZE
+        everything = np.array([GROUPS[kinds[n]] for n in drawn], float)
+        seen = everything[~np.isnan(everything)]
+        assert metrics["rewards/mean"] == pytest.approx(seen.sum() / len(seen) if len(seen) else math.nan, nan_ok=True)
+        assert metrics["reward/unscored_frac"] == pytest.approx(np.isnan(everything).mean())
+        assert metrics["completions/mean_length"] == pytest.approx(every.lengths.mean())
+        assert tokens == every.lengths.sum()
+        assert metrics["dynamic_sampling/extra_batches"] == extra
+        assert metrics["dynamic_sampling/short_groups"] == max(-beyond, 0)
+        assert metrics["dynamic_sampling/unused_groups"] == max(beyond, 0)
+    assert collector(2, None, silent) is None
+    assert (
+        collector.engine.numbers == list(range(collector.drawn)) == list(range(len(kinds) // batch_size * batch_size))
+    )
+
+
+def test_without_dynamic_sampling_one_batch_is_one_step():
+    kinds = ["lost", "mixed", "won", "lost", "mixed", "mixed"]
+    collector = make(kinds, 2, RLOOConfig(num_generations=SIZE))
+    for first in (0, 2, 4):
+        rollout, batch, metrics, _ = collector(1, None, silent)
+        assert [problem.number for problem in rollout.problems] == [first, first + 1]
+        assert batch.trained is None and not [name for name in metrics if name.startswith("dynamic")]
+    assert collector(1, None, silent) is None
+
+
+def test_the_cap_is_said_once_and_has_a_default(caplog):
+    """Four further batches where nothing is set; then the step goes on with what there is."""
+    algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
+    collector = make(["lost", "mixed"] + ["lost"] * 28, 2, algo)
+    for step in (1, 2, 3):
+        rollout, _, metrics, _ = collector(step, None, silent)
+        assert metrics["dynamic_sampling/extra_batches"] == 4
+        assert metrics["dynamic_sampling/short_groups"] == (1 if step == 1 else 2)
+        assert [problem.number for problem in rollout.problems] == [10 * step - 10, 10 * step - 9]
+    assert len(caplog.records) == 1
+    assert "step 1: dynamic sampling found 1 groups of differing rewards for 2 in 4 extra batch(es)" in caplog.text
+
+
+def test_what_is_decided_on_are_the_shaped_rewards():
+    """Rewards that differ but are all no success are no signal once they are binarized."""
+    kinds = ["uneven", "mixed", "uneven", "mixed"]
+    for binarize, numbers in ((False, [0, 1]), (True, [1, 3])):
+        algo = MaxRLConfig(num_generations=SIZE, dynamic_sampling=True, binarize=binarize)
+        rollout, batch, _, _ = make(kinds, 2, algo)(1, None, silent)
+        assert [problem.number for problem in rollout.problems] == numbers
+        np.testing.assert_array_equal(batch.rewards, [GROUPS[kinds[n]] for n in numbers])
+
+
+def test_extra_batches_that_cannot_be_scored_are_no_mistake():
+    """Only a first batch without any score is refused: then the reward function is at fault."""
+    algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
+    rollout, _, _, _ = make(["mixed", "lost", "unscored", "unscored", "mixed", "lost"], 2, algo)(1, None, silent)
+    assert [problem.number for problem in rollout.problems] == [0, 4]
+    with pytest.raises(UserError, match="no completion could be scored"):
+        make(["unscored", "unscored", "mixed", "mixed"], 2, algo)(1, None, silent)
+    with pytest.raises(UserError, match="fewer than 3 usable prompts"):
+        make(["mixed", "mixed"], 3, algo)(1, None, silent)
+
+
+def test_masked_completions_and_sources():
+    """overlong=mask marks what was cut and leaves the rewards alone; the column data_source picks the estimator."""
+    batch = make(["mixed"] * 3, 3, MaxRLConfig(num_generations=SIZE, overlong="mask"))(1, None, silent).batch
+    np.testing.assert_array_equal(batch.trained, batch.completion_lengths < LIMIT)
+    assert not batch.trained.all() and batch.scored.all() and batch.rewards.sum() == 6
+    assert batch.estimator_ids.tolist() == [0, 0, 0]
+    collector = make(["mixed"] * 3, 3, RLOOConfig(num_generations=SIZE), sources=["own", "unheard of", "own"])
+    assert collector(1, None, silent).batch.estimator_ids.tolist() == [1, 0, 1]
+
+
+def test_a_reward_that_an_estimator_does_not_take(tmp_path):
+    """Named by prompt, completion and functions; groups of another estimator may have it. The completions are kept."""
+    minus = [("given", given_rewards, 1.0), ("price", lambda completions: [0.5] * len(completions), -2.0)]
+    algo = RLOOConfig(num_generations=SIZE)
+    batch = make(["won", "mixed"], 2, algo, sources=["own", "other"], functions=minus)(1, None, silent).batch
+    np.testing.assert_array_equal(batch.rewards, [[0, 0, 0, 0], [-1, 0, -1, 0]])
+    collector = make(["won", "uneven"], 2, algo, tmp_path / "rollouts", ["other", "own"], minus)
+    with pytest.raises(UserError) as error:
+        collector(7, None, silent)
+    file = tmp_path / "rollouts" / "step_000007.jsonl"
+    for words in ("prompt '1>' (group 1), completion 0 (given gave 0.5, price gave 0.5)", "the reward -0.5 is negative",
+                  "the estimator 'maxrl'", "algorithm.binarize=true", str(file)):  # fmt: skip
+        assert words in str(error.value)
+    assert len(file.read_text().splitlines()) == 2 * SIZE

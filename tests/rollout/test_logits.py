@@ -1,0 +1,199 @@
+"""Drawn tokens against the exact distribution: by counting, by an even grid of uniform numbers, and by a plain sort."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_like.rollout.logits import BLOCK, SamplingParams, choose, inverse_cdf, keep_top_k, keep_top_p
+
+SMALL = np.array([1.3, -0.2, 0.4, 2.1, -3.0, 0.5, -1.0], np.float32)
+LARGE = (1.5 * np.random.default_rng(0).normal(size=3000)).astype(np.float32)
+"""Twelve blocks of the two-level search, the last one incomplete."""
+
+
+@functools.partial(jax.jit, static_argnames=("params", "count"))
+def draw(logits, key, params: SamplingParams, count: int):
+    """How often each token is chosen from one row of logits in `count` draws."""
+
+    def some(total, key):
+        rows = 2000
+        tokens, _ = choose(jnp.broadcast_to(logits, (rows, logits.size)), jax.random.uniform(key, (rows,)), params)
+        return total.at[tokens].add(1), None
+
+    return jax.lax.scan(some, jnp.zeros(logits.size, jnp.int32), jax.random.split(key, count // 2000))[0]
+
+
+def softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    scaled = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    return scaled / scaled.sum()
+
+
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Chi-square of counts against probabilities, rare tokens pooled until 20 are expected; in standard deviations, by
+    the cube root of Wilson and Hilferty."""
+    order = np.argsort(probs)
+    pooled: list[tuple[float, float]] = []
+    seen = expected = 0.0
+    for token in order:
+        seen, expected = seen + counts[token], expected + counts.sum() * probs[token]
+        if expected >= 20:
+            pooled.append((seen, expected))
+            seen = expected = 0.0
+    statistic = sum((s - e) ** 2 / e for s, e in pooled)
+    freedom = len(pooled) - 1
+    assert freedom > 1
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5
+
+
+def nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
+    """The smallest set of most probable tokens with at least `top_p` of the mass, by a sort."""
+    order = np.argsort(-probs, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(probs[order]), top_p * probs.sum()))
+    return np.isin(np.arange(len(probs)), order[: enough + 1])
+
+
+def kept(probs: np.ndarray, where: np.ndarray) -> np.ndarray:
+    return np.where(where, probs, 0) / probs[where].sum()
+
+
+def most_probable(probs: np.ndarray, k: int) -> np.ndarray:
+    return probs >= np.sort(probs)[-k]
+
+
+def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """What is drawn from: temperature, then the k most probable, then their nucleus."""
+    probs = softmax(logits, params.temperature)
+    if params.top_k is not None:
+        probs = kept(probs, most_probable(probs, params.top_k))
+    return kept(probs, nucleus(probs, params.top_p)) if params.top_p < 1 else probs
+
+
+@pytest.mark.parametrize(
+    ("logits", "params"),
+    [
+        (SMALL, SamplingParams()),
+        (SMALL, SamplingParams(temperature=0.5)),
+        (SMALL, SamplingParams(top_k=3)),
+        (SMALL, SamplingParams(top_p=0.8)),
+        (SMALL, SamplingParams(temperature=1.7, top_k=5, top_p=0.9)),
+        (LARGE, SamplingParams()),
+        (LARGE, SamplingParams(temperature=1.7)),
+        (LARGE, SamplingParams(temperature=1.3, top_k=1500, top_p=0.8)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, SamplingParams) else f"V={len(value)}",
+)
+def test_counts_are_those_of_the_distribution(logits, params):
+    probs = distribution(logits, params)
+    counts = np.asarray(draw(jnp.asarray(logits), jax.random.key(1), params, 20_000))
+    assert counts.sum() == 20_000
+    assert counts[probs == 0].sum() == 0, "what was cut off is never drawn"
+    assert chi_square(counts, probs) < 3
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK, 1000])
+def test_an_even_grid_draws_each_token_in_proportion(size):
+    """With `u = (i + 1/2) / N` the count of a token is `N p` to within 1 (2 with rounding at the blocks' borders), and
+    tokens ascend."""
+    rng = np.random.default_rng(size)
+    weights = rng.uniform(size=size) * (rng.uniform(size=size) < 0.7)
+    count = 20_000
+    grid = jnp.asarray((np.arange(count) + 0.5) / count, jnp.float32)
+    found = jax.jit(jax.vmap(lambda u: inverse_cdf(jnp.asarray(weights, jnp.float32)[None], u[None])[0]))(grid)
+    tokens = np.asarray(found)
+    assert (np.diff(tokens) >= 0).all()
+    counts = np.bincount(tokens, minlength=size)
+    assert np.abs(counts - count * weights / weights.sum()).max() <= 2
+    assert counts[weights == 0].sum() == 0
+
+
+def test_a_token_of_weight_zero_is_never_drawn():
+    """At both ends of the unit interval: a few tokens among zeros with weights that differ by 1e30, and many tokens
+    with zeros behind them, whose running sum may by rounding end below their sum."""
+    rng = np.random.default_rng(0)
+    sparse = np.zeros((90, 600), np.float32)
+    for row, alive in zip(sparse, [1, 2, 5] * 30, strict=True):
+        row[rng.choice(600, alive, replace=False)] = 10.0 ** rng.uniform(-30, 0, alive)
+    dense = rng.uniform(size=(90, 600)).astype(np.float32) * (np.arange(600) < rng.integers(100, 600, (90, 1)))
+    weights = np.concatenate([sparse, dense.astype(np.float32)])
+    for uniform in (0.0, 1e-30, 0.5, 1 - 2.0**-24):
+        tokens = np.asarray(inverse_cdf(jnp.asarray(weights), jnp.full(len(weights), uniform, jnp.float32)))
+        assert (weights[np.arange(len(weights)), tokens] > 0).all()
+
+
+def test_rounding_at_the_border_of_a_block_draws_no_zero():
+    """`u` falls on the very end of the first block, and taking the second one's sum off again overshoots it."""
+    sums = np.random.default_rng(0).uniform(0.1, 1, (20_000, 3)).astype(np.float32)
+    first, second = sums[:, 0], sums[:, 1]
+    total = first + second + sums[:, 2]
+    uniform = first / total
+    chosen = (uniform * total == first) & (first + second - second > first)
+    assert chosen.sum() > 100
+    weights = np.zeros((chosen.sum(), 3 * BLOCK), np.float32)
+    weights[:, [5, BLOCK + 5, 2 * BLOCK + 5]] = sums[chosen]
+    tokens = np.asarray(inverse_cdf(jnp.asarray(weights), jnp.asarray(uniform[chosen])))
+    assert (weights[np.arange(len(weights)), tokens] > 0).all()
+
+
+def rows_of_logits() -> np.ndarray:
+    """`[40, 300]`: flat and peaked."""
+    rng = np.random.default_rng(3)
+    return (rng.normal(size=(40, 300)) * rng.uniform(0.1, 6, (40, 1))).astype(np.float32)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_keeps_exactly_the_smallest_set(top_p):
+    probs = np.asarray(jax.nn.softmax(rows_of_logits(), axis=-1))
+    found = np.asarray(keep_top_p(jnp.asarray(probs), top_p))
+    for row, out in zip(probs.astype(np.float64), found, strict=True):
+        border = np.cumsum(np.sort(row)[::-1]) - top_p * row.sum()
+        if np.abs(border).min() > 1e-5:  # else float32 may take the border for either side
+            np.testing.assert_array_equal(out > 0, nucleus(row, top_p))
+        np.testing.assert_array_equal(out[out > 0], row[out > 0].astype(np.float32))
+
+
+def test_top_p_of_few_tokens():
+    """Ties with the last one stay, a total below one is taken as it is, and zeros stay zero."""
+    probs = jnp.asarray([[0.5, 0.2, 0.2, 0.1], [0.1, 0.4, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    found = keep_top_p(probs, 0.6)
+    np.testing.assert_array_equal(found > 0, [[1, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]])
+    assert (np.asarray(keep_top_p(probs, 1e-6)) > 0).sum(axis=1).tolist() == [1, 1, 1]
+
+
+def test_top_p_tells_neighbouring_floats_apart():
+    below = np.nextafter(np.float32(0.3), np.float32(0))
+    probs = jnp.asarray([[0.4, 0.3, below, 0.0], [below, 0.3, below, 0.1]], jnp.float32)
+    np.testing.assert_array_equal(keep_top_p(probs, 0.65) > 0, [[1, 1, 0, 0], [1, 1, 1, 0]])
+    np.testing.assert_array_equal(keep_top_p(probs, 0.2) > 0, [[1, 0, 0, 0], [0, 1, 0, 0]])
+
+
+def test_top_k_keeps_k_and_ties():
+    probs = np.asarray(jax.nn.softmax(rows_of_logits(), axis=-1))
+    for k in (1, 7, 300):
+        found = np.asarray(keep_top_k(jnp.asarray(probs), k))
+        expected = np.where(probs >= np.sort(probs, axis=1)[:, [-k]], probs, 0)
+        np.testing.assert_array_equal(found, expected)
+        assert ((found > 0).sum(axis=1) == k).all()
+    np.testing.assert_array_equal(keep_top_k(jnp.asarray([[0.4, 0.1, 0.4, 0.1]]), 1), np.float32([[0.4, 0, 0.4, 0]]))
+
+
+def test_greedy_is_the_argmax():
+    logits = rows_of_logits()
+    tokens, logprobs = choose(jnp.asarray(logits), jnp.zeros(40), SamplingParams(temperature=0.0))
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+    np.testing.assert_allclose(logprobs, np.log([softmax(row).max() for row in logits]), atol=1e-5)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(0.6), SamplingParams(0.6, top_p=0.5, top_k=4)], ids=str)
+def test_log_probabilities_are_of_the_whole_vocabulary(params):
+    """At the temperature, and not cut by top-k or top-p: what the trainer computes."""
+    logits = rows_of_logits()
+    uniform = jnp.asarray(np.random.default_rng(4).uniform(size=40), jnp.float32)
+    tokens, logprobs = choose(jnp.asarray(logits), uniform, params)
+    expected = [np.log(softmax(row, 0.6)[token]) for row, token in zip(logits, np.asarray(tokens), strict=True)]
+    np.testing.assert_allclose(logprobs, expected, atol=1e-5)

@@ -1,0 +1,305 @@
+"""Sampled rows against the full forward, and against each other: what a row is depends on nothing beside it.
+
+The stream without end-of-sequence tokens is the oracle of the one with them, since random numbers go by position.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from tunix_like.config.schema import RolloutConfig
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder, prompt_mask
+from tunix_like.rollout import decoding, sampler
+from tunix_like.rollout.sampler import Sampler, length_bucket, pad_tokens, slot_shape
+from tunix_like.training.engine import make_engine
+from tunix_like.types import SamplingParams
+
+VOCABULARY, SIZE, TEMPERATURE = 19, 2, 0.7
+RNG = np.random.default_rng(0)
+A, B, C, LONG = (RNG.integers(0, VOCABULARY, length).tolist() for length in (5, 1, 11, 20))
+KEY, WARM = jax.random.key(5), SamplingParams(TEMPERATURE)
+
+
+def make_model() -> tuple:
+    """(graphdef, params): two query heads for each key head, and weights large enough for logits that differ."""
+    config = DecoderConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qkv_bias=True,
+        qk_norm=True,
+    )
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    spread = lambda x: x + jnp.asarray(0.3 * RNG.normal(size=x.shape), x.dtype)  # noqa: E731
+    return graphdef, jax.tree.map(spread, nnx.to_pure_dict(state))
+
+
+GRAPHDEF, PARAMS = make_model()
+forward = jax.jit(lambda params, tokens, real: nnx.merge(GRAPHDEF, params)(tokens, real))
+
+
+def sample(
+    prompts=(A, B, C), numbers=(3, 8, 1), size=SIZE, key=KEY, sampling=WARM, eos_ids=(), max_tokens=12, **limits
+):
+    made = Sampler(GRAPHDEF, eos_ids, max_prompt_length=24, max_tokens=max_tokens, **limits)
+    return made.generate(PARAMS, prompts, numbers, size, key, sampling)
+
+
+def full_logits(prompts, tokens: np.ndarray) -> np.ndarray:
+    """`[P G T V]`: what the plain model predicts at every place of complete rows."""
+    count, size, steps = tokens.shape
+    rows = [[*prompts[p], *tokens[p, i].tolist()] for p, i in np.ndindex(count, size)]
+    padded = pad_tokens(rows, max(map(len, rows)))
+    real = np.arange(padded.shape[1]) < np.array([len(row) for row in rows])[:, None]
+    logits = np.asarray(forward(PARAMS, jnp.asarray(padded), jnp.asarray(real)))
+    logits = logits.reshape(count, size, *logits.shape[1:])
+    return np.stack([logits[p, :, len(prompts[p]) - 1 :][:, :steps] for p in range(count)])
+
+
+def chosen_logprobs(logits: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
+    scaled = logits.astype(np.float64) / temperature
+    table = scaled - np.log(np.exp(scaled).sum(axis=-1, keepdims=True))
+    return np.take_along_axis(table, tokens[..., None], axis=-1)[..., 0]
+
+
+@pytest.fixture(scope="module")
+def endless():
+    """Twelve tokens of every row; no token ends one."""
+    return sample()
+
+
+def test_logprobs_are_those_of_the_full_forward(monkeypatch):
+    """Over 70 tokens, so that the cache grows on the way."""
+    monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
+    found = sample(max_tokens=70)
+    assert found.tokens.shape == (3, SIZE, 70)
+    logits = full_logits([A, B, C], found.tokens)
+    assert logits.std() > 0.5, "flat logits would agree with anything"
+    expected = chosen_logprobs(logits, found.tokens, TEMPERATURE)
+    np.testing.assert_allclose(found.logprobs, expected, rtol=0, atol=1e-4)
+    assert (found.lengths == 70).all() and not found.finished.any()
+
+
+@pytest.mark.parametrize("room", [12, 16])
+def test_cached_decode_is_the_full_forward(endless, room):
+    """All logits at every step, from `prefill` and `decode`, on tokens that are given, in a ring that starts
+    anywhere."""
+    steps, first_column = endless.tokens.shape[-1], 5
+
+    @jax.jit
+    def logits_of(params, prompts, lengths, tokens):
+        model = nnx.merge(GRAPHDEF, params)
+        first, prompt_cache = model.prefill(prompts, lengths)
+        empty = [
+            (jnp.full((3 * SIZE, *k.shape[1:3], room), 9.0), jnp.full((3 * SIZE, v.shape[1], room, v.shape[3]), 9.0))
+            for k, v in prompt_cache
+        ]
+        mask = prompt_mask(lengths, prompts.shape[1])
+
+        def one(cache, step):
+            column = (first_column + step) % room
+            seen = jnp.broadcast_to((column - jnp.arange(room)) % room <= step, (3, SIZE, room))
+            positions = jnp.broadcast_to(lengths[:, None] + step, (3, SIZE))
+            hidden, cache = model.decode(tokens[:, :, step], positions, mask, prompt_cache, cache, column, seen)
+            return cache, hidden
+
+        _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))
+        first = jnp.broadcast_to(first[None, :, None], (1, *hidden.shape[1:]))
+        return model.logits(jnp.moveaxis(jnp.concatenate([first, hidden]), 0, 2))
+
+    lengths = jnp.asarray([len(A), len(B), len(C)])
+    found = logits_of(PARAMS, jnp.asarray(pad_tokens([A, B, C], 16)), lengths, jnp.asarray(endless.tokens))
+    np.testing.assert_allclose(found, full_logits([A, B, C], endless.tokens), rtol=0, atol=1e-4)
+
+
+def test_greedy_tokens_are_the_argmax():
+    found = sample(sampling=SamplingParams(temperature=0.0))
+    logits = full_logits([A, B, C], found.tokens)
+    np.testing.assert_array_equal(found.tokens, logits.argmax(axis=-1))
+    np.testing.assert_array_equal(found.tokens[:, 0], found.tokens[:, 1])
+    np.testing.assert_allclose(found.logprobs, chosen_logprobs(logits, found.tokens, 1.0), rtol=0, atol=1e-4)
+
+
+def test_a_row_depends_on_nothing_beside_it(endless):
+    """Another order, other neighbours; then a longer prompt among them (another padded width) and another group size:
+    the same number has the same rows."""
+    swapped = sample(prompts=(C, [4, 4], A), numbers=(1, 9, 3))
+    wider = sample(prompts=(LONG, C, A), numbers=(7, 1, 3), size=SIZE + 1)
+    for other, places in ((swapped, {2: 0, 0: 2}), (wider, {0: 2, 2: 1})):
+        for here, there in places.items():
+            np.testing.assert_array_equal(other.tokens[there, :SIZE], endless.tokens[here])
+            np.testing.assert_allclose(other.logprobs[there, :SIZE], endless.logprobs[here], rtol=0, atol=1e-5)
+
+
+MANY, PROMPTS, NUMBERS = 6, (A, B, C, LONG), (3, 8, 1, 7)
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """Six completions of four prompts, from one token to all 80, all of them in work at once and never moved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "WORTH_MOVING", 1000)
+        found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
+    assert found.lengths.min() < 5 and (found.lengths == 80).any() and len(np.unique(found.lengths)) > 8
+    return found
+
+
+def events(monkeypatch) -> list[tuple]:
+    """Names of the moves that `generate` makes, with the shape of the rows after each."""
+    seen = []
+
+    def spied(name: str, move):
+        def spy(*inputs, **more):
+            out = move(*inputs, **more)
+            rows = out[1] if name == "regroup" else out
+            seen.append((name, rows.live.shape if isinstance(rows, decoding.Rows) else rows.hidden.shape[:1]))
+            return out
+
+        return spy
+
+    for name in ("prefill", "fill", "replace_prompts", "grow", "regroup"):
+        monkeypatch.setattr(decoding, name, spied(name, getattr(decoding, name)))
+    return seen
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 7, 13, 18])
+def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
+    """Fewer rows than a group, a whole group, and several: waiting completions take the rows that become free."""
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=rows)
+    for values, expected in zip(found, ragged, strict=True):
+        assert values.dtype == expected.dtype
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    names = [name for name, _ in seen]
+    assert names.count("fill") > 1 and max(np.prod(shape) for name, shape in seen if name == "fill") <= rows
+    prefilled = [shape[0] for name, shape in seen if name == "prefill"]
+    assert sum(prefilled) >= len(PROMPTS)
+    assert len(prefilled) > 1 or rows > 12, "prompts that wait are computed when their turn comes"
+
+
+def test_moved_rows_change_nothing(ragged, monkeypatch):
+    """Gathered into fewer rows as they finish, one prompt in several slots, then the cache grown."""
+    monkeypatch.setattr(sampler, "WORTH_MOVING", 1)
+    monkeypatch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
+    monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
+    for values, expected in zip(found, ragged, strict=True):
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    shapes = [int(np.prod(shape)) for name, shape in seen if name == "regroup"]
+    assert len(shapes) >= 2 and shapes == sorted(shapes, reverse=True) and shapes[0] <= 12, seen
+    assert [name for name, _ in seen].count("prefill") == 1
+
+
+def test_a_ring_that_has_wrapped_grows_in_order(monkeypatch):
+    """Waiting rows keep a small cache going round; then one needs more of it than there is."""
+    monkeypatch.setattr(sampler, "FIRST_CACHE", 8)
+    whole = sample(PROMPTS, NUMBERS, MANY, eos_ids=(0, 3), max_tokens=40)
+    assert (whole.lengths < 6).any() and (whole.lengths > 17).any()
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(0, 3), max_tokens=40, max_concurrent_rows=2)
+    for values, expected in zip(found, whole, strict=True):
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    assert [name for name, _ in seen].count("grow") >= 2
+
+
+def test_number_sample_position_and_key_all_draw_anew(endless):
+    """Equal prompts, so that equal draws would be equal rows."""
+    same = sample(prompts=(A, A, A), numbers=(0, 1, 3))
+    other = sample(prompts=(A, A, A), numbers=(0, 1, 3), key=jax.random.fold_in(KEY, 1))
+    np.testing.assert_array_equal(same.tokens[2], endless.tokens[0])
+    rows = [tuple(row) for row in np.concatenate([same.tokens, other.tokens]).reshape(-1, 12).tolist()]
+    assert len(set(rows)) == len(rows)
+    uniform = SamplingParams(temperature=1e6)  # every token as likely: a number used twice would be a token used twice
+    flat = sample(prompts=(A, A, A), numbers=(0, 1, 3), sampling=uniform).tokens
+    assert (np.diff(flat, axis=-1) != 0).mean() > 0.8, "positions"
+    assert (flat[0] != flat[1]).mean() > 0.7, "numbers"
+    assert (flat[:, 0] != flat[:, 1]).mean() > 0.7, "samples"
+
+
+def test_any_of_several_tokens_ends_a_row_and_belongs_to_it(endless):
+    """At the first place, in the middle, and at the very last, which is an end and no cut."""
+    eos_ids = tuple(int(endless.tokens[place]) for place in ((0, 0, 11), (0, 1, 5), (2, 0, 0)))
+    found = sample(eos_ids=eos_ids)
+    ends = np.isin(endless.tokens, eos_ids)
+    finished = ends.any(axis=-1)
+    lengths = np.where(finished, ends.argmax(axis=-1) + 1, 12)
+    inside = np.arange(12) < lengths[..., None]
+    assert set(lengths[finished]) > {1, 12} and not finished.all(), "the seed makes every case"
+    np.testing.assert_array_equal(found.lengths, lengths)
+    np.testing.assert_array_equal(found.finished, finished)
+    np.testing.assert_array_equal(found.tokens, np.where(inside, endless.tokens, 0))
+    np.testing.assert_allclose(found.logprobs, np.where(inside, endless.logprobs, 0), rtol=0, atol=1e-6)
+
+
+def test_length_buckets():
+    """16, 24, 32, 48, 64, ...: at or above the length, at most half as much again, few of them, held to the limit."""
+    assert [length_bucket(n) for n in (1, 16, 17, 24, 25, 33, 48, 49, 64, 65, 97)] == [
+        16, 16, 24, 24, 32, 48, 48, 64, 64, 96, 128,
+    ]  # fmt: skip
+    buckets = {length_bucket(n) for n in range(1, 2049)}
+    assert len(buckets) == 15
+    assert all(n <= length_bucket(n) < max(1.5 * n, 17) for n in range(1, 2049))
+    assert [length_bucket(n, 20) for n in (1, 16, 17, 20)] == [16, 16, 20, 20]
+    assert length_bucket(30, 20) == 30
+
+
+def test_pad_tokens():
+    np.testing.assert_array_equal(pad_tokens([[3, 4], [], [5]], 3), [[3, 4, 0], [0, 0, 0], [5, 0, 0]])
+
+
+def test_make_engine_takes_the_configs_end_tokens_before_the_tokenizers():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1, "b": 2}, unk_token="a"))
+    tokenizer = Tokenizer(backend, eos_token="<eos>")
+    rollout = RolloutConfig(max_prompt_length=9, max_tokens_to_generate=4)
+    plain = make_engine(GRAPHDEF, tokenizer, rollout)
+    assert (plain.eos_ids, plain.max_prompt_length, plain.max_tokens) == ((1,), 9, 4)
+    assert make_engine(GRAPHDEF, tokenizer, RolloutConfig(eos_tokens=[2, 0])).eos_ids == (2, 0)
+
+
+def test_the_shape_of_slots():
+    """A group a slot where all are at once; else short prompts give each row a slot, long ones are shared."""
+    assert slot_shape(4, 8, 32, 64, 128) == slot_shape(4, 8, 1000, 64, 128) == (4, 8)
+    assert slot_shape(64, 16, 512, 256, 1024) == (512, 1)
+    assert slot_shape(64, 16, 512, 4096, 64)[1] == 16
+    for prompts, size, at_once in itertools.product((1, 3, 8), (1, 5, 8), (1, 2, 7, 23)):
+        for lengths in ((8, 512), (64, 64), (2048, 16)):
+            slots, width = slot_shape(prompts, size, at_once, *lengths)
+            assert 1 <= width <= size and slots >= 1 and slots * width <= min(at_once, prompts * size + size)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_prompt_in_several_slots_is_computed_once(ragged, monkeypatch, width):
+    """Of four prompts, two stand in the slots at first and go from one slot to another; the others follow."""
+    monkeypatch.setattr(sampler, "slot_shape", lambda *_: (8 // width, width))
+    seen = events(monkeypatch)
+    found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=8)
+    for values, expected in zip(found, ragged, strict=True):
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+    assert sum(shape[0] for name, shape in seen if name == "prefill") == len(PROMPTS)
+    assert [name for name, _ in seen].count("replace_prompts") > 2
+
+
+def test_useful_share_of_the_work(ragged, monkeypatch):
+    """Every row that is there at a step counts, live or not."""
+    made = {
+        rows: Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=80, max_concurrent_rows=rows) for rows in (1, 24)
+    }
+    monkeypatch.setattr(sampler, "WORTH_MOVING", 1000)
+    for one in made.values():
+        one.generate(PARAMS, PROMPTS, NUMBERS, MANY, KEY, WARM)
+    assert made[1].row_steps == ragged.lengths.sum(), "one row is live until it is done"
+    assert made[24].row_steps == 80 * len(PROMPTS) * MANY

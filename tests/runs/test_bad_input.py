@@ -1,0 +1,677 @@
+"""What a user can get wrong is said in one line that names the key, file or row and what to do: before anything is
+compiled or written wherever no completion is needed to know it, and with nothing lost where one is."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import tunix_like
+from tests.tiny_model import HF
+from tunix_like.cli import main as cli
+from tunix_like.config.load import load, save
+from tunix_like.data import reverse_text
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.models.loading import save_model
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.runs import build as runs
+from tunix_like.storage.metrics import rows as metric_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
+
+OWN_DATA = """
+model: {path: model}
+data: {name: jsonl, path: good.jsonl, batch_size: 8}
+algorithm: {advantage_estimator: maxrl, num_generations: 4}
+rollout: {max_prompt_length: 8, max_tokens_to_generate: 4}
+training: {max_steps: 1, output_dir: out}
+"""
+ESTIMATORS = """
+def good(rewards, *, scored, lengths, power=1.0):
+    return rewards
+
+def blind(rewards, *, lengths):
+    return rewards
+
+def branches(rewards, *, scored, lengths):
+    return rewards if rewards.max() > 0 else -rewards
+
+def means(rewards, *, scored, lengths):
+    return rewards.mean(axis=1)
+
+def loss(logprobs, old_logprobs, advantages, mask):
+    return (-logprobs * advantages).sum(-1), {}
+
+def scalar(logprobs, old_logprobs, advantages, mask):
+    return (-logprobs * advantages).sum()
+
+def alone(logprobs, old_logprobs, advantages, mask):
+    return -logprobs * advantages
+
+def nothing(logprobs, old_logprobs, advantages, mask):
+    -logprobs * advantages
+
+def empty(logprobs, old_logprobs, advantages, mask):
+    return None, {}
+
+def triple(logprobs, old_logprobs, advantages, mask):
+    return -logprobs * advantages, {}, 1
+
+def no_advantage(rewards, *, scored, lengths):
+    rewards - 1
+"""
+NAMES = "drgrpo, grpo, maxpo, maxrl, opo, passk, pkpo, reinforce_pp, rloo"
+REWARDS = """
+def short(prompts, completions):
+    return [1.0]
+
+def negative(prompts, completions):
+    return [-1.0 for _ in completions]
+
+def needs_gold(completions, gold):
+    return [1.0 for _ in completions]
+
+async def waits(prompts, completions, **columns):
+    return [1.0 for _ in completions]
+
+def yields(prompts, completions, **columns):
+    yield 1.0
+"""
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+GOOD = [{"prompt": f"{a}{b}>", "answer": f"{b}{a}"} for a in "abcd" for b in "efgh"]
+FILES = {
+    "own.yaml": OWN_DATA,
+    "unknown_key.yaml": "algorithm: {num_generation: 4}\n",
+    "wrong_type.yaml": "data: {batch_size: four}\n",
+    "no_space.yaml": "algorithm: {num_generations:4}\n",
+    "no_space_below.yaml": "algorithm:\n  k:4\n",
+    "no_section.yaml": "learning_rate: 1\n",
+    "torn.yaml": "data: [\n",
+    "good.jsonl": jsonl(GOOD),
+    "torn.jsonl": jsonl(GOOD[:2]) + '{"prompt": "ab>", "answer"\n',
+    "no_prompt.jsonl": jsonl([*GOOD[:2], {"question": "ab", "answer": "ba"}]),
+    "no_answer.jsonl": jsonl([{"prompt": "ab>"}] * 12),
+    "empty.jsonl": "",
+    "one_long.jsonl": jsonl([*GOOD, {"prompt": "abcdefgh>", "answer": "a"}]),
+    "all_long.jsonl": jsonl([{"prompt": "abcdefgh>", "answer": "a"}] * 12),
+    "rewards.py": REWARDS,
+    "estimators.py": ESTIMATORS,
+    "broken.py": "def reward(:\n",
+    "not_a_run/notes.txt": "precious",
+    "no_config/tokenizer.json": "{}",
+    "run_without_checkpoint/config.yaml": OWN_DATA,
+    "run_without_checkpoint/model/config.json": "{}",
+    "cut/config.yaml": "model: {path: mod",
+    "emptied/config.yaml": "",
+    "emptied/model/config.json": "{}",
+    "emptied/checkpoints/1/_CHECKPOINT_METADATA": "{}",
+    "emptied/checkpoints/1/state/_METADATA": "{}",
+    "run/checkpoints/1/_CHECKPOINT_METADATA": "{}",
+    "run/checkpoints/1/state/_METADATA": "{}",
+}
+NORM = "model.norm.weight"
+MODELS = ("model", "missing_tensor", "mis_shaped", "small_vocabulary", "odd_field", "no_weights", "remote_code",
+          "pickled", "headless", "two_heads", "other_tokenizer")  # fmt: skip
+
+
+def fewer_words():
+    """The tokenizer of a model with 11 tokens."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(11)}, unk_token="w0"))
+    return Tokenizer(backend, eos_token="w1")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with files of every kind of mistake, and models: whole, without a tensor, mis-shaped, too small."""
+    place = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    model, _ = tunix_like.load_model(HF, init="random")
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    for name in MODELS:
+        save_model(params, model.config, reverse_text.tokenizer(), place / name)
+    tensors = load_file(place / "model" / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k != NORM}, place / "missing_tensor" / "model.safetensors")
+    save_file(tensors | {NORM: np.ones(9, np.float32)}, place / "mis_shaped" / "model.safetensors")
+    (place / "no_weights" / "model.safetensors").unlink()
+    for name, change in (("small_vocabulary", {"vocab_size": 12}), ("odd_field", {"attn_logit_softcapping": 50})):
+        file = place / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    file = place / "remote_code" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}))
+    (place / "remote_code" / "modeling.py").write_text("raise SystemExit('was run')")
+    (place / "pickled" / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
+    file = place / "headless" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+    head = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors | {"lm_head.weight": head}, place / "two_heads" / "model.safetensors")
+    (place / "other_tokenizer" / "generation_config.json").write_text('{"eos_token_id": 12}')
+    fewer_words().save(place / "other_tokenizer")
+    (place / "packed.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode()))
+    (place / "packed.yaml").write_bytes(gzip.compress(OWN_DATA.encode()))
+    (place / "splits").mkdir()
+    for name in ("round.jsonl", "round.yaml", "splits/train.jsonl"):  # each is a link to itself
+        (place / name).symlink_to((place / name).name)
+    (place / "nul.yaml").write_text('training: {output_dir: "a\\0b"}\n')
+    (place / "to_nowhere.jsonl").symlink_to("nowhere.jsonl")
+    for name in ("pipe.jsonl", "pipe.yaml"):
+        os.mkfifo(place / name)
+    save(load(place / "own.yaml"), place / "run" / "config.yaml")
+    return place
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """No sampling, no training step: each of them would be compiled."""
+    monkeypatch.setattr(Sampler, "generate", lambda *_, **__: pytest.fail("sampled"))
+    monkeypatch.setattr("tunix_like.training.train_step.train_step", lambda *_, **__: pytest.fail("compiled a step"))
+
+
+def listing(folder):
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+REVERSED = ("train", REVERSE)
+OWN = ("train", "own.yaml")
+EMPTIED = ["emptied/config.yaml: this file is empty", "A run writes this file itself", "put a copy of it back"]
+
+# what is typed -> what must be in the one line that comes back
+MISTAKES = {
+    # keys and values
+    "unknown key": ((*REVERSED, "training.max_step=3"), ["'training.max_step'", "Did you mean 'training.max_steps'"]),
+    "unknown key in a file": (
+        ("train", "unknown_key.yaml"),
+        ["unknown_key.yaml", "'algorithm.num_generation'", "Did you mean 'algorithm.num_generations'"],
+    ),
+    "key without section": (("train", "no_section.yaml"), ["'learning_rate'", "'optimizer.learning_rate'"]),
+    "wrong type": ((*REVERSED, "data.batch_size=four"), ["data.batch_size", "'four' (string)", "expected: integer"]),
+    "wrong type in a file": (("train", "wrong_type.yaml"), ["wrong_type.yaml", "data.batch_size", "expected: integer"]),
+    "no value": ((*REVERSED, "data.batch_size"), ["override 'data.batch_size'", "write it as section.key=value"]),
+    "no YAML file": (("train", "nowhere.yaml"), ["nowhere.yaml", "cannot read", "name a YAML file"]),
+    "no YAML": (("train", "torn.yaml"), ["torn.yaml, line"]),
+    "no space after a colon": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.estimator_params={power:0.8}"),
+        ["override algorithm.estimator_params={power:0.8}: '{power:0.8}'", "write {power: 0.8}, with a space"],
+    ),
+    "no space after a colon in a list": (
+        (*REVERSED, "rewards.functions=[{name:exact_match, weight: 2}]"),
+        ["rewards.functions=[{name:exact_match", "write {name: exact_match}, with a space after the colon"],
+    ),
+    "an equals sign for a colon": (
+        (*REVERSED, "algorithm.estimator_params={power=0.8}"), ["write {power: 0.8}, with a space after the colon"],
+    ),
+    "no space after a colon in a file": (
+        ("train", "no_space.yaml"), ["no_space.yaml, line 1: ", "write {num_generations: 4}, with a space"],
+    ),
+    "no space after a colon in a section": (
+        ("train", "no_space_below.yaml"), ["algorithm: got 'k:4'", "a space must follow the colon: 'k: 4'"],
+    ),
+    "config file that is a loop": (("train", "round.yaml"), ["round.yaml", "loop of symbolic links"]),
+    "config file that is a pipe": (("train", "pipe.yaml"), ["pipe.yaml", "named pipe", "write its content to a file"]),
+    "config file that is a folder": (("train", "splits"), ["splits", "is a folder", "name a YAML file"]),
+    "config file that is compressed": (("train", "packed.yaml"), ["packed.yaml", "is compressed (gzip)", "gunzip"]),
+    "output_dir that no folder can be called": (
+        ("train", "nul.yaml"), ["training.output_dir", "'a\\x00b'", "NUL character", "take it out"],
+    ),
+    "the same on the command line": (
+        (*REVERSED, "training.output_dir=a\0b"), ["training.output_dir", "NUL character", "take it out"],
+    ),
+    "bytes that are no UTF-8": (
+        (*REVERSED, "training.output_dir=a\udcffb"), ["training.output_dir", "half of a character"],
+    ),
+    "model path with NUL": ((*OWN, "model.path=a\0b"), ["model.path", "NUL character"]),
+    "reward file with NUL": (
+        (*REVERSED, "rewards.functions=[{name: \"a\\0b.py:f\"}]"),
+        ["Reward", "b.py", "is no name that a file can have"],
+    ),
+    "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
+    "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
+    "key of another source": ((*REVERSED, "data.maze_size=9"), ["data.maze_size", "data.name=reverse_text", "remove"]),
+    "profile": ((*REVERSED, "training.profile_steps=[6, 5]"), ["training.profile_steps", "the first and the last"]),
+    "size": ((*REVERSED, "training.train_micro_batch_size=abc"), ["'abc'", "auto", "Or a number, at least 1"]),
+    "mesh": ((*REVERSED, "mesh.shape=[3, 1]"), ["mesh.shape", "needs 3 devices, there are 8; set auto"]),
+    "mesh that does not divide the heads": (
+        (*REVERSED, "mesh.shape=[1, 8]"),
+        ["mesh.shape", "8 devices along 'tp' do not divide the 4 query heads", "give tp fewer devices, and fsdp more"],
+    ),
+    "mesh that does not divide the weights": (
+        (*REVERSED, "mesh.shape=[4, 2]"),
+        ["mesh.shape", "2 devices along 'tp' do not divide embed_tokens.embedding [13, 64]", "choose a mesh that does"],
+    ),
+    "mesh that does not divide the prompts": (
+        (*REVERSED, "mesh.shape=[4, 2]", "data.batch_size=6"),
+        ["data.batch_size: 6 prompts", "the 4 devices along data and fsdp (mesh.shape)", "make it a multiple of 4"],
+    ),
+    "mesh that does not divide the prompts of an update": (
+        (*REVERSED, "mesh.shape=[8, 1]", "training.mini_batch_size=4"), ["training.mini_batch_size", "multiple of 8"],
+    ),
+    "mesh that does not divide the examples": (
+        (*REVERSED, "mesh.shape=[8, 1]", "sft.batch_size=12"), ["sft.batch_size: 12", "make it a multiple of 8"],
+    ),
+    # adapters
+    "alpha without a rank": ((*REVERSED, "lora.alpha=2"), ["lora.alpha", "without lora.rank"]),
+    "unknown projection": ((*REVERSED, "lora.rank=2", "lora.targets=[qproj]"), ["lora.targets", "mean 'q_proj'"]),
+    "rank": ((*REVERSED, "lora.rank=0"), ["lora.rank", "at least 1"]),
+    "quantised without adapters": ((*REVERSED, "model.quantize=int8"), ["model.quantize", "set lora.rank"]),
+    "unknown quantisation": ((*REVERSED, "model.quantize=int4", "lora.rank=2"), ["model.quantize", "int8, nf4"]),
+    "blocks that do not fit": (
+        (*REVERSED, "model.quantize=nf4", "lora.rank=2", "model.config.intermediate_size=96"),
+        ["model.quantize", "blocks of 64", "96 of layers.0.mlp.down_proj", "use int8"],
+    ),
+    "half precision": ((*REVERSED, "model.param_dtype=bfloat16"), ["model.param_dtype", "lora.rank"]),
+    "no adapters to export": (("export", "model", "out", "--adapter"), ["no adapters", "lora.rank"]),
+    # algorithms
+    "unknown estimator": (
+        (*REVERSED, "algorithm.advantage_estimator=rlo"),
+        ["algorithm.advantage_estimator", "'rlo'", "Did you mean 'rloo'", NAMES, "path/to/file.py:function"],
+    ),
+    "no estimator": (
+        (*REVERSED, "algorithm.advantage_estimator=null"),
+        ["algorithm.advantage_estimator: choose one", NAMES],
+    ),
+    "no estimator file": (
+        (*REVERSED, "algorithm.advantage_estimator=nowhere.py:f"),
+        ["algorithm.advantage_estimator 'nowhere.py:f'", "nowhere.py does not exist", "write path/to/file.py:function"],
+    ),
+    "no such estimator in its file": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:best"),
+        ["estimators.py has no function 'best'", "it has: alone, blind, branches, empty, good, loss"],
+    ),
+    "no such module": (
+        (*REVERSED, "algorithm.advantage_estimator=no_such_module.f"),
+        ["module no_such_module failed to import", "path/to/file.py:function"],
+    ),
+    "broken estimator file": ((*REVERSED, "algorithm.advantage_estimator=broken.py:f"), ["broken.py", "SyntaxError"]),
+    "estimator that cannot be traced": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:branches"),
+        ["'estimators.py:branches' raised TracerBoolConversionError", "(estimators.py, line 9)", "write jnp.where"],
+    ),
+    "estimator of another shape": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:means"),
+        ["'estimators.py:means' returned an array of shape [16] for rewards of shape [16, 8]", "per completion"],
+    ),
+    "loss of another shape": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:loss"),
+        ["policy loss 'estimators.py:loss': loss is an array of shape [16, 8]", "one number per token"],
+    ),
+    "loss that returns one scalar": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:scalar"),
+        ["policy loss 'estimators.py:scalar' returned one number", "Return (loss, metrics)", "[16, 8, 8]"],
+    ),
+    "loss that returns one array": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:alone"),
+        ["policy loss 'estimators.py:alone' returned an array of shape [16, 8, 8]", "Return (loss, metrics)"],
+    ),
+    "loss that returns nothing": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:nothing"),
+        ["policy loss 'estimators.py:nothing' returned None", "Return (loss, metrics)"],
+    ),
+    "loss of a pair of nothing": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:empty"),
+        ["policy loss 'estimators.py:empty': loss is None", "[16, 8, 8]"],
+    ),
+    "loss without a dict": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=estimators.py:triple"),
+        ["policy loss 'estimators.py:triple' returned a tuple of 3", "Return (loss, metrics)"],
+    ),
+    "estimator that returns nothing": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:no_advantage"),
+        ["'estimators.py:no_advantage' returned None for rewards of shape [16, 8]", "one advantage per completion"],
+    ),
+    "estimator of another form": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:blind"),
+        ["'estimators.py:blind'", "no keyword 'scored'", "def f(rewards, *, scored, lengths"],
+    ),
+    "parameter that one's own has not": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.estimator_params.pover=1"),
+        ["algorithm.estimator_params.pover", "no such keyword-only parameter", "it has: power"],
+    ),
+    "k for one's own": (
+        (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.k=2"),
+        ["algorithm.k", "'estimators.py:good' does not read it", "it reads power", "Unset it"],
+    ),
+    "passk with k = G": (
+        (*REVERSED, "algorithm.advantage_estimator=passk", "algorithm.k=8"),
+        ["algorithm.k: got 8", "'passk' needs 1 <= k <= 7"],
+    ),
+    "pkpo with k > G": (
+        (*REVERSED, "algorithm.advantage_estimator=pkpo", "algorithm.k=9"),
+        ["algorithm.k: got 9", "'pkpo' needs 1 <= k <= 8"],
+    ),
+    "ddof with maxrl": ((*REVERSED, "algorithm.ddof=0"), ["algorithm.ddof", "'maxrl' does not read it", "Unset it"]),
+    "ddof = 2": ((*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.ddof=2"), ["ddof", "at most 1"]),
+    "maxpo with k = G": (
+        (*REVERSED, "algorithm.advantage_estimator=maxpo", "algorithm.k=8"),
+        ["algorithm.k: got 8", "1 <= k <= 7", "algorithm.num_generations (8)"],
+    ),
+    "maxpo without k": ((*REVERSED, "algorithm.advantage_estimator=maxpo"), ["algorithm.k", "Set algorithm.k="]),
+    "k with rloo": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.k=2"),
+        ["algorithm.k", "'rloo' does not read it", "Unset it"],
+    ),
+    "truncation order = G": ((*REVERSED, "algorithm.truncation_order=8"), ["algorithm.truncation_order", "<= 7"]),
+    "one generation": ((*REVERSED, "algorithm.num_generations=1"), ["algorithm.num_generations", "at least 2"]),
+    "epsilon with reinforce": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.epsilon=0.2"),
+        ["algorithm.epsilon", "'reinforce' does not read it", "Unset it"],
+    ),
+    "two iterations of reinforce": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.num_iterations=2"),
+        ["num_iterations", "make 2", "Use ppo_clip"],
+    ),
+    "unknown loss": ((*REVERSED, "algorithm.policy_loss_fn=ppo"), ["algorithm.policy_loss_fn", "'ppo'", "ppo_clip"]),
+    "unknown aggregation": (
+        (*REVERSED, "algorithm.loss_agg_mode=token_mean"),
+        ["algorithm.loss_agg_mode", "Did you mean 'token-mean'"],
+    ),
+    "key of another loss": (
+        (*REVERSED, "algorithm.dppo_mask_low=0.1"), ["algorithm.dppo_mask_low", "'ppo_clip' does not read it"],
+    ),
+    "correction of a ratio to the sampler": (
+        (*REVERSED, "algorithm.policy_loss_fn=dppo", "algorithm.sampler_is=token"),
+        ["algorithm.sampler_is", "'dppo' takes its ratio to the sampler already", "Unset it"],
+    ),
+    "bound of no correction": (
+        (*REVERSED, "algorithm.sampler_is_threshold=3"), ["algorithm.sampler_is_threshold", "set that, or unset this"],
+    ),
+    "penalty without a buffer": (
+        (*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.overlong=penalty"),
+        ["algorithm.overlong_buffer", "tokens over which the penalty grows"],
+    ),
+    "buffer without a penalty": (
+        (*REVERSED, "algorithm.overlong=mask", "algorithm.overlong_buffer=2"), ["only with algorithm.overlong=penalty"],
+    ),
+    "buffer beyond the limit": (
+        (*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.overlong=penalty", "algorithm.overlong_buffer=99"),
+        ["algorithm.overlong_buffer: got 99", "at most rollout.max_tokens_to_generate (8)"],
+    ),
+    "negative rewards by penalty": (
+        (*REVERSED, "algorithm.overlong=penalty", "algorithm.overlong_buffer=2"),
+        ["algorithm.overlong=penalty", "maxrl", "algorithm.truncation_order, or algorithm.binarize=true"],
+    ),
+    "negative weight": (
+        (*REVERSED, "rewards.functions=[{name: exact_match, weight: -1}]"),
+        ["rewards.functions[0].weight=-1", "maxrl", "algorithm.truncation_order, or a weight of at least 0"],
+    ),
+    "KL in a reward that is a success": (
+        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.beta=0.1", "algorithm.binarize=true"),
+        ["algorithm.kl_in_reward", "the threshold would swallow the KL", "Set algorithm.kl_in_reward=false"],
+    ),
+    "cap of no dynamic sampling": (
+        (*REVERSED, "algorithm.max_extra_batches=2"), ["algorithm.max_extra_batches", "algorithm.dynamic_sampling"],
+    ),
+    "schedule without an end": (
+        (*REVERSED, "algorithm.dynamic_sampling=true", "training.max_steps=null", "optimizer.schedule=cosine"),
+        ["optimizer.schedule", "no known end", "set training.max_steps, or use 'constant'"],
+    ),
+    "negative rewards by KL": (
+        (*REVERSED, "algorithm.beta=0.1", "algorithm.kl_in_reward=true"),
+        ["algorithm.kl_in_reward", "Set algorithm.truncation_order, or algorithm.kl_in_reward=false"],
+    ),
+    # sampling and evaluation
+    "negative temperature": ((*REVERSED, "rollout.temperature=-1"), ["rollout.temperature", "at least 0"]),
+    "greedy training": ((*REVERSED, "rollout.temperature=0"), ["rollout.temperature", "needs it above 0"]),
+    "k beyond the samples": ((*REVERSED, "eval.k=[1, 8]"), ["eval.k: got 8", "eval.samples (4)"]),
+    "no room": (
+        (*REVERSED, "rollout.max_tokens_to_generate=60"),
+        ["max_prompt_length + rollout.max_tokens_to_generate is 76", "64 positions", "Set both"],
+    ),
+    # models
+    "no model": ((*REVERSED, "model.config=null"), ["model.path: name a model folder or hub id"]),
+    "two models": ((*REVERSED, "model.path=model"), ["model.path", "add model.config=null model.init=pretrained"]),
+    "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
+    "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, mistral, qwen2"]),
+    "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "take it out"]),
+    "unsupported value": ((*REVERSED, "model.config.hidden_act=gelu"), ["'hidden_act' = 'gelu'", 'only "silu" is']),
+    "small vocabulary": (
+        (*REVERSED, "model.config.vocab_size=12"),
+        ["tokenizer has 13 tokens", "vocabulary only 12", "set vocab_size"],
+    ),
+    "no model folder": ((*OWN, "model.path=./nowhere"), ["nowhere: no such folder", "Give a model folder, or a hub"]),
+    "no config.json": ((*OWN, "model.path=no_config"), ["no_config/config.json: no such file"]),
+    "no weights": ((*OWN, "model.path=no_weights"), ["no_weights", "no model.safetensors", "'random'"]),
+    "missing tensor": ((*OWN, "model.path=missing_tensor"), ["missing_tensor", NORM, "a file is missing"]),
+    "mis-shaped tensor": ((*OWN, "model.path=mis_shaped"), ["mis_shaped/", NORM, "(9,)", "(8,)", "use the files"]),
+    "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'attn_logit_softcapping' = 50", "take"]),
+    "code in the model folder": (
+        (*OWN, "model.path=remote_code"),
+        ["remote_code/config.json", "auto_map", "trust_remote_code", "none is ever run here", "supported family"],
+    ),
+    "pickled weights": (
+        (*OWN, "model.path=pickled"),
+        ["pickled", "pytorch_model.bin", "never read here", "save_pretrained", "download its safetensors"],
+    ),
+    "no head in weights that are not tied": (
+        (*OWN, "model.path=headless"), ["headless", "lack", "lm_head.weight", "set tie_word_embeddings = true"],
+    ),
+    "head of its own in tied weights": (
+        (*OWN, "model.path=two_heads"),
+        ["two_heads/model.safetensors", "lm_head.weight differs", "tie_word_embeddings = true", "Set it to false"],
+    ),
+    "tokenizer of another model": (
+        (*OWN, "model.path=other_tokenizer"),
+        ["other_tokenizer/generation_config.json", "eos_token_id = 12", "11 tokens", "Use the model's own"],
+    ),
+    "hub without network": (
+        (*OWN, "model.path=owner/name"),
+        ["owner/name could not be downloaded", "Download *.json, *.safetensors, *.jinja, *.txt from"
+         " https://huggingface.co/owner/name into a folder", "give its path instead"],
+    ),
+    "tokenizer too large": (
+        (*OWN, "model.path=small_vocabulary"),
+        ["small_vocabulary", "tokenizer has 13 tokens", "vocab_size = 12", "use the model's own tokenizer"],
+    ),
+    # data
+    "no data file": ((*OWN, "data.path=nowhere.jsonl"), ["nowhere.jsonl does not exist", "data.path must name"]),
+    "compressed data": (
+        (*OWN, "data.path=packed.jsonl.gz"),
+        ["packed.jsonl.gz is compressed (gzip); decompress it with gunzip", "data.path must name a JSON-lines file"],
+    ),
+    "data that is a pipe": ((*OWN, "data.path=pipe.jsonl"), ["pipe.jsonl is a named pipe", "to a file"]),
+    "data that is a loop": ((*OWN, "data.path=round.jsonl"), ["round.jsonl is a loop of symbolic links"]),
+    "split that is a loop": ((*OWN, "data.path=splits"), ["splits/train.jsonl is a loop of symbolic links"]),
+    "data that is a link to nothing": (
+        (*OWN, "data.path=to_nowhere.jsonl"), ["is a symbolic link to nowhere.jsonl, which does not exist"],
+    ),
+    "data that is a device": ((*OWN, "data.path=/dev/null"), ["/dev/null is a device, not a file"]),
+    "no data path": ((*OWN, "data.path=null"), ["data.path is required", "JSON-lines file"]),
+    "row that does not parse": ((*OWN, "data.path=torn.jsonl"), ["torn.jsonl:3", "at column 27", "write one object"]),
+    "missing column": (
+        (*OWN, "data.path=no_prompt.jsonl"),
+        ["no_prompt.jsonl:3", "a row needs column 'prompt'", "the row has: answer, question"],
+    ),
+    "template with a missing column": (
+        (*OWN, "data.prompt_template={question}>"),
+        ["good.jsonl:1", "data.prompt_template names column 'question'", "the row has: answer, prompt"],
+    ),
+    "empty data": ((*OWN, "data.path=empty.jsonl"), ["empty.jsonl is empty", "one JSON object per line"]),
+    "too little data": ((*OWN, "data.train_size=99"), ["data.train_size=99", "only 15 rows", "lower it"]),
+    "long prompt as an error": (
+        (*OWN, "data.path=one_long.jsonl", "data.eval_size=2", "data.overlong_prompts=error"),
+        ["row", "has 10 tokens", "rollout.max_prompt_length is 8", "Raise it, or set data.overlong_prompts=skip"],
+    ),
+    "long prompts only": ((*OWN, "data.path=all_long.jsonl"), ["all 11 training prompts", "max_prompt_length=8; "]),
+    "no chat template": ((*OWN, "data.system_prompt=Think."), ["no chat template", "data.apply_chat_template=false"]),
+    # rewards
+    "no reward file": (
+        (*REVERSED, "rewards.functions=[{name: nowhere.py:f}]"),
+        ["'nowhere.py:f'", "nowhere.py does not exist", "write path/to/file.py:function"],
+    ),
+    "no such function": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:long}]"),
+        ["rewards.py has no function 'long'", "it has: needs_gold, negative, short, waits, yields"],
+    ),
+    "reward that is async": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:waits}]"),
+        ["'rewards.py:waits' is async", "asyncio.run"],
+    ),
+    "reward that yields": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:yields}]"),
+        ["'rewards.py:yields' is a generator", "return a list"],
+    ),
+    "broken reward file": ((*REVERSED, "rewards.functions=[{name: broken.py:reward}]"), ["broken.py", "SyntaxError"]),
+    "unknown reward": (
+        (*REVERSED, "rewards.functions=[{name: exact}]"),
+        ["'exact' is unknown", "exact_match", "path/to/file.py:function"],
+    ),
+    "reward without its column": (
+        (*REVERSED, "rewards.functions=[{name: rewards.py:needs_gold}]"),
+        ["'rewards.py:needs_gold' needs an argument 'gold'", "there are: answer, completions, prompts, text"],
+    ),
+    "reward twice": (
+        (*REVERSED, "rewards.functions=[{name: exact_match}, {name: exact_match}]"),
+        ["exact_match is named twice", "give it one weight"],
+    ),
+    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ...} and"]),
+    "reward weight": (
+        (*REVERSED, "rewards.functions=[{name: exact_match, weight: x}]"),
+        ["[0].weight", "expected a number, got 'x'"],
+    ),
+    "no rewards": ((*REVERSED, "rewards.functions=[]"), ["rewards.functions", "leave it unset"]),
+    # folders
+    "folder that is no run": (
+        (*REVERSED, "training.output_dir=not_a_run"),
+        ["not_a_run is not empty and holds no run", "choose another training.output_dir"],
+    ),
+    "run of another config": (
+        (*OWN, "training.output_dir=run", "optimizer.learning_rate=1e-3"),
+        ["run holds a run with another config", "optimizer.learning_rate: 1e-06 -> 0.001", "training.output_dir="],
+    ),
+    "run whose config is empty": ((*OWN, "training.output_dir=emptied"), EMPTIED),
+    "run whose config is empty, evaluated": (("eval", "emptied"), EMPTIED),
+    "run whose config is cut": (
+        (*OWN, "training.output_dir=cut"),
+        ["cut/config.yaml, line 1: ", "A run writes this file itself", "put a copy of it back"],
+    ),
+    "run without a checkpoint": (("eval", "run_without_checkpoint"), ["no checkpoint yet", "checkpoint_every_n_steps"]),
+    "no run": (("eval", "nowhere", "data.name=maze"), ["nowhere: no such folder", "Give a model folder"]),
+    "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
+    "export of nothing": (("export", "nowhere", "out"), ["nowhere: no such folder"]),
+    "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Set both"]),
+    "greedy, and sampled": (
+        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.temperature=0.5"),
+        ["--greedy is rollout.temperature=0", "leave rollout.temperature=0.5 out"],
+    ),
+    "greedy, of some tokens": (
+        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.top_k=2"), ["leave rollout.top_k=2 out"],
+    ),
+    "nothing to fine-tune": (("sft", REVERSE, "sft.max_steps=0"), ["sft.max_steps", "e.g. sft.max_steps="]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_line_before_anything_is_compiled(name, place, monkeypatch, capsys, nothing_runs):
+    monkeypatch.chdir(place)
+    argv, words = MISTAKES[name]
+    before = listing(place)
+    code = cli.main(list(argv))
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith("error: ") and "Traceback" not in error
+    for word in words:
+        assert word in error, error
+    assert listing(place) == before, "a mistake leaves no trace"
+
+
+@pytest.mark.parametrize("name", ["010", "2026-11-21", "1:30"])
+def test_a_saved_config_is_read_as_it_is_written(name, place, monkeypatch, capsys, nothing_runs, tmp_path):
+    """What `save` writes without quotes is text for the start that resumes: only the changed key is named."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "run", "run")
+    shutil.copy(place / "good.jsonl", name)
+    shutil.copy(place / "own.yaml", "own.yaml")
+    given = [f"data.path={name}", "training.output_dir=run", f"model.path={place / 'model'}"]
+    save(runs.check_config(load("own.yaml", given))[0], "run/config.yaml")
+    assert f"path: {name}\n" in Path("run/config.yaml").read_text()
+    assert cli.main([*OWN, *given, "optimizer.learning_rate=1e-3"]) == 2
+    said = capsys.readouterr().err
+    assert "optimizer.learning_rate: 1e-06 -> 0.001" in said and "data.path" not in said, said
+
+
+def test_a_start_that_is_cut_short_loses_no_config(tmp_path, monkeypatch):
+    """Killed while it writes: the old file stands; what it leaves in an empty folder is no reason to refuse it."""
+    file = tmp_path / "run" / "config.yaml"
+    file.parent.mkdir()
+    save(load(None), file)
+    before = file.read_text(), file.stat().st_mtime_ns
+    save(load(None), file)
+    assert (file.read_text(), file.stat().st_mtime_ns) == before, "the same is not written again"
+    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception):
+        save(load(None, ["training.seed=7"]), file)
+    monkeypatch.undo()
+    assert (file.read_text(), file.stat().st_mtime_ns) == before and len(listing(file.parent)) == 2
+    file.unlink()
+    parts = runs.assemble(load(REVERSE, ["training.seed=7"]), abstract=True)
+    runs.claim(file.parent, parts)
+    assert load(file).training.seed == 7 and not any(name.endswith(".tmp") for name in listing(file.parent))
+
+
+def test_a_long_prompt_is_skipped_and_counted(place, monkeypatch, capsys, nothing_runs):
+    monkeypatch.chdir(place)
+    code = cli.main([*OWN, "--dry-run", "data.path=one_long.jsonl", "data.eval_size=2"])
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "training: 15 prompts\n" in said
+    assert "evaluation: 2 prompts, 1 of them longer than 8 tokens and skipped" in said
+
+
+def test_sft_without_answers(place, monkeypatch, capsys, nothing_runs, tmp_path):
+    monkeypatch.chdir(place)
+    argv = [
+        "train",
+        "own.yaml",
+        "data.path=no_answer.jsonl",
+        "sft.max_steps=5",
+        f"training.output_dir={tmp_path / 'x'}",
+    ]
+    assert cli.main([*argv, "rewards.functions=[{name: rewards.py:short}]"]) == 2
+    assert "SFT needs an 'answer' column; the rows have prompt" in capsys.readouterr().err
+
+
+SMALL = (
+    "model.config.hidden_size=16",
+    "model.config.num_hidden_layers=1",
+    "sft.max_steps=0",
+    "data.batch_size=8",
+    "algorithm.num_generations=2",
+    "eval.batch_size=4",
+    "eval.max_problems=4",
+    "training.max_steps=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("reward", "word"),
+    [("short", "'rewards.py:short' returned 1 values for 4 completions"), ("negative", "non-negative rewards only")],
+)
+def test_a_bad_reward_loses_nothing(reward, word, place, monkeypatch, capsys, tmp_path):
+    """What needs completions to be known stops the run at once, with those completions kept."""
+    monkeypatch.chdir(place)
+    folder = tmp_path / "run"
+    code = cli.main([*REVERSED, *SMALL, f"rewards.functions=[{{name: rewards.py:{reward}}}]",
+                     f"training.output_dir={folder}"])  # fmt: skip
+    error = capsys.readouterr().err
+    assert code == 2 and word in error
+    # The first evaluation asks the reward function first; it may return negative numbers, which MaxRL may not.
+    kept = folder / "rollouts" / ("eval/step_000000.jsonl" if reward == "short" else "step_000001.jsonl")
+    assert str(kept) in error
+    assert len([json.loads(line) for line in kept.read_text().splitlines()]) == 16
+    assert [row["step"] for row in metric_rows(folder)] == ([] if reward == "short" else [0])
+    again = cli.main([*REVERSED, *SMALL, "--dry-run", f"training.output_dir={folder}"])
+    assert again == 0, "a dry run looks at nothing on disk"

@@ -1,0 +1,198 @@
+"""How far long things are: the line at the bottom of a terminal, plain lines in a log file, nothing unasked."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+
+import jax
+import pytest
+import rich.console
+from flax import nnx
+
+from tests.tiny_model import HF
+from tunix_like import RolloutConfig, load_model
+from tunix_like.data import reverse_text
+from tunix_like.runtime import console, progress
+from tunix_like.runtime import profile as speed
+from tunix_like.training.engine import make_engine
+from tunix_like.types import SamplingParams
+
+
+class Clock:
+    """`time` with seconds of our own."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    own = Clock()
+    monkeypatch.setattr(progress, "time", own)
+    monkeypatch.setattr(console, "time", own)
+    monkeypatch.setattr(console, "_said", 0.0)
+    return own
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """What a terminal of 100 columns is sent."""
+    screen = Screen()
+    kinds = {"force_terminal": True, "width": 100, "color_system": None, "legacy_windows": False}
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(console, "_CONSOLE", rich.console.Console(file=screen, highlight=False, **kinds))
+    return screen
+
+
+def test_nothing_is_shown_unasked(clock, capsys):
+    with progress.task("train", 3) as advance:
+        clock.now += 1000
+        advance(1, "a note")
+        progress.compiling("update")
+    assert capsys.readouterr() == ("", "") and progress._SHOWN is None
+
+
+def test_a_log_file_gets_a_line_after_a_silence(clock, capsys):
+    with progress.shown(every=30), progress.task("train", 100, done=8) as advance:
+        display = progress._SHOWN
+        for _ in range(4):
+            clock.now += 10
+            advance(1)
+            display.tick()
+        console.say("a line of the step")  # what is said otherwise counts: no line for another 30 s
+        clock.now += 29
+        display.tick()
+        with progress.task("sampling", 64) as sampled:
+            clock.now += 2
+            sampled(16, "up to 128 of 512 tokens")
+            progress.compiling("decoding")
+            clock.now += 70
+            display.tick()
+            progress.compiling(None)
+            clock.now += 31
+            display.tick()
+    assert capsys.readouterr().out.splitlines() == [
+        "train 11/100, 30 s, 14:50 left",
+        "a line of the step",
+        "train 12/100, 2:21, 14:30 left: sampling 16/64, up to 128 of 512 tokens, 1:12 > compiling decoding, 1:10",
+        "train 12/100, 2:52, 14:30 left: sampling 16/64, up to 128 of 512 tokens, 1:43",
+    ]
+
+
+def test_the_lines_come_by_themselves_while_something_holds_the_main_thread(capsys):
+    with progress.shown(every=0.05), progress.task("loading weights", 9):
+        threading.Event().wait(0.6)
+    assert capsys.readouterr().out.startswith("loading weights 0/9, ")
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_where_completions_are_the_output_there_is_no_line(capsys):
+    with progress.shown(lines=False, every=0.01), progress.task("loading weights", 9):
+        threading.Event().wait(0.1)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_time_left_leaves_the_first_step_out_which_compiles(clock):
+    task = progress._Task("train", 10, 0)
+    assert task.left(clock.now) is None
+    for seconds in (100, 2, 2):
+        clock.now += seconds
+        task.advance(1)
+    assert task.left(clock.now) == pytest.approx(14)
+    assert task.left(clock.now + 1) == pytest.approx(13)
+    assert task.left(clock.now + 99) == pytest.approx(12), "the step under way may be long, the others are not yet"
+    task.advance(7)
+    assert task.left(clock.now) is None
+
+
+def test_the_time_left_is_told_by_the_last_twenty_steps(clock):
+    task = progress._Task("train", 100, 0)
+    for seconds in (100, 42, *[2] * 19):
+        clock.now += seconds
+        task.advance(1)
+    assert task.left(clock.now) == pytest.approx(79 * 4)
+    clock.now += 2
+    task.advance(1)
+    assert task.left(clock.now) == pytest.approx(78 * 2)
+
+
+def test_a_terminal_has_one_line_at_the_bottom_and_all_else_above_it(clock, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # a file: warnings go there
+    log = logging.getLogger("of this test")
+    log.addHandler(console.LogHandler())
+    with progress.shown(), progress.task("train [x]", 12) as advance:
+        advance(4)
+        with progress.task("sampling", 64) as sampled:
+            clock.now += 3
+            sampled(16)
+            progress._SHOWN._live.refresh()
+            console.say("a step [y]")
+            print("a print")
+            log.warning("a warning")
+        shown = terminal.getvalue()
+        assert "train [x] 4/12" in shown and "sampling 16/64, 3 s" in shown
+        assert "a step [y]" in shown and "a print" in shown and "a warning" not in shown
+        assert sys.stderr.getvalue() == "a warning\n"
+    assert progress._SHOWN is None
+    assert terminal.getvalue().endswith("\x1b[2K")  # nothing stays of the line
+
+
+def test_a_part_is_shown_once_it_takes_long(clock, terminal):
+    with progress.shown(), progress.task("train", 12), progress.task("rewards"):
+        assert progress._SHOWN.parts(clock.now) == ""
+        clock.now += 1
+        assert progress._SHOWN.parts(clock.now) == "rewards, 1 s"
+
+
+def test_what_failed_to_compile_is_forgotten_with_its_part(clock, terminal):
+    with progress.shown(), progress.task("train", 12):
+        with pytest.raises(ValueError), progress.task("update"):
+            progress.compiling("update")
+            raise ValueError
+        clock.now += 5
+        assert progress._SHOWN.parts(clock.now) == ""
+
+
+def test_other_processes_than_the_first_show_nothing(terminal, monkeypatch):
+    monkeypatch.setattr(console._CONSOLE, "quiet", True)
+    with progress.shown(every=0.01), progress.task("train", 12):
+        assert progress._SHOWN._live is None
+        assert not any(thread.name == "progress" for thread in threading.enumerate())
+    assert terminal.getvalue() == ""
+
+
+def test_the_sampler_tells_every_row_and_jax_what_it_compiles(monkeypatch):
+    told, compiled = [], []
+
+    class Task(progress._Task):
+        def advance(self, done, note=""):
+            super().advance(done, note)
+            told.append((self.name, self.count.strip(), self.note))
+
+    monkeypatch.setattr(progress, "_Task", Task)
+    monkeypatch.setattr(speed.progress, "compiling", compiled.append)
+    model, tokenizer = load_model(HF, init="random")[0], reverse_text.tokenizer()
+    graphdef, state = nnx.split(model)
+    # Lengths of no other test: what a process has compiled is not compiled again.
+    sampler = make_engine(graphdef, tokenizer, RolloutConfig(max_prompt_length=11, max_tokens_to_generate=7))
+    with progress.shown(lines=False):
+        args = nnx.to_pure_dict(state), [[3, 4], [5]], [0, 1], 3, jax.random.key(0), SamplingParams()
+        sampler.generate(*args)
+    assert told[-1][:2] == ("sampling", "6/6") and "of 7 tokens" in told[-1][2]
+    begun = [name for name in compiled if name]
+    assert "decoding" in begun and "prefill" in begun and compiled.count(None) == len(begun)
+
+
+def test_durations():
+    assert [progress.duration(s) for s in (0.2, 59.4, 59.6, 245, 3845)] == ["0 s", "59 s", "1:00", "4:05", "1:04:05"]

@@ -1,0 +1,384 @@
+"""Whole steps survive, half steps do not exist, and nothing is restored that was not asked for exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tunix_like.errors import NotSaved, UserError
+from tunix_like.storage import checksums
+from tunix_like.storage.checkpoints import Checkpoints
+
+
+def make_state(scale: float = 1.0, dtype=jnp.float32):
+    params = {"layers": {0: {"w": jnp.full((4, 2), scale, dtype)}, 1: {"w": jnp.arange(8.0).reshape(4, 2)}}}
+    return {"params": params, "opt_state": optax.adamw(1e-3).init(params), "key": jax.random.key(7)}
+
+
+def abstract(state):
+    return jax.eval_shape(lambda: state)
+
+
+def numbers():
+    return iter(grain.MapDataset.source(list(range(100))).seed(0).shuffle().repeat().to_iter_dataset())
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(x, y)
+
+
+def test_everything_comes_back(tmp_path):
+    state, stream = make_state(2.5, jnp.bfloat16), numbers()
+    for _ in range(3):
+        next(stream)
+    with Checkpoints(tmp_path / "c", 2) as checkpoints:
+        assert checkpoints.latest_step() is None
+        checkpoints.save(5, state, stream, {"seed": 1, "nested": {"list": [1, None, "x"]}})
+        expected = [next(stream) for _ in range(4)]
+        assert checkpoints.latest_step() == 5
+    with Checkpoints(tmp_path / "c", 2) as checkpoints:
+        assert checkpoints.meta(5) == {"seed": 1, "nested": {"list": [1, None, "x"]}}
+        stream = numbers()
+        restored, meta = checkpoints.restore(5, abstract(state), stream)
+        assert_same(restored, state)
+        assert meta["seed"] == 1
+        assert [next(stream) for _ in range(4)] == expected
+
+
+def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+    state = {"x": jax.random.normal(jax.random.key(0), (3000, 1000))}
+    expected = np.array(state["x"], copy=True)
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, state)
+        jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(state["x"]).block_until_ready()
+        restored, _ = checkpoints.restore(1, {"x": jax.ShapeDtypeStruct((3000, 1000), jnp.float32)})
+    np.testing.assert_array_equal(restored["x"], expected)
+
+
+def test_the_newest_are_kept(tmp_path):
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        for step in (1, 2, 30, 4000):
+            checkpoints.save(step, {"x": jnp.ones(2)})
+        assert checkpoints.steps() == [30, 4000]
+
+
+def test_a_step_that_is_not_new_raises(tmp_path):
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(3, {"x": jnp.ones(2)})
+        for step in (3, 2):
+            with pytest.raises(ValueError, match="not above the latest"):
+                checkpoints.save(step, {"x": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s["params"]["layers"][0].update(w=jax.ShapeDtypeStruct((4, 2), jnp.bfloat16)), "bfloat16[4, 2]"),
+        (lambda s: s["params"]["layers"][0].update(w=jax.ShapeDtypeStruct((2, 4), jnp.float32)), "float32[2, 4]"),
+        (lambda s: s["params"]["layers"].pop(1), "params/layers/1/w: stored float32[4, 2], expected nothing"),
+        (lambda s: s["params"]["layers"].update({2: jax.ShapeDtypeStruct((1,), jnp.int32)}), "params/layers/2"),
+        (lambda s: s.update(opt_state=optax.sgd(1.0, momentum=0.9).init(s["params"])), "opt_state"),
+        (lambda s: s.update(extra=jax.ShapeDtypeStruct((1,), jnp.int32)), "extra: stored nothing"),
+    ],
+)
+def test_another_tree_is_refused(tmp_path, change, words):
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(1, make_state())
+        target = abstract(make_state())
+        change(target)
+        with pytest.raises(UserError) as caught:
+            checkpoints.restore(1, target)
+    assert words in str(caught.value)
+    assert f"{tmp_path}/1" in str(caught.value)
+
+
+def test_a_part_can_be_read(tmp_path):
+    state = make_state()
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(1, state)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, _ = checkpoints.restore(1, {"params": abstract(state)["params"]})
+    assert_same(restored, {"params": state["params"]})
+
+
+def test_arrays_go_where_they_are_asked_to_go(tmp_path):
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))
+    values = jnp.arange(32.0).reshape(8, 4)
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(1, {"x": jax.device_put(values, rows)})
+        for sharding in (rows, columns, None):
+            target = {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
+            restored = checkpoints.restore(1, target)[0]["x"]
+            np.testing.assert_array_equal(restored, values)
+            assert restored.sharding == (sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_a_reader_makes_and_removes_nothing(tmp_path):
+    with Checkpoints(tmp_path / "absent") as checkpoints:
+        assert checkpoints.latest_step() is None
+        with pytest.raises(UserError, match="no checkpoint of step 3"):
+            checkpoints.meta(3)
+        with pytest.raises(ValueError, match="opened for reading"):
+            checkpoints.save(1, {"x": jnp.ones(2)})
+    assert not (tmp_path / "absent").exists()
+    (tmp_path / "c" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        assert checkpoints.steps() == []
+    assert (tmp_path / "c" / "4.orbax-checkpoint-tmp").exists()
+
+
+def test_what_a_failed_write_still_puts_there_is_removed_too(tmp_path, monkeypatch):
+    """Its threads may outlive it, in a process that opens the folder again at once: files come after the last look."""
+    left, real = tmp_path / "c" / "4.orbax-checkpoint-tmp", os.rmdir
+    (left / "state").mkdir(parents=True)
+    late = iter(["data", "more"])
+
+    def rmdir(path, **place):
+        for name in itertools.islice(late, 1):
+            (left / "state" / name).touch()
+        real(path, **place)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    with Checkpoints(tmp_path / "c", 2):
+        assert not left.exists() and next(late, None) is None
+
+
+def test_a_damaged_step_is_named(tmp_path):
+    state = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        for path in (tmp_path / "1" / "state").rglob("d/*"):
+            os.truncate(path, 10)
+        with pytest.raises(UserError, match=r"/1: this checkpoint cannot be read"):
+            checkpoints.restore(1, state)
+
+
+def test_what_is_absent_is_said(tmp_path):
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(2)})
+        with pytest.raises(UserError, match="holds no place in the data stream"):
+            checkpoints.restore(1, {"x": jnp.ones(2)}, numbers())
+        with pytest.raises(UserError, match=r"no checkpoint of step 9; there are: \[1\]"):
+            checkpoints.restore(9, {"x": jnp.ones(2)})
+
+
+def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        with pytest.raises(TypeError):
+            checkpoints.save(1, {"x": jnp.ones(2)}, meta={"when": object()})
+        assert checkpoints.steps() == []
+
+
+@contextlib.contextmanager
+def full_disk(most=0):
+    """No file can grow beyond `most` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("most", [0, 20_000], ids=["at once", "in the background"])
+def test_a_full_disk_loses_the_new_step_alone(tmp_path, caplog, most):
+    state = {"x": jax.random.normal(jax.random.key(0), (200, 200))}
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        with full_disk(most):
+            checkpoints.save(2, state)
+            checkpoints.steps()
+        assert "the checkpoint of step 2 could not be written" in caplog.text and "too large" in caplog.text.lower()
+        # What a thread of the failed write makes anew is cleared by the next start, which has a test of its own.
+        assert [name for name in os.listdir(tmp_path) if name.isdigit()] == ["1"], "the one before is kept"
+        for _ in range(2):
+            with pytest.raises(NotSaved, match="step 2.*Is the disk full"):
+                checkpoints.wait()
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        assert os.listdir(tmp_path) == ["2"] and checkpoints.newest() == 2
+
+
+def test_a_folder_that_cannot_be_listed_either(tmp_path, monkeypatch, caplog):
+    """As on a file system that went away: that the step is not there is still known at the end."""
+    with Checkpoints(tmp_path / "c", 1) as checkpoints:
+
+        def gone():
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(checkpoints, "_unfinished", gone)
+        monkeypatch.setattr(checkpoints._checkpointer, "wait_until_finished", gone)
+        checkpoints.save(1, make_state())
+        with pytest.raises(NotSaved, match=r"the checkpoint of step 1 could not be written .*Stale file handle"):
+            checkpoints.wait()
+    assert "step 1 could not be written" in caplog.text
+
+
+def two_steps(folder, keep=2):
+    state = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
+    with Checkpoints(folder, keep) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state, numbers(), {"n": step})
+    return state
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [flip, lambda file: os.truncate(file, 1), os.unlink], ids=["flip", "cut", "lose"])
+def test_damage_of_any_file_is_noticed(tmp_path, caplog, harm):
+    """The step before is used, and the warning names the file; a reader changes nothing. What orbax alone writes at the
+    top of a step may change without harm, but then the step must read as it was."""
+    state = two_steps(tmp_path / "sound")
+    files = sorted(path.relative_to(tmp_path / "sound") for path in (tmp_path / "sound" / "2").rglob("*"))
+    files = [path for path in files if (tmp_path / "sound" / path).is_file()]
+    assert len(files) > 12 and any("ocdbt.process_0/d" in str(file) for file in files)
+    for number, file in enumerate(files):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "sound", folder)
+        harm(folder / file)
+        before = sorted(folder.rglob("*"))
+        caplog.clear()
+        with Checkpoints(folder) as checkpoints:
+            found = checkpoints.newest()
+            whole = 2 in checkpoints.steps()
+            if found == 2:
+                assert file.parent.name == "2", file
+                restored, meta = checkpoints.restore(2, abstract(state), numbers())
+                assert_same(restored, state)
+                assert meta == {"n": 2}
+            elif whole:
+                assert "/2: this checkpoint is damaged" in caplog.text, file
+                assert file.name in caplog.text or file.name == "checksums.json", "which may have a wrong name in it"
+                with pytest.raises(UserError, match=r"/2: this checkpoint is damaged.*there are: \[1\]"):
+                    checkpoints.check(2)
+                checkpoints.check(1)
+        assert found == 1 or file.parent.name == "2"
+        assert sorted(folder.rglob("*")) == before
+
+
+def test_a_writer_sets_a_damaged_step_aside(tmp_path, caplog):
+    state = two_steps(tmp_path)
+    for name in ("2.damaged", "2.damaged-2"):
+        flip(next((tmp_path / "2" / "state" / "d").iterdir()))
+        with Checkpoints(tmp_path, 2) as checkpoints:
+            assert checkpoints.newest() == 1
+            assert f"it is now {name}" in caplog.text and "step 1 is used instead" in caplog.text
+            checkpoints.save(2, state)
+            checkpoints.wait()
+            assert checkpoints.newest() == 2
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "2.damaged", "2.damaged-2"]
+
+
+def test_damaged_steps_do_not_count_as_kept(tmp_path):
+    state = two_steps(tmp_path)
+    flip(next((tmp_path / "2" / "state" / "d").iterdir()))
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.newest()
+        checkpoints.save(3, state)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged", "3"]
+
+
+def test_when_all_are_damaged_nothing_is_begun_or_moved(tmp_path):
+    two_steps(tmp_path)
+    for step in "12":
+        flip(next((tmp_path / step / "state" / "d").iterdir()))
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        for _ in range(2):
+            with pytest.raises(UserError, match="every checkpoint is damaged.*1: state.*to start over"):
+                checkpoints.newest()
+
+
+def test_a_step_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
+    two_steps(tmp_path)
+    (tmp_path / "2" / "checksums.json").unlink()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.newest() == 2
+    assert "/2 has no checksums" in caplog.text
+
+
+def test_a_step_has_its_number_only_with_its_checksums(tmp_path, monkeypatch):
+    seen, write = [], checksums.write
+    monkeypatch.setattr(checksums, "write", lambda folder: (seen.append({*os.listdir(tmp_path)}), write(folder)))
+    two_steps(tmp_path)
+    assert seen == [{"1.orbax-checkpoint-tmp"}, {"1", "2.orbax-checkpoint-tmp"}]
+    assert set(os.listdir(tmp_path)) == {"1", "2"}
+
+
+def test_an_interrupted_removal_leaves_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+    two_steps(tmp_path, keep=1)
+    monkeypatch.undo()
+    assert (tmp_path / "1" / "state").is_dir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [2]
+    Checkpoints(tmp_path, 1).close()
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def test_a_killed_writer_leaves_no_half_step_and_blocks_nothing(tmp_path):
+    code = f"""
+    import os, signal
+    import jax
+    from tunix_like.storage.checkpoints import Checkpoints
+    checkpoints = Checkpoints({str(tmp_path)!r}, 3)
+    checkpoints.save(1, {{"x": jax.numpy.ones((2, 2))}}, meta={{"n": 1}})
+    checkpoints.wait()
+    checkpoints.save(2, {{"x": jax.random.normal(jax.random.key(0), (4000, 3000))}})
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert any("2.orbax-checkpoint-tmp" in name for name in os.listdir(tmp_path))
+    (tmp_path / "3").mkdir()  # as a removal that was interrupted leaves it
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1]
+    with Checkpoints(tmp_path, 3) as checkpoints:
+        assert checkpoints.latest_step() == 1
+        for step in (2, 3):
+            checkpoints.save(step, {"x": jnp.full((2, 2), 5.0)}, meta={"n": step})
+        restored, meta = checkpoints.restore(2, {"x": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
+        assert checkpoints.steps() == [1, 2, 3]
+    np.testing.assert_array_equal(restored["x"], 5.0)
+    assert meta == {"n": 2}
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
+
+
+def test_orbax_is_quiet(tmp_path):
+    code = f"""
+    import jax
+    from tunix_like.storage.checkpoints import Checkpoints
+    with Checkpoints({str(tmp_path)!r}, 1) as checkpoints:
+        checkpoints.save(1, {{"x": jax.numpy.ones((2, 2))}})
+    with Checkpoints({str(tmp_path)!r}) as checkpoints:
+        checkpoints.restore(1, {{"x": jax.numpy.ones((2, 2))}})
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -1,0 +1,128 @@
+"""The metrics file: what it takes, what a kill leaves, what a resume cuts."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix_like.errors import UserError
+from tunix_like.storage.metrics import MetricsLog, rows
+
+
+def test_rows_come_back_as_plain_numbers(tmp_path):
+    log = MetricsLog(tmp_path / "run")
+    log.write({"step": 1, "a": np.float32(0.5), "b": jnp.float32(0.25), "c": jnp.bfloat16(2), "d": np.int64(3)})
+    log.write(
+        {"e": [np.float64(1.5), 2], "f": jnp.arange(2), "g": None, "h": "text", "i": True, "j": {"k": np.bool_(1)}}
+    )
+    assert rows(tmp_path / "run") == [
+        {"step": 1, "a": 0.5, "b": 0.25, "c": 2.0, "d": 3},
+        {"e": [1.5, 2], "f": [0, 1], "g": None, "h": "text", "i": True, "j": {"k": True}},
+    ]
+
+
+def test_what_json_lacks_becomes_null(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.write({"a": float("nan"), "b": np.float32("inf"), "c": jnp.array([1.0, -jnp.inf]), "d": np.float64("nan")})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": None, "c": [1.0, None], "d": None}
+
+
+def test_a_row_is_on_disk_when_write_returns_and_a_bad_one_writes_nothing(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1})
+    with pytest.raises(TypeError, match="a metric must be a number or text, not object"):
+        log.write({"step": 2, "x": object()})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_cut_drops_only_what_lies_beyond(tmp_path):
+    log = MetricsLog(tmp_path)
+    for row in ({"sft/step": 9}, {"step": 0}, {"step": 1, "x": 0.1}, {"step": 3}, {"step": 2}, {"step": None}):
+        log.write(row)
+    assert log.cut("step", 2) == len(rows(tmp_path))
+    assert rows(tmp_path) == [{"sft/step": 9}, {"step": 0}, {"step": 1, "x": 0.1}, {"step": 2}, {"step": None}]
+    log.write({"step": 3})
+    assert rows(tmp_path)[-1] == {"step": 3}
+    log.cut("sft/step", 0)
+    assert "sft/step" not in rows(tmp_path)[0]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "x', b'{"step": 2, "x": "\xc3', b"3", b"", b'{"step": 2}'])
+def test_a_torn_last_line_is_left_out_and_repaired(tmp_path, torn):
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
+    assert rows(tmp_path)[0] == {"step": 1}
+    log.cut("step", 1)
+    log.write({"step": 2})
+    assert rows(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_kill_while_cutting_leaves_the_old_file(tmp_path, monkeypatch):
+    log = MetricsLog(tmp_path)
+    for step in (1, 2):
+        log.write({"step": step})
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # the move never happens
+    log.cut("step", 1)
+    assert rows(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_full_disk_while_cutting_leaves_the_old_file_and_says_what_to_do(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step in (1, 2):
+        log.write({"step": step})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"metrics\.jsonl cannot be cut .*Make room and start again"):
+            log.cut("step", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert rows(tmp_path) == [{"step": 1}, {"step": 2}] and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_rows_that_cannot_be_written_are_kept_until_they_can(tmp_path, caplog):
+    """And a row is written as a whole or not at all: what a full disk took of it is cut off again."""
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # 12 are there, and the next row is longer than the rest
+    try:
+        log.write({"step": 2})
+        log.write({"step": 3})
+        assert rows(tmp_path) == [{"step": 1}] and (tmp_path / "metrics.jsonl").stat().st_size == 12
+        log.close()
+        assert "its last 2 rows could not be written" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.write({"step": 4})
+    assert rows(tmp_path) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert caplog.text.count("rows are kept until it can") == 1 and "with the 2 rows that were kept" in caplog.text
+    caplog.clear()
+    log.close()
+    assert not caplog.text
+
+
+def test_a_bad_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
+        rows(tmp_path)
+    with pytest.raises(UserError, match="line 2"):
+        MetricsLog(tmp_path).cut("step", 1)
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = MetricsLog(None)
+    log.write({"step": 1})
+    log.cut("step", 0)
+    assert os.listdir(tmp_path) == []
+    assert rows(tmp_path) == []

@@ -1,0 +1,192 @@
+"""A step that taught nothing: each reason is told from the others, with its counts, a completion and a key."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tunix_like import AlgorithmConfig, RolloutConfig
+from tunix_like.cli import main as cli
+from tunix_like.config.load import keys
+from tunix_like.config.schema import Config
+from tunix_like.rewards import REWARDS, Scores
+from tunix_like.rollout.rollouts import Rollout, Task, to_batch
+from tunix_like.rollout.samples import pick_samples
+from tunix_like.training import diagnosis
+from tunix_like.training.diagnosis import AGAIN, SignalWatch, diagnose, has_signal
+from tunix_like.types import Completions, Problem
+
+LIMIT = 20
+NAN = float("nan")
+
+
+def task_of(reward="mine"):
+    return Task(
+        algo=AlgorithmConfig(advantage_estimator="maxpo"),
+        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=LIMIT),
+        rewards=[(reward, REWARDS.get(reward, len), 1.0)],
+        success_threshold=1.0,
+    )
+
+
+def made(rewards, texts="no", lengths=5, finished=True, trained=None, late=0, failed=0):
+    """A rollout of so many groups, its batch, and the advantages `r - mean`."""
+    rewards = np.array(rewards, float)
+    shape = rewards.shape
+    texts = [texts] * rewards.size if isinstance(texts, str) else texts
+    lengths = np.broadcast_to(lengths, shape).astype(np.int32)
+    tokens = np.zeros((*shape, LIMIT), np.int32)
+    out = Completions(tokens, lengths, tokens.astype(np.float32), np.broadcast_to(finished, shape).copy())
+    flat = rewards.reshape(-1)
+    marks = np.arange(flat.size)
+    scores = Scores(flat, {"mine": flat}, marks < late, (marks >= late) & (marks < late + failed), None)
+    problems = [Problem(i, f"prompt {i}\x1b[2J", [1, 2], {"answer": str(40 + i)}) for i in range(shape[0])]
+    rollout = Rollout(problems, texts, out, scores)
+    batch = to_batch(rollout, rewards, 8, LIMIT)
+    batch = batch if trained is None else batch._replace(trained=np.broadcast_to(trained, shape).copy())
+    seen = np.where(batch.scored, rewards, 0.0)
+    mean = seen.sum(axis=1, keepdims=True) / np.maximum(batch.scored.sum(axis=1, keepdims=True), 1)
+    return rollout, batch, np.where(batch.scored, seen - mean, 0.0)
+
+
+TIED = [[0.2] * 4, [0.0] * 4]
+
+CASES = {
+    "unscored": (task_of(), made([[NAN] * 4, [NAN] * 3 + [1]], late=3, failed=2), 0,
+                 "7 of 8 completions have none (3 for which a reward function was late, 2 for which"),
+    "mostly unscored": (task_of(), made([[NAN] * 4] * 7 + [[0.0] * 4], failed=28), 0,
+                        "1 of 8 groups have two rewards to compare, and no two differ; 28 of 32 completions have none"),
+    "half of each group unscored": (task_of(), made([[0.0, 0, NAN, NAN, NAN]] * 2, late=6), 2,
+                                    "2 of 2 groups have two rewards to compare, and no two differ; 6 of 10"),
+    "masked": (task_of(), made([[0, 1, 0, 0]], finished=[True, False, True, True], trained=[False] * 4), 1,
+               "rewards differ in 1 of 1 groups, but all completions with an advantage were cut"),
+    "estimator": (task_of(), (*made([[0.0] * 4, [0, 1, 0, 0]])[:2], np.zeros((2, 4))), 4,
+                  "rewards differ in 1 of 2 groups, but the estimator 'maxpo' gives every completion the advantage 0"),
+    "solved": (task_of(), made([[1.0] * 4, [2.0] * 4]), 0, "all 2 groups are solved: each of their 4 completions"),
+    "solved, as far as is known": (
+        task_of(), made([[NAN] * 4, [NAN, 1.0, 1.0, 1.0], [1.0] * 4]), 5,
+        "all 2 groups are solved: each of their scored completions succeeds (5 completions without a reward are not "
+        "counted, all those of 1 groups among them)"),
+    "divided": (task_of(), made([[1.0] * 4, [0.0] * 4]), 4, "1 of 2 groups are solved by all of their 4 completions"),
+    "divided, as far as is known": (
+        task_of(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
+        "1 of 2 groups are solved by all of their scored completions, the others by none (6 completions without"),
+    "refused": (task_of(), made(TIED, ["no", " 40\n", "40", "40.", "no", "no", "no", "41"], finished=False), 1,
+                "no group is solved, although 3 of 8 completions are the row's `answer` word for word"),
+    "truncated": (task_of("gsm8k"), made([[0.0] * 10], finished=[True] + [False] * 9), 1,
+                  "9 of 10 completions were cut at the limit"),
+    "unparsable": (task_of("gsm8k"), made([[0.0] * 10], ["#### 7"] + ["no"] * 9), 1,
+                   "in 9 of 10 completions no answer is found"),
+    "wrong": (task_of("gsm8k"), made(TIED, ["no", *["#### 7"] * 7], finished=[True, True, True, False]), 1,
+              "of 8 completions 2 were cut at the limit, in 1 no answer is found"),
+    "wrong, as far as is known": (
+        task_of("gsm8k"), made([*TIED, [NAN] * 4], ["no", *["#### 7"] * 11], finished=[True, True, True, False]), 1,
+        "of 8 completions 2 were cut at the limit, in 1 no answer is found (4 completions without a reward are not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_each_cause_is_told_with_its_counts_a_completion_and_keys_that_exist(cause):
+    who, step, sample, counts = CASES[cause]
+    found = diagnose(who, *step)
+    kind = "unscored" if "unscored" in cause else cause.partition(",")[0]
+    assert (found.cause, found.sample) == (kind, sample) and counts in found.found
+    named = {word.strip(".,;()").partition("=")[0] for word in found.advice.split() if word.count(".") and "_" in word}
+    assert named <= {key.name for key in keys()}
+
+
+def test_a_step_with_a_signal():
+    assert has_signal(*made([[0.0] * 4, [0, 1, 0, 0]])[1:])
+    assert has_signal(*made([[0, 1, 0, 0]], trained=[True, True, False, False])[1:])
+    assert not has_signal(*made([[0, 1, 0, 0]], trained=[False] * 4)[1:])
+    assert not has_signal(*made(TIED)[1:])
+
+
+def test_without_a_reward_that_tells_answers_none_is_missed():
+    found = diagnose(task_of(), *made(TIED))
+    assert found.cause == "wrong" and "no answer" not in found.found
+
+
+def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
+    watch, nothing, something = SignalWatch(task_of()), made(TIED, "a\x1bb" + "c" * 900), made([[0, 1, 0, 0]])
+    said = []
+    for step in range(1, 35):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tunix_like"):
+            watch(step, *(something if step == 13 else nothing))
+        said += [step] if caplog.messages else []
+    assert said == [1, AGAIN, 13 + AGAIN, 13 + 2 * AGAIN]
+
+    caplog.clear()
+    SignalWatch(task_of())(1, *nothing)
+    SignalWatch(task_of())(2, *nothing)  # a step later on may have had bad luck
+    assert len(caplog.messages) == 1
+    paragraph = caplog.messages[0]
+    assert paragraph.startswith("nothing was learnt from the rewards of step 1: no group is solved") and (
+        'prompt "prompt 0\\x1b[2J", answer "40", completion 0 with reward 0.2, 5 tokens): "a\\x1bbccc' in paragraph
+    )
+    assert "[503 characters]" in paragraph and "\x1b" not in paragraph and "\n" not in paragraph
+
+
+def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_only(caplog, monkeypatch):
+    asked = []
+
+    def told_answers(*args):
+        asked.append(args)
+        raise IndexError("no \x1b answer")
+
+    monkeypatch.setattr(diagnosis, "told_answers", told_answers)
+    watch = SignalWatch(task_of())
+    for step in range(1, AGAIN + 2):
+        watch(step, *made(TIED))
+    assert len(asked) == 2
+    assert caplog.messages == [
+        f"nothing was learnt from the rewards of {since}, and looking for the reason failed (IndexError: "
+        '"no \\x1b answer").'
+        for since in ("step 1", f"the last {AGAIN} steps")
+    ]
+
+
+def test_samples_are_the_best_and_the_worst_of_a_group_whose_rewards_differ():
+    rewards = [[0.0] * 4, [0.5, NAN, 1, 0]]
+    found = pick_samples(*(made(rewards, list("abcdefgh"), lengths=[[3] * 4, [6, 7, 8, 9]])[i] for i in (0, 2)))
+    assert (found.prompt, found.scored, found.size) == ("prompt 1\x1b[2J", 3, 4)
+    assert found.best == ("g", 1.0, 0.5, 8, True) and found.worst == ("h", 0.0, -0.5, 9, True)
+    alike = pick_samples(*(made([[0.0] * 4])[i] for i in (0, 2)))
+    assert alike.best.reward == alike.worst.reward == 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "known", "lines"),
+    [
+        ([0.0] * 4, "", ["all 4 alike, 0"]),
+        ([NAN] * 4, ", 0 of 4 completions scored", ["none scored, -"]),
+        ([NAN, NAN, 1, NAN], ", 1 of 4 completions scored", ["one scored, 1"]),
+        ([NAN, 1, 1, 1], ", 3 of 4 completions scored", ["3 scored, alike, 1"]),
+        ([NAN, 0, 1, 1], ", 3 of 4 completions scored", ["best, 1", "worst, 0"]),
+        ([0, 0, 1, 1], "", ["best, 1", "worst, 0"]),
+    ],
+)
+def test_samples_say_how_many_are_scored(capsys, rewards, known, lines):
+    rollout, _, advantages = made([rewards])
+    cli._show_samples(3, pick_samples(rollout, advantages))
+    title, *table = capsys.readouterr().out.splitlines()
+    assert title == f'step 3, prompt "prompt 0\\x1b[2J"{known}'
+    cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table if "│" in line]
+    assert [", ".join(row) for row in cells] == lines
+
+
+def test_samples_stand_below_the_line_of_their_step(capsys, tmp_path):
+    parts = SimpleNamespace(
+        config=Config(), learner=lambda **arguments: arguments, model=None, tokenizer=None, rewards=[], mesh=None,
+        source_estimators=None,
+    )  # fmt: skip
+    hooks, (rollout, _, advantages) = cli._task_of(parts, tmp_path), made(TIED)
+    hooks["on_samples"](1, pick_samples(rollout, advantages))
+    for step in (1, 2):
+        hooks["on_row"]({"step": step}, 2)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("train", "step"))]
+    assert [line.split(",")[0] for line in said] == ["train 1/2", "step 1", "train 2/2"]

@@ -1,0 +1,166 @@
+"""Numbers that are none: updates skipped, kept and replayed from the command line; a sampler that disagrees."""
+
+import re
+import resource
+
+import numpy as np
+import pytest
+
+from tests.training.test_learner import TEXTS, make, varied
+from tunix_like import UserError
+from tunix_like.cli import main as cli
+from tunix_like.data import reverse_text
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.storage.metrics import rows
+from tunix_like.training import guards
+from tunix_like.training.guards import GapWatch, Skipped, SkipWatch
+
+from .repeated_prompts import BATCH
+
+ROWS = [reverse_text.record(text) for text in TEXTS]
+
+
+def told(*skipped):
+    return [{"update/skipped": float(each)} for each in skipped]
+
+
+def test_skipped_updates_are_told_and_end_the_run(caplog):
+    watch = SkipWatch("the loss 'x'", 3)
+    assert watch(told(1, 1)) == [0, 1]
+    assert watch(told(1, 0)) == [0]
+    assert "1 of 2 updates of this step skipped: the loss 'x' or its gradient" in caplog.text
+    watch.check()  # three of four, not in a row at the end
+    assert watch(told(0, 1)) == [1] and watch(told(1)) == [0]
+    watch.check()
+    watch(told(1))
+    with pytest.raises(UserError, match="'x' or its gradient was not finite in 3 updates in a row .*max_skipped"):
+        watch.check()
+
+
+def test_the_gap_is_looked_at_once(caplog):
+    gap = lambda mean: [{"logprob_gap/mean": mean, "logprob_gap/max": 2 * mean}]  # noqa: E731
+    watch = GapWatch(0.1)
+    watch(gap(np.nan))  # no completion was in the update
+    with pytest.raises(
+        UserError, match=r"differ by 0\.2 nats a token on average, 0\.4 at most .*max_logprob_gap: 0\.1"
+    ):
+        watch(gap(0.2))
+    watch = GapWatch(0.1)
+    watch(gap(0.05))
+    watch(gap(0.2))  # later steps have the metric alone
+    GapWatch(None)(gap(9.0))
+
+
+def test_a_sampler_that_computes_something_else_stops_the_run(monkeypatch, tmp_path):
+    generate = Sampler.generate
+
+    def other(*args):
+        out = generate(*args)
+        return out._replace(logprobs=out.logprobs - 0.5)
+
+    monkeypatch.setattr(Sampler, "generate", other)
+    learner = make(reward=varied, output_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"sampler and trainer disagree: .* differ by 0\.5 nats a token") as error:
+        learner.train(ROWS, batch_size=4)
+    assert "rollouts" in str(error.value) and not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_what_is_kept_is_what_is_read(tmp_path):
+    mask = np.zeros(BATCH.rewards.shape, bool)
+    mask[1, 2] = True
+    given = Skipped(12, 1, BATCH, mask, mask.any(axis=1), None, BATCH.rollout_logprobs)
+    file = guards.keep(tmp_path / "skipped", given)
+    assert file.name == "step_000012_update_1.npz"
+    found = guards.read(file)
+    assert (found.step, found.update, found.old_logprobs) == (12, 1, None)
+    for name in ("live", "in_update", "ref_logprobs"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(given, name))
+    for name, value in BATCH._asdict().items():
+        np.testing.assert_array_equal(getattr(found.batch, name), value, strict=value is not None)
+
+
+def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, caplog):
+    """On a full disk: it is said, no half file is left, and updates in a row are counted as ever."""
+    mask = np.ones(BATCH.rewards.shape, bool)
+    watch = SkipWatch("the loss 'x'", 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        update = Skipped(1, 0, BATCH, mask, mask.any(axis=1), None, None)
+        guards.guard(told(1), [update], watch, GapWatch(None), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "what the skipped update was made from cannot be written" in caplog.text and watch.in_a_row == 1
+    assert list((tmp_path / "skipped").iterdir()) == []
+
+
+@pytest.mark.parametrize(("last", "left"), [(-1, []), (2, ["000001", "000002"]), (11, ["000001", "000002", "000011"])])
+def test_files_of_steps_that_will_be_done_again_are_removed(tmp_path, last, left):
+    """Completions and skipped updates; what else is there stays. A folder that is not there is no error."""
+    guards.cut_run(tmp_path, last)
+    names = {"rollouts": "step_{}.jsonl", "skipped": "step_{}_update_1.npz"}
+    for folder, name in names.items():
+        (tmp_path / folder).mkdir()
+        for step in ("000001", "000002", "000011", "000012"):
+            (tmp_path / folder / name.format(step)).touch()
+    (tmp_path / "rollouts" / "reward_failure.txt").touch()
+    guards.cut_run(tmp_path, last)
+    for folder, name in names.items():
+        kept = {"reward_failure.txt"} if folder == "rollouts" else set()
+        assert {path.name for path in (tmp_path / folder).iterdir()} == kept | {name.format(step) for step in left}
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"not an archive"])
+def test_a_file_that_is_no_skipped_update(tmp_path, content):
+    file = tmp_path / "skipped" / "x.npz"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="not a skipped update"):
+        guards.read(file)
+
+
+LOSS = """
+import jax.numpy as jnp
+
+def broken(logprobs, old_logprobs, advantages, mask):
+    "No number for completions of exactly 3 tokens."
+    bad = mask.sum(-1, keepdims=True) == 3
+    return jnp.where(mask, jnp.where(bad, jnp.nan, -advantages * logprobs), 0.0), {}
+"""
+
+
+def test_a_skipped_update_is_replayed(monkeypatch, tmp_path, capsys):
+    """Through the command line: a loss that is no number for some completions stops the run at the second such update;
+    the replay names just those completions, with the weights of that step."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loss.py").write_text(LOSS)
+    (tmp_path / "reward.py").write_text(
+        "def f(prompts, completions, **_):\n    return [len(c) % 4 for c in completions]"
+    )
+    (tmp_path / "c.yaml").write_text(
+        "model: {init: random, config: {model_type: qwen2, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,"
+        " num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 64, tie_word_embeddings: true}}\n"
+        "data: {name: reverse_text, batch_size: 8, train_size: 64, eval_size: 8}\n"
+        "algorithm: {advantage_estimator: rloo, num_generations: 4, policy_loss_fn: loss.py:broken}\n"
+        "rollout: {max_prompt_length: 16, max_tokens_to_generate: 8}\n"
+        "rewards: {functions: [{name: reward.py:f}]}\n"
+        "eval: {samples: 1, batch_size: 8}\n"
+        "training: {max_steps: 4, output_dir: run, max_skipped_updates: 2}\n"
+    )
+    assert cli.main(["train", "c.yaml"]) == 2
+    said = capsys.readouterr()
+    first, second = sorted((tmp_path / "run" / "skipped").iterdir())  # in a row
+    kept = guards.read(first)
+    assert guards.read(second).step == kept.step + 1
+    assert "was not finite in 2 updates in a row" in said.err and f"step_{kept.step + 1:06d}.jsonl" in said.err
+    assert [row["train/update/skipped"] for row in rows("run") if "train/loss" in row][-1] == 1.0
+    assert cli.main(["replay", str(first)]) == 0
+    said = capsys.readouterr().out
+    assert f"update 0 of step {kept.step}, with the weights after step {kept.step}" in said
+    assert "weights: all finite" in said
+    guilty = np.argwhere(kept.live & (kept.batch.completion_lengths == 3))
+    assert len(guilty) and f"{len(guilty)} of {kept.live.sum()} completions are not finite alone" in said
+    shown = [tuple(map(int, found)) for found in re.findall(r"│ +(\d+) │ +(\d+) │ +3 │", said)]
+    assert shown == [tuple(each) for each in guilty.tolist()][:10]
+    assert cli.main(["replay", "c.yaml"]) == 2
+    assert "not a skipped update" in capsys.readouterr().err

@@ -1,0 +1,406 @@
+"""Predicted memory against the buffers that XLA assigns, and the sizes chosen from it against trying every size."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tunix_like.algorithms.objective import build_objective, resolve
+from tunix_like.config.load import load
+from tunix_like.config.schema import (
+    LORA_TARGETS,
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+)
+from tunix_like.errors import UserError
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.layer_kinds import Adapters, Experts
+from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.quantization import quantize_base
+from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
+from tunix_like.models.shares import parameter_shapes, share_of
+from tunix_like.rollout import decoding, sampler
+from tunix_like.training import sizes
+from tunix_like.training.forward import ForwardOptions
+from tunix_like.training.learners import GRPOConfig
+from tunix_like.training.memory import (
+    FIRST_CACHE,
+    Work,
+    adapter_count,
+    amount,
+    parameter_count,
+    rollout_phase,
+    update_phases,
+)
+from tunix_like.training.optimizer import build_optimizer
+from tunix_like.training.packing import choose_layout, pack
+from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
+from tunix_like.types import GroupBatch, SamplingParams
+
+SMALL = DecoderConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=192,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+
+
+@functools.cache
+def abstract(
+    config: DecoderConfig, attention: str = "auto", adapters: Adapters | None = None, quantized: str | None = None
+) -> tuple[Any, Any]:
+    def make() -> Decoder:
+        model = quantize_base(Decoder(config, rngs=nnx.Rngs(0), attention=attention), quantized)
+        if adapters is None:
+            return model
+        return add_lora(model, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def abstract_of(work: Work) -> tuple[Any, Any]:
+    return abstract(work.model, work.attention, work.adapters, work.quantized)
+
+
+def changed(mesh: Any = None, **changes: Any) -> Work:
+    """`BASE` with other fields, those of the decoder there, and with its share on the mesh."""
+    numbers = {field.name for field in dataclasses.fields(DecoderConfig)}
+    model = dataclasses.replace(BASE.model, **{name: value for name, value in changes.items() if name in numbers})
+    rest = {name: value for name, value in changes.items() if name not in numbers}
+    work = dataclasses.replace(BASE, model=model, parts=prompt_parts(mesh), **rest)
+    return dataclasses.replace(work, share=share_of(abstract_of(work)[1], mesh))
+
+
+BASE = Work(SMALL, share_of(abstract(SMALL)[1], None), prompts=4, group=8, widths=(32, 64), logits_chunk=128)
+
+
+def held_by(program: Any) -> int:
+    """Most bytes that a compiled program and its arguments take."""
+    found = program.memory_analysis()
+    sizes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return sizes - found.alias_size_in_bytes
+
+
+def shape(*axes: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(axes, dtype)
+
+
+def nbytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def compiled_update(work: Work, size: int) -> int:
+    (width, steps), prompts, group = work.widths, work.prompts, work.group
+    layout = choose_layout(group, prompts, work.widths, size)
+    packed = pack(np.full((prompts, group), steps, np.int32), np.ones((prompts, group), bool), steps, layout, prompts)
+    batch = GroupBatch(
+        prompt_tokens=shape(prompts, width),
+        prompt_lengths=shape(prompts),
+        completion_tokens=shape(prompts, group, steps),
+        completion_lengths=shape(prompts, group),
+        rollout_logprobs=shape(prompts, group, steps, dtype=np.float32),
+        rewards=shape(prompts, group, dtype=np.float32),
+        scored=shape(prompts, group, dtype=bool),
+        trained=shape(prompts, group, dtype=bool),
+        estimator_ids=shape(prompts),
+    )
+    packed = jax.tree.map(lambda x: shape(*np.shape(x)), packed)
+    data = StepInputs(batch, shape(prompts, dtype=bool), packed)
+    objective = build_objective(resolve(GRPOConfig(num_generations=group), GRPOConfig), steps, 1, {})
+    optimizer = build_optimizer(OptimizerConfig(max_grad_norm=1.0 if work.clipped else None), None)
+    graphdef, params = abstract_of(work)
+    params, frozen = split_params(params)
+    options = ForwardOptions(1.0, work.logits_chunk, work.remat)
+    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options))
+    return held_by(step.lower(TrainState(params, jax.eval_shape(optimizer.init, params)), data, frozen).compile())
+
+
+ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)
+LARGE = dict(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
+"""Little but weights."""
+
+UPDATES = {
+    "two layers, long completions": (dict(num_layers=2, widths=(32, 256)), 2),
+    "long prompts": (dict(widths=(256, 32), num_layers=2), 8),
+    "wide MLP, large chunk": (dict(intermediate_size=512), 16),
+    "large vocabulary, one piece": (dict(vocab_size=8192, logits_chunk=512, tie_embeddings=False), 8),
+    "large vocabulary, pieces": (dict(vocab_size=8192), 8),
+    "recomputed": (dict(num_layers=2, remat=True), 8),
+    "weights, not clipped": (dict(LARGE, clipped=False), 1),
+    "one block": (dict(widths=(32, 256), attention="blocked"), 2),
+    "blocks": (dict(widths=(32, 1024), attention="blocked"), 1),
+    "adapters": (dict(LARGE, adapters=ADAPTERS), 1),
+    "adapters beside nf4": (dict(LARGE, adapters=ADAPTERS, quantized="nf4"), 1),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_holds_what_is_foreseen(name):
+    changes, size = UPDATES[name]
+    work = changed(**changes)
+    foreseen = max(phase.bytes for phase in update_phases(work, size))
+    assert foreseen == pytest.approx(compiled_update(work, size), rel=0.1)  # twice as good as is promised
+
+
+ROLLOUTS = {
+    "large caches": (dict(widths=(32, 256), num_layers=2), 64, 4),
+    "large vocabulary": (dict(vocab_size=8192), 32, 4),
+    "top-p": (dict(vocab_size=8192, filtered=True), 64, 4),
+    "long prompts": (dict(widths=(512, 16)), 8, 8),
+    "adapters beside int8": (dict(LARGE, adapters=ADAPTERS, quantized="int8"), 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_a_rollout_holds_what_is_foreseen(name):
+    """The worst of prefill, sampling at full room, and the growth of the cache, each with what else is held then."""
+    changes, count, slots = ROLLOUTS[name]
+    work = changed(**changes)
+    (width, steps), (graphdef, params) = work.widths, abstract_of(work)
+    prefill = decoding.prefill.lower(graphdef, params, shape(slots, width), shape(slots)).compile()
+    run = functools.partial(decoding.prefill, graphdef)
+    prompts = jax.eval_shape(run, params, shape(slots, width), shape(slots))
+    room = min(steps, FIRST_CACHE)
+    rows = [
+        jax.eval_shape(lambda p, room=room: decoding.empty_rows(p, count // slots, steps, room, 2), prompts)
+        for room in (room, steps)
+    ]
+    sampling = SamplingParams(1.0, 0.9 if work.filtered else 1.0)
+    advance = decoding.advance.lower(graphdef, params, prompts, rows[1], shape(), sampling, (1,)).compile()
+    moments = [held_by(prefill), held_by(advance)]
+    if room < steps:
+        moments.append(held_by(decoding.grow.lower(rows[0], room=steps).compile()) + nbytes((params, prompts)))
+    foreseen = rollout_phase(work, count, slots, {"weights": work.weights}).bytes
+    assert foreseen == pytest.approx(max(moments), rel=0.2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "qkv_bias": True, "qk_norm": False}])
+def test_parameters_are_counted(changes):
+    work = changed(num_layers=3, **changes)
+    params = abstract(work.model)[1]
+    assert parameter_count(work.model) == sum(x.size for x in jax.tree.leaves(params))
+    assert work.weights == nbytes(params)
+
+
+@pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
+def test_adapters_and_quantised_weights_are_counted(quantized):
+    """Of all projections and of some; what is trained has moments and gradients, and no reference is held."""
+    for targets in (LORA_TARGETS, ("k_proj", "down_proj")):
+        work = changed(num_layers=3, adapters=Adapters(5, 5.0, targets), quantized=quantized, reference=True)
+        params = abstract_of(work)[1]
+        trained, _ = split_params(params)
+        assert adapter_count(work.model, work.adapters) == sum(x.size for x in jax.tree.leaves(trained))
+        assert (work.weights, work.trained) == (nbytes(params), nbytes(trained))
+        update, step = (phase.parts for phase in update_phases(work, 4))
+        assert "reference" not in update and update["optimizer"] == 2 * work.trained == update["gradients"]
+        assert step["gradients and new weights"] == 2 * work.trained
+
+
+def test_an_accelerator_turns_one_matrix_back_at_a_time():
+    work = changed(**LARGE, num_layers=4, adapters=ADAPTERS, quantized="nf4")
+    on = {backend: dataclasses.replace(work, backend=backend) for backend in ("cpu", "gpu")}
+    parts = {backend: update_phases(work, 1)[0].parts["cast weights"] for backend, work in on.items()}
+    tied = 4 * 256 * 64
+    assert parts["gpu"] == 8 * 256 * 1536 + tied < parts["cpu"] / 10
+
+
+def test_the_first_cache_is_the_samplers():
+    assert sampler.FIRST_CACHE == FIRST_CACHE
+
+
+def test_a_reference_and_devices_count():
+    mesh = build_mesh(MeshConfig(shape=[8, 1]))
+    alone, beside, split = (
+        update_phases(changed(**changes), 4)[0].parts for changes in ({}, {"reference": True}, {"mesh": mesh})
+    )
+    assert beside["reference"] == BASE.weights and "reference" not in alone
+    assert split["chunk"] * 4 == alone["chunk"], "of four lanes each device that has one"
+
+
+@pytest.mark.parametrize("quantized", [None, "nf4"])
+@pytest.mark.parametrize("shape_of_mesh", [[2, 2, 2], [8, 1, 1], [1, 8, 1]])
+def test_a_device_holds_what_its_arrays_do(shape_of_mesh, quantized):
+    """Of real arrays on the mesh: weights lie whole along `data`, and of each adapter one half along `fsdp`."""
+    adapters = quantized and Adapters(8, 8.0, LORA_TARGETS)
+    model = dataclasses.replace(SMALL, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8)
+    mesh = build_mesh(MeshConfig(shape=shape_of_mesh, axis_names=["data", "fsdp", "tp"]))
+    made = nnx.merge(*abstract(model, "auto", adapters, quantized))
+    made.dtype = jnp.bfloat16
+    work = sizes.update_work(RLTrainingConfig(), made, (4, 8), (8, 8), mesh=mesh)
+    shapes = abstract_of(work)[1]
+    params = place_params(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), mesh)
+    trained, frozen = split_params(params)
+    assert (work.weights, work.trained) == (on_a_device(params), on_a_device(trained))
+    update, step = (phase.parts for phase in update_phases(work, 4))
+    assert update["optimizer"] == step["gradients and new weights"] == 2 * on_a_device(trained)
+    plain = [x for x in jax.tree.leaves(frozen or trained) if x.dtype == jnp.float32]
+    cast = on_a_device([x for x in plain if not quantized or x.ndim == 1 or x.shape[0] == model.vocab_size]) // 2
+    matrices = on_a_device([x for x in jax.tree.leaves(frozen) if x.dtype == jnp.uint8])
+    assert update["cast weights"] == cast + 2 * 4 * 2 * matrices, "two numbers a byte, twice in float32"
+
+
+def test_the_shapes_are_the_models():
+    """With experts in some layers, adapters and quantised projections."""
+    experts = Experts(number=4, per_token=2, intermediate_size=64, normalised=True)
+    mixed = dataclasses.replace(SMALL, num_layers=3, experts=experts, expert_layers=(True, False, True))
+    rest = Adapters(2, 2.0, LORA_TARGETS[:4]), "int8"
+    made, real = parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1]
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), made, real)
+    assert all(jax.tree.leaves(same))
+
+
+def on_a_device(tree: Any) -> int:
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_recomputation_keeps_little_on_an_accelerator():
+    kept = {
+        remat: update_phases(changed(num_layers=8, backend="gpu", dtype=jnp.dtype("bfloat16"), remat=remat), 8)[0]
+        for remat in (False, True)
+    }
+    assert kept[True].parts["chunk"] < 0.4 * kept[False].parts["chunk"]
+    assert kept[True].bytes < kept[False].bytes
+
+
+def decoder() -> Decoder:
+    return nnx.merge(*abstract(SMALL))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the device's memory so that `share` bytes of it may be filled."""
+    return lambda share: monkeypatch.setattr(sizes, "device_memory", lambda: int(share / sizes.SHARE))
+
+
+def test_a_chunk_takes_what_fits(memory, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    training, rest = RLTrainingConfig(), ((64, 8), BASE.widths)
+    work = sizes.update_work(training, decoder(), *rest)
+    need = [max(phase.bytes for phase in update_phases(work, size)) for size in range(1, 300)]
+    for size in (1, 5, 40, 200):
+        memory(need[size - 1] + 1)
+        found = sizes.chunk_size(training, decoder(), *rest)
+        assert size <= found and need[found - 1] <= need[size - 1] < need[found]
+    memory(1e12)
+    assert sizes.chunk_size(training, decoder(), *rest) == 16384 // 64
+    memory(need[0] - 1)
+    with pytest.raises(UserError, match=r"train_micro_batch_size: one .* Lower training\.logprob_chunk_size, rollout"):
+        sizes.chunk_size(training, decoder(), *rest)
+    alone = max(phase.fixed for phase in update_phases(work, 1))
+    head = SMALL.vocab_size * SMALL.hidden_size
+    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head), "weights, moments, gradients, the tied head"
+    memory(alone - 1)
+    with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .* may be filled"):
+        sizes.chunk_size(training, decoder(), *rest)
+    assert sizes.chunk_size(RLTrainingConfig(train_micro_batch_size=77), decoder(), *rest) == 77
+
+
+def test_a_chunk_on_a_cpu(memory):
+    memory(1e12)
+    rest = RLTrainingConfig(), decoder()
+    assert sizes.chunk_size(*rest, (64, 8), BASE.widths) == 512 // 64
+    assert sizes.chunk_size(*rest, (64, 1), BASE.widths) == 512 // (64 + 32)
+    assert sizes.chunk_size(*rest, (2, 2), BASE.widths) == 4  # there are no more
+
+
+def test_rows_take_what_fits(memory):
+    rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
+    work = changed(prompts=1, group=1, reference=True)
+    in_pairs = lambda prompts, size, rows, *widths: (-(-rows // 2), 2)  # noqa: E731
+    need = lambda rows, held=None: rollout_phase(work, rows, -(-rows // 2), held).bytes  # noqa: E731
+    alone = {"weights": work.weights}
+    for rows in (1, 7, 100):
+        memory(need(rows) + 1)
+        assert sizes.concurrent_rows(decoder(), rollout, in_pairs) == rows
+    memory(need(1) - 1)  # nothing could be trained here: an evaluation has room all the same
+    found = sizes.concurrent_rows(decoder(), rollout, in_pairs)
+    assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
+    memory(need(1, alone) - 1)
+    with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
+        sizes.concurrent_rows(decoder(), rollout, in_pairs)
+    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), in_pairs) == 9
+
+
+def foreseen() -> sizes.Foreseen:
+    config = Config(
+        data=DataConfig(batch_size=4),
+        algorithm=AlgorithmConfig(advantage_estimator="grpo", num_generations=8),
+        rollout=RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64, max_concurrent_rows=16),
+    )
+    return sizes.foresee(config, decoder(), None, sampler.slot_shape)
+
+
+def test_what_is_foreseen_is_said(memory):
+    memory(1e12)
+    lines = dict(foreseen().lines())
+    assert lines["sizes"] == "8 completions a chunk (auto), 16 sampled at once (as set)"
+    assert amount(foreseen().peak.bytes) in lines["memory"]
+    assert {"rollout", "evaluation", "update"} < set(lines) and "warning" not in lines
+    for name in ("rollout", "update"):
+        total, *parts = (float(x) * {"GB": 1e9, "MB": 1e6, "kB": 1e3}[unit] for x, unit in PARTS.findall(lines[name]))
+        assert sum(parts) == pytest.approx(total, rel=0.1)
+
+
+PARTS = re.compile(r"([\d.]+) (GB|MB|kB)")
+
+
+def test_too_much_is_warned_of(memory):
+    memory(1e12)
+    plenty = foreseen()
+    short = dataclasses.replace(plenty, available=plenty.peak.bytes - 1)
+    assert "training.train_micro_batch_size" in dict(short.lines())["warning"]
+    only = dataclasses.replace(short, phases=tuple(p for p in plenty.phases if p.name != "evaluation"))
+    assert "training.logprob_chunk_size" in dict(only.lines())["warning"]
+    update = max(only.phases, key=lambda phase: phase.bytes)
+    alone = dataclasses.replace(short, phases=(update,), available=update.fixed - 1)
+    assert dict(alone.lines())["warning"].endswith("than the device has: take a smaller model or more devices")
+
+
+def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():
+    assert [sizes.micro_batch_size(width) for width in (16, 64, 500, 512, 4096)] == [32, 8, 1, 1, 1]
+
+
+def test_a_device_says_its_own_memory(monkeypatch):
+    device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 5}})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert sizes.device_memory.__wrapped__() == 5
+
+
+def test_a_device_that_does_not_say_is_known_to_be_unknown(monkeypatch):
+    """The host's memory stands in for it; that of a CPU's device it is."""
+    device = type("Device", (), {"memory_stats": lambda self: None})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert sizes.this_device().known
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert not sizes.this_device().known and sizes.this_device().memory > 0
+    device.__class__.memory_stats = lambda self: {"bytes_limit": 5}
+    assert sizes.this_device().known
+
+
+def test_the_config_takes_auto_or_a_number():
+    assert load(None, ["rollout.max_concurrent_rows=3"]).rollout.max_concurrent_rows == 3
+    assert load(None).training.train_micro_batch_size == "auto"
+    for bad in ("all", "0", "null"):
+        with pytest.raises(UserError, match=r"rollout\.max_concurrent_rows"):
+            load(None, [f"rollout.max_concurrent_rows={bad}"])

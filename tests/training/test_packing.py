@@ -1,0 +1,214 @@
+"""Every completion that is asked for goes through the model exactly once, beside its own prompt, in no more chunks than
+needed; and the shapes do not depend on which they are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from tunix_like.training.packing import ROWS_PER_BIN, Layout, Packed, choose_layout, pack
+
+PLACES = ("sample", "start", "length")
+
+
+def members(packed: Packed) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """`(set, chunk, lane, bin) -> [(group, sample, start, length), ...]` of what is laid out."""
+    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for place in zip(*np.nonzero(packed.length), strict=True):
+        number, chunk, lane, *_ = place
+        prompt = lane if packed.lane is None else packed.lane[number, chunk, lane]
+        row = (packed.prompts[number, prompt], *(getattr(packed, name)[place] for name in PLACES))
+        found.setdefault(tuple(map(int, place[:4])), []).append(tuple(map(int, row)))
+    return found
+
+
+@functools.cache
+def fewest_bins(lengths: tuple[int, ...], width: int) -> int:
+    """By trying every bin that the first completion could be in."""
+    if not lengths:
+        return 0
+    first, rest = lengths[0], range(1, len(lengths))
+    together = (beside for count in range(ROWS_PER_BIN) for beside in itertools.combinations(rest, count))
+    fits = (beside for beside in together if first + sum(lengths[i] for i in beside) <= width)
+    return min(1 + fewest_bins(tuple(lengths[i] for i in rest if i not in beside), width) for beside in fits)
+
+
+def divisions(groups: tuple[int, ...], size: int):
+    """Every division of groups into as few sets of at most `size` as there can be."""
+
+    def sets(groups):
+        if not groups:
+            yield []
+            return
+        for count in range(min(size - 1, len(groups) - 1) + 1):
+            for beside in itertools.combinations(groups[1:], count):
+                left = tuple(group for group in groups[1:] if group not in beside)
+                yield from ([(groups[0], *beside), *more] for more in sets(left))
+
+    return (found for found in sets(groups) if len(found) == math.ceil(len(groups) / size))
+
+
+def fewest_chunks(lengths: np.ndarray, live: np.ndarray, width: int, layout: Layout) -> int:
+    """Over every division of groups into sets and of completions into bins."""
+    bins = [fewest_bins(tuple(own[kept].tolist()), width) for own, kept in zip(lengths, live, strict=True)]
+    pieces = [math.ceil(count / layout.bins) for count in bins]
+
+    def chunks(groups):
+        own = [pieces[group] for group in groups]
+        return max(own) if layout.own_lanes else math.ceil(sum(own) / layout.lanes)
+
+    groups = tuple(group for group, count in enumerate(pieces) if count)
+    return min(sum(map(chunks, division)) for division in divisions(groups, layout.prompts))
+
+
+def random_cases(count: int, own_lanes: bool):
+    """Seeded `(lengths, rows, width, layout)`: some completions are empty, some are not asked for."""
+    rng = np.random.default_rng(own_lanes)
+    for _ in range(count):
+        prompts, size, width = (int(rng.integers(1, most)) for most in (6, 8, 9))
+        lengths = rng.integers(0, width + 1, (prompts, size)).astype(np.int32)
+        rows = rng.random((prompts, size)) < rng.choice([0.2, 0.6, 1.0])
+        together, bins = int(rng.integers(1, prompts + 2)), int(rng.integers(1, size + 1))
+        lanes = together if own_lanes else int(rng.integers(1, together * math.ceil(size / bins) + 1))
+        yield lengths, rows, width, Layout(together, lanes, bins, own_lanes)
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_each_completion_once_and_no_bin_overfull(own_lanes):
+    for lengths, rows, width, layout in random_cases(300, own_lanes):
+        packed = pack(lengths, rows, width, layout)
+        found = members(packed)
+        laid_out = [(group, sample) for bin_ in found.values() for group, sample, *_ in bin_]
+        assert sorted(laid_out) == [tuple(place) for place in np.argwhere(rows & (lengths > 0)).tolist()]
+        for inside in found.values():
+            assert len({group for group, *_ in inside}) == 1 and len(inside) <= ROWS_PER_BIN
+            taken = np.zeros(width, int)
+            for group, sample, start, length in inside:
+                assert length == lengths[group, sample] and start + length <= width
+                taken[start : start + length] += 1
+            assert taken.max() == 1, "they overlap"
+        assert (packed.prompts < len(rows)).all() and (packed.prompts >= 0).all()
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_what_is_used_stands_first(own_lanes):
+    """Beyond the counts there is nothing; a set has other prompts than the rest, and lane `i` its prompt `i` where
+    lanes are their own."""
+    for lengths, rows, width, layout in random_cases(100, own_lanes):
+        packed = pack(lengths, rows, width, layout)
+        live = (rows & (lengths > 0)).any(axis=1)
+        assert packed.sets == math.ceil(live.sum() / layout.prompts) == np.count_nonzero(packed.chunks[: packed.sets])
+        assert not packed.chunks[packed.sets :].any()
+        used = (packed.length > 0).any(axis=(2, 3, 4))
+        assert used.tolist() == [[chunk < count for chunk in range(used.shape[1])] for count in packed.chunks]
+        seen = packed.prompts[: packed.sets].reshape(-1)
+        assert sorted(seen[: live.sum()]) == np.flatnonzero(live).tolist()
+        assert (packed.lane is None) == layout.own_lanes
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_no_more_chunks_than_needed(own_lanes):
+    """First fit is not the best in all cases of this size, but in almost all; and never far from it."""
+    beyond = []
+    for lengths, rows, width, layout in random_cases(300, own_lanes):
+        packed = pack(lengths, rows, width, layout)
+        beyond.append(packed.chunks.sum() - fewest_chunks(lengths, rows & (lengths > 0), width, layout))
+    assert min(beyond) == 0 and max(beyond) <= 1 and np.mean(beyond) <= 0.02
+
+
+@pytest.mark.parametrize("own_lanes", [False, True])
+def test_shapes_hold_for_any_rows(own_lanes):
+    """Of none, of some, and of all at full width, which is just what there is room for."""
+    for lengths, rows, width, layout in random_cases(100, own_lanes):
+        room = len(rows) + 2
+        shapes = {
+            tuple(np.shape(x) for x in pack(own, kept, width, layout, room))
+            for own in (lengths, np.full_like(lengths, width))
+            for kept in (rows, np.ones_like(rows), np.zeros_like(rows))
+        }
+        assert len(shapes) == 1
+        full = pack(np.full_like(lengths, width), np.ones_like(rows), width, layout)
+        whole_sets = full.chunks[: len(rows) // layout.prompts]
+        assert (whole_sets == full.length.shape[1]).all()
+
+
+def test_a_group_split_over_chunks_is_laid_out_as_expected():
+    """Ten completions of which seven are live; a bin holds four at most, a chunk two bins."""
+    lengths = np.array([[6, 1, 4, 2, 3, 1, 1, 5, 1, 6]], np.int32)
+    rows = np.array([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0]], bool)
+    packed = pack(lengths, rows, 6, Layout(1, 1, 2, False), most_prompts=2)
+    assert packed.sets == 1 and packed.chunks.tolist() == [2, 0]
+    assert members(packed) == {
+        (0, 0, 0, 0): [(0, 0, 0, 6)],
+        (0, 0, 0, 1): [(0, 2, 0, 4), (0, 3, 4, 2)],
+        (0, 1, 0, 0): [(0, 1, 0, 1), (0, 5, 1, 1), (0, 6, 2, 1), (0, 8, 3, 1)],
+    }
+
+
+def test_groups_of_many_bins_go_together_where_lanes_are_their_own():
+    """A set has as many chunks as its longest group asks for, so that like goes with like."""
+    lengths = np.array([[8, 8, 8, 8], [2, 2, 2, 2], [8, 8, 8, 8], [2, 2, 2, 2]], np.int32)
+    packed = pack(lengths, np.ones((4, 4), bool), 8, Layout(2, 2, 1, True))
+    assert packed.prompts.tolist() == [[0, 2], [1, 3]] and packed.chunks.tolist() == [4, 1]
+
+
+# --- the layout that is chosen ----------------------------------------------------------------------------------------
+
+
+def layouts(count: int):
+    """Seeded `((generations, prompts, widths, micro-batch, parts), layout)`."""
+    rng = np.random.default_rng(0)
+    choices = ([1, 2, 3, 8, 16], range(1, 33), [1, 16, 100, 512], [1, 8, 64, 300, 1024], [1, 2, 3, 16, 128], [1, 2, 8])
+    for _ in range(count):
+        size, prompts, width, steps, micro, parts = (int(rng.choice(each)) for each in choices)
+        asked = (size, prompts, (width, steps), micro, parts)
+        yield asked, choose_layout(*asked)
+
+
+def test_a_layout_keeps_to_its_bounds():
+    """Bins a chunk and prompt tokens a set are bounded by `micro_batch_size`, but for one prompt a device; lanes and
+    bins by what a set can fill."""
+    for (size, prompts, (width, steps), micro, parts), layout in layouts(2000):
+        assert min(layout[:3]) >= 1 and layout.prompts % parts == 0
+        assert layout.own_lanes == (parts > 1 or size == 1)
+        before_rounding = layout.prompts - parts + 1  # at least
+        assert before_rounding <= prompts
+        examples = before_rounding <= micro if size == 1 else before_rounding * width <= micro * steps
+        assert layout.prompts == parts or examples
+        assert layout.lanes * layout.bins <= micro or (layout.bins == 1 and layout.lanes - parts < micro)
+        assert layout.bins <= size
+        assert layout.lanes == layout.prompts or not layout.own_lanes
+        assert layout.lanes <= layout.prompts * math.ceil(size / layout.bins), "lanes that nothing can fill"
+
+
+def test_a_layout_uses_what_it_is_given():
+    """More than half of the bins that `micro_batch_size` allows and a set can fill, and as many prompts as go."""
+    for (size, prompts, (width, steps), micro, parts), layout in layouts(2000):
+        asked = min(micro, prompts * size)
+        if parts == 1 and size > 1:
+            assert 2 * layout.lanes * layout.bins > min(asked, layout.prompts * size)
+            assert layout.prompts == prompts or (layout.prompts + 1) * width > micro * steps
+        if layout.own_lanes:
+            assert layout.bins == size or layout.prompts * (layout.bins + 1) > asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ((8, 6, (64, 64), 16), Layout(6, 16, 1, False)),  # short prompts: one bin a lane
+        ((8, 6, (512, 64), 16), Layout(2, 4, 4, False)),  # long ones are not copied for every bin
+        ((8, 6, (512, 64), 8), Layout(1, 1, 8, False)),
+        ((8, 6, (64, 64), 1), Layout(1, 1, 1, False)),
+        ((8, 6, (64, 64), 1000), Layout(6, 48, 1, False)),  # never more than there is
+        ((8, 30, (512, 8), 128), Layout(2, 2, 8, False)),  # nor more lanes than two prompts can fill
+        ((1, 6, (64, 64), 4), Layout(4, 4, 1, True)),  # one completion a prompt
+        ((8, 6, (64, 64), 16, 4), Layout(8, 8, 2, True)),  # a multiple of the devices
+        ((8, 6, (512, 64), 2, 4), Layout(4, 4, 1, True)),
+    ],
+)
+def test_layouts(asked, expected):
+    assert choose_layout(*asked) == expected

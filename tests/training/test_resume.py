@@ -1,0 +1,156 @@
+"""N steps in one go are k steps and then N - k: weights, optimizer, keys, place in the data, metrics, completions, bit
+for bit; for every learner, for every k, and for data that other processes load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import grain.python as grain
+import jax
+import numpy as np
+import optax
+import pytest
+from absl import flags
+
+import tunix_like
+from tests.tiny_model import HF
+from tunix_like import EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
+from tunix_like.data import reverse_text
+from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.metrics import rows as metric_rows
+from tunix_like.storage.run_lock import owned
+from tunix_like.training.learners import LEARNERS
+
+STEPS = 4
+ROWS = [reverse_text.record(a + b) for a in "abcd" for b in "ef"]
+
+OPTIONS = {
+    "grpo": {"beta": 0.05},
+    "drgrpo": {"num_iterations": 2},
+    "rloo": {"beta": 0.05},
+    "maxrl": {"dynamic_sampling": True},
+    "maxpo": {"k": 2},
+    "pkpo": {"k": 2},
+    "passk": {"k": 2},
+    "opo": {"entropy_coef": 0.01},
+    "reinforce_pp": {"sampler_is": "token"},
+}
+"""Every learner with its own estimator, and each with another of the options that bring state or draws of their own."""
+
+
+def zero_or_one(prompts, completions, **columns):
+    return [float(sum(map(ord, text)) % 3 == 0) for text in completions]
+
+
+def train(name, folder, steps, data=ROWS, optimizer=None, **training):
+    kind = LEARNERS[name]
+    learner = kind(
+        model=tunix_like.load_model(HF, init="random")[0],
+        tokenizer=reverse_text.tokenizer(),
+        reward_fns=zero_or_one,
+        algo_config=kind.config_class(num_generations=4, **OPTIONS[name]),
+        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
+        training_config=RLTrainingConfig(
+            max_steps=steps,
+            output_dir=str(folder),
+            checkpoint_every_n_steps=1,
+            max_checkpoints_to_keep=STEPS,
+            eval_every_n_steps=2,
+            log_rollouts_every_n_steps=1,
+            mini_batch_size=2 if name == "drgrpo" else None,
+            actor_optimizer=optimizer or OptimizerConfig(learning_rate=1e-2),
+            **training,
+        ),
+        eval_config=EvalConfig(samples=2, k=[1]),
+    )
+    # An evaluation compiles programs of its own, which some of the learners are enough for.
+    learner.train(data, ROWS[:2] if name in ("grpo", "maxrl") else None, batch_size=4)
+
+
+def as_killed_after(step, whole, folder):
+    """The folder of a run that was killed in the step after `step`, whose completions and metrics are there already."""
+    shutil.copytree(whole, folder)
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(folder / "checkpoints" / str(later))
+
+
+def outcome(folder):
+    """All that a run leaves, but for times."""
+    clocks = ("train/time/", "train/perf/", "train/step_time_sec")
+    metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in metric_rows(folder)]
+    texts = {path.name: path.read_text() for path in (folder / "rollouts").glob("*.jsonl")}
+    assert metrics[-1]["step"] == STEPS and len(texts) == STEPS
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        tree = checkpoints._checkpointer.metadata(folder / "checkpoints" / str(STEPS)).item_metadata["state"].tree
+        state, meta = checkpoints.restore(STEPS, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree))
+    place = json.loads((folder / "checkpoints" / str(STEPS) / "iterator" / "metadata").read_text())
+    return metrics, texts, meta, place, jax.tree.map(np.asarray, state)
+
+
+def assert_same(one, two):
+    assert one[:-1] == two[:-1]
+    assert set(one[-1]) == {"params", "opt_state", "drawn"}
+    jax.tree.map(np.testing.assert_array_equal, one[-1], two[-1])
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_every_learner_resumes_to_the_bit(name, tmp_path):
+    train(name, tmp_path / "whole", STEPS)
+    for killed_after in range(1, STEPS) if name == "maxrl" else [2]:
+        parts = tmp_path / str(killed_after)
+        as_killed_after(killed_after, tmp_path / "whole", parts)
+        train(name, parts, STEPS)
+        assert_same(outcome(parts), outcome(tmp_path / "whole"))
+    rewards = [row["train/rewards/mean"] for row in metric_rows(tmp_path / "whole")[-STEPS:]]
+    assert len(set(rewards)) > 1, "steps differ"
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "of one's own"])
+def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(kind, tmp_path, caplog):
+    own = optax.sgd(1e-2) if kind == "of one's own" else OptimizerConfig(learning_rate=1e-2, schedule=kind)
+    for steps in (1, 2):
+        assert "when the checkpoint was written" not in caplog.text
+        train("opo", tmp_path, steps, optimizer=own)
+    assert ("2 steps now, 1 when the checkpoint was written" in caplog.text) is (kind == "linear")
+
+
+def test_data_that_worker_processes_load(tmp_path):
+    """A grain `IterDataset` with a worker that prefetches."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain's workers are started with absl's flags
+
+    def data():
+        rows = grain.MapDataset.source(ROWS).seed(3).shuffle().repeat().to_iter_dataset()
+        return rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1))
+
+    train("rloo", tmp_path / "whole", STEPS, data())
+    as_killed_after(2, tmp_path / "whole", tmp_path / "parts")
+    train("rloo", tmp_path / "parts", STEPS, data())
+    assert_same(outcome(tmp_path / "parts"), outcome(tmp_path / "whole"))
+    prompts = [
+        json.loads(line)["prompt"] for text in outcome(tmp_path / "whole")[1].values() for line in text.splitlines()
+    ]
+    assert set(prompts) == {row["prompt"] for row in ROWS}
+
+
+def test_two_at_once_and_changed_settings_are_refused(tmp_path):
+    """Before anything is compiled or written; what differs is named, and nothing else."""
+    train("rloo", tmp_path, 1)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    (tmp_path / "run.lock").write_text(json.dumps(_someone()))
+    with pytest.raises(UserError, match="is in use by process 1 on"):
+        train("rloo", tmp_path, STEPS)
+    (tmp_path / "run.lock").unlink()
+    with pytest.raises(UserError, match="There and now:\n  seed: 0 -> 5\nUse another output_dir"):
+        train("rloo", tmp_path, STEPS, seed=5)
+    with owned(tmp_path):
+        after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "run.lock"}
+    assert {path for path in before if path.is_file() and "model" not in path.parts} <= set(after)
+    assert all(after[path] == before[path] for path in before if path.is_file() and "model" not in path.parts)
+
+
+def _someone():
+    from tunix_like.storage import run_lock
+
+    return run_lock._me() | {"pid": 1, "began": run_lock._began(1)}

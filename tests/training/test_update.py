@@ -1,0 +1,340 @@
+"""The compiled step against the plain model on repeated prompts: gradients, layouts and mini-batches, and what it
+leaves alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tunix_like.algorithms.losses import TokenInputs
+from tunix_like.algorithms.objective import build_objective
+from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
+from tunix_like.training import estimators, losses, packing
+from tunix_like.training.packing import Layout
+
+from .repeated_prompts import (
+    BATCH,
+    BY_SOURCE,
+    EVERYONE,
+    GRAPHDEF,
+    LAYOUTS,
+    LENGTHS,
+    MASK,
+    OBJECTIVES,
+    PARAMS,
+    PLAIN,
+    PROMPT_LENGTHS,
+    PROMPTS,
+    SIZE,
+    TRACES,
+    WIDTH,
+    Reinforce,
+    data_of,
+    difference,
+    gradient_of,
+    keep_gradient,
+    make_objective,
+    plain_logprobs,
+    plain_step,
+    repeated,
+    repeated_logprobs,
+    row_values,
+    rows_of,
+    step,
+)
+
+BY_GROUP = LAYOUTS[0]
+"""A set and a chunk of each group."""
+
+# --- the prompt is computed once, and it changes nothing --------------------------------------------------------------
+
+
+def test_shared_prefix_is_the_repeated_prompt():
+    gradient, metrics, advantages = gradient_of(data_of())
+    loss, expected = repeated()(PARAMS, EVERYONE, None, None)
+    assert difference(gradient, expected) <= 1e-5
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(expected)), rel=1e-5)
+    np.testing.assert_allclose(advantages, row_values(OBJECTIVES["on-policy"], EVERYONE)[0], atol=1e-6)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient)), "every parameter is reached"
+    gap = np.abs(np.asarray(plain_logprobs()(PARAMS)) - BATCH.rollout_logprobs)[MASK]
+    assert metrics["logprob_gap/mean"] == pytest.approx(gap.mean(), rel=1e-4)
+    assert metrics["logprob_gap/max"] == pytest.approx(gap.max(), rel=1e-4)
+
+
+def test_completions_of_one_token():
+    """Of width one: nothing but the prompt goes through the layers."""
+    short = BATCH._replace(
+        completion_tokens=BATCH.completion_tokens[..., :1], completion_lengths=np.minimum(LENGTHS, 1)
+    )
+    gradient, metrics, _ = gradient_of(data_of(batch=short))
+    loss, expected = repeated(longest=1)(PARAMS, EVERYONE, None, None)
+    assert difference(gradient, expected) <= 1e-5
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def other_logprobs() -> dict[str, np.ndarray]:
+    """Log-probabilities of slightly other weights: those before an update, and those of a reference."""
+    at = plain_logprobs(0.7)
+    nearby = lambda scale: jax.tree.map(lambda x: x * (1 + scale), PARAMS)  # noqa: E731
+    return {"old_logprobs": np.asarray(at(nearby(0.03))), "ref_logprobs": np.asarray(at(nearby(-0.1)))}
+
+
+def test_shared_prefix_with_every_term(other_logprobs):
+    """Ratio, reference, entropy, correction for the sampler and temperature; layers recomputed and log-probabilities in
+    chunks, which change nothing."""
+    old, ref = other_logprobs["old_logprobs"], other_logprobs["ref_logprobs"]
+    options = PLAIN._replace(temperature=0.7, entropy_gradient=True)
+    data = data_of(**other_logprobs)
+    gradient, metrics, _ = gradient_of(data, objective="every term", options=options)
+    loss, expected = repeated("every term", 0.7)(PARAMS, EVERYONE, old, ref)
+    assert difference(gradient, expected) <= 1e-5
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert 0 < metrics["pg_clipfrac"] < 1, "some tokens are clipped, others not"
+    new, entropy = (np.asarray(x) for x in jax.jit(lambda params: repeated_logprobs(params, 0.7))(PARAMS))
+    ratio, d = np.exp(new - old)[MASK], (new - ref)[MASK]
+    assert metrics["is_ratio/mean"] == pytest.approx(ratio.mean(), rel=1e-4)
+    assert metrics["is_ratio/max"] == pytest.approx(ratio.max(), rel=1e-4)
+    assert metrics["kl"] == pytest.approx((np.exp(-d) + d - 1).mean(), rel=1e-3)
+    assert metrics["entropy"] == pytest.approx(entropy[MASK].mean(), rel=1e-4)
+    correction = np.minimum(np.exp(old - BATCH.rollout_logprobs)[MASK], 2)
+    assert metrics["sampler_is/mean"] == pytest.approx(correction.mean(), rel=1e-4)
+    above = data._replace(old_logprobs=data.old_logprobs + 3)
+    most = gradient_of(above, objective="every term", options=options)[1]["is_ratio/max"]
+    assert most == pytest.approx(ratio.max() * np.exp(-3), rel=1e-4), "places beyond the end have no ratio"
+    slower = options._replace(chunk=7, remat=True)
+    other, other_metrics, _ = gradient_of(data, objective="every term", options=slower)
+    assert difference(other, gradient) <= 5e-6
+    assert other_metrics == pytest.approx(metrics, rel=1e-5)
+
+
+# --- batches of every kind --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_add_up(layout):
+    """In every aggregation, however prompts are put in sets and completions in chunks. Other programs round otherwise:
+    one unit in the last place of the weights moves this gradient by up to 6e-6."""
+    for mode in range(len(LOSS_AGG_MODES)):
+        batch = BATCH._replace(estimator_ids=np.full(PROMPTS, mode, np.int32))
+        whole, whole_metrics, _ = gradient_of(data_of(batch=batch), objective="every mode")
+        gradient, metrics, _ = gradient_of(data_of(layout, batch=batch), objective="every mode")
+        assert difference(gradient, whole) <= 1e-5
+        assert metrics == pytest.approx(whole_metrics, rel=1e-5)
+
+
+def test_a_shared_bin_is_a_bin_each(monkeypatch):
+    """Completions that share a bin give the gradient of completions with a bin each."""
+    together = data_of()
+    gradient, metrics, _ = gradient_of(together)
+    monkeypatch.setattr(packing, "ROWS_PER_BIN", 1)
+    alone = data_of()
+    assert (together.packed.start > 0).any() and not alone.packed.start.any()
+    expected, expected_metrics, _ = gradient_of(alone)
+    assert difference(gradient, expected) <= 1e-5
+    assert metrics == pytest.approx(expected_metrics, rel=1e-5)
+
+
+def test_mini_batches_follow_one_another():
+    """Two updates, [0, 2] then [1]: advantages over the whole rollout batch, weights over the update's own groups,
+    ratios to the weights before the first."""
+    old = np.asarray(plain_logprobs()(PARAMS))
+    reference = np.zeros_like(old)
+    update_by = step("every term", PLAIN._replace(entropy_gradient=True), optax.sgd(0.5))
+    params, expected = PARAMS, PARAMS
+    for groups in ([0, 2], [1]):
+        data = data_of(Layout(2, 2, SIZE, True), groups, most_prompts=2, old_logprobs=old, ref_logprobs=reference)
+        params, *_, advantages = update_by(params, (optax.EmptyState(), optax.EmptyState()), data)
+        _, gradient = repeated("every term")(expected, jnp.asarray(data.in_update), old, reference)
+        assert advantages.shape == (PROMPTS, SIZE) and np.abs(advantages).min(axis=1).max() > 0
+        expected = jax.tree.map(lambda x, g: x - 0.5 * g, expected, gradient)
+    moved = jax.tree.map(jnp.subtract, params, PARAMS)
+    assert difference(moved, jax.tree.map(jnp.subtract, expected, PARAMS)) <= 1e-5
+
+
+SPARSE = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]], np.float32)
+"""The completion [2, 1] is unscored: without it the last group is constant."""
+
+
+@pytest.mark.parametrize(
+    ("name", "live"),
+    [
+        ("grpo", [4, 4, 0]),
+        ("maxrl", [4, 4, 0]),
+        ("maxpo", [4, 0, 0]),  # with two or three successes of four, one in every pair of others: no signal
+        ("pkpo", [1, 3, 0]),  # what fails adds nothing to a maximum
+        ("passk", [4, 0, 0]),
+    ],
+)
+def test_what_has_no_signal_can_be_left_out(name, live):
+    """Groups and single completions of advantage 0 count in the weights and nowhere else; a group split over
+    chunks has only the others. One compilation serves all the estimators."""
+    objective, ids = OBJECTIVES["mixed"], np.zeros(PROMPTS, np.int32) + [*["grpo"], *BY_SOURCE].index(name)
+    batch = BATCH._replace(rewards=SPARSE, estimator_ids=ids)
+    whole, _, advantages = gradient_of(data_of(BY_GROUP, batch=batch), objective="mixed")
+    rows = objective.live_rows(SPARSE, BATCH.scored, ids, advantages)
+    assert objective.looks_for_zeros and rows.sum(axis=1).tolist() == live
+    assert (rows == (advantages != 0)).all()
+    left, *_ = gradient_of(data_of(BY_GROUP, batch=batch, rows=rows), objective="mixed")
+    assert difference(left, whole) <= 1e-6
+    split = data_of(Layout(1, 1, 1, False), batch=batch, rows=rows)
+    assert split.packed.sets == np.count_nonzero(live) and (split.packed.length > 0).sum() == sum(live)
+    assert difference(gradient_of(split, objective="mixed")[0], whole) <= 1e-6
+
+
+def test_mixed_estimators_in_one_step():
+    """Each group has its own estimator's advantages, and the gradient is the sum of what the groups give; whichever
+    they are, the step is compiled once."""
+
+    def run(ids, groups):
+        batch = BATCH._replace(rewards=SPARSE, estimator_ids=np.asarray(ids, np.int32))
+        return gradient_of(data_of(BY_GROUP, batch=batch, rows=rows_of(groups)), objective="mixed")
+
+    chosen = [0, 2, 4]  # grpo, pkpo and maxrl
+    gradient, _, advantages = run(chosen, range(PROMPTS))
+    traces = TRACES["mixed"]
+    alone = [run([number] * PROMPTS, [group]) for group, number in enumerate(chosen)]
+    assert difference(gradient, jax.tree.map(lambda *parts: sum(parts), *(part for part, *_ in alone))) <= 1e-6
+    np.testing.assert_array_equal(advantages, [values[group] for group, (*_, values) in enumerate(alone)])
+    assert TRACES["mixed"] == traces
+
+
+def test_another_term_needs_the_groups_without_signal(other_logprobs):
+    """KL and entropy move completions of advantage 0 too: leaving them out would be another gradient."""
+    rewards = np.where(np.arange(PROMPTS)[:, None] == 1, 0.7, BATCH.rewards).astype(np.float32)
+    batch, objective, ids = BATCH._replace(rewards=rewards), OBJECTIVES["every term"], np.zeros(PROMPTS, np.int32)
+    how = {"objective": "every term", "options": PLAIN._replace(temperature=0.7, entropy_gradient=True)}
+    whole, _, advantages = gradient_of(data_of(batch=batch, **other_logprobs), **how)
+    live = objective.live_rows(rewards, BATCH.scored, ids, advantages)
+    assert not advantages[1].any() and (live == BATCH.scored).all()
+    left, *_ = gradient_of(data_of(batch=batch, rows=live, **other_logprobs), **how)
+    assert difference(left, whole) <= 1e-6
+    other, *_ = gradient_of(data_of(batch=batch, rows=rows_of([0, 2]), **other_logprobs), **how)
+    assert difference(other, whole) > 0.01
+
+
+def test_with_nothing_left_the_gradient_is_zero():
+    none = np.zeros((PROMPTS, SIZE), bool)
+    nothing, metrics, _ = gradient_of(data_of(BY_GROUP, rows=none), objective="mixed")
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nothing))
+    assert (metrics["loss"], metrics["grad_norm"], metrics["update/skipped"]) == (0, 0, 0)
+    assert np.isnan(metrics["entropy"]), "the mean of no tokens"
+
+
+SAMPLED = MASK & (np.random.default_rng(5).random(MASK.shape) < 0.6)
+SAMPLED[0, 1] = False
+"""Some tokens of each completion, and none of one, as where an environment wrote the others."""
+
+
+class PerToken(Reinforce):
+    """An advantage for every token."""
+
+    def advantages(self, rewards, scored, lengths, ids):
+        return rewards[..., None] * jnp.linspace(-1.0, 2.0, WIDTH_OF_COMPLETIONS)[None, None]
+
+
+WIDTH_OF_COMPLETIONS = MASK.shape[-1]
+
+
+def plain_gradient(objective, mask, ids):
+    """By the plain model, over the tokens of `mask`."""
+
+    def loss(params):
+        rewards, scored, lengths = (jnp.asarray(x) for x in (BATCH.rewards, BATCH.scored, mask.sum(-1)))
+        everyone = jnp.ones(scored.shape, bool)
+        advantages = objective.advantages(rewards, scored, lengths, ids)
+        weights = objective.weights(scored, everyone, lengths, EVERYONE, ids)[..., None]
+        new, entropy = repeated_logprobs(params, 1.0)
+        tokens = TokenInputs(new, new, jnp.asarray(BATCH.rollout_logprobs), None, entropy, jnp.asarray(mask))
+        by_token = advantages if advantages.ndim == 3 else advantages[..., None]
+        return (weights * objective.token_loss(tokens, by_token)[0]).sum()
+
+    return jax.jit(jax.grad(loss))(PARAMS)
+
+
+@pytest.mark.parametrize("mode", range(len(LOSS_AGG_MODES)))
+def test_tokens_that_the_policy_did_not_sample_count_nowhere(mode):
+    """Neither in the loss nor in the aggregation, in all four modes; they stay in the context of later tokens."""
+    ids = np.full(PROMPTS, mode, np.int32)
+    batch = BATCH._replace(token_mask=SAMPLED, estimator_ids=ids)
+    found, metrics, _ = gradient_of(data_of(batch=batch), objective="every mode")
+    assert difference(found, plain_gradient(OBJECTIVES["every mode"], SAMPLED, jnp.asarray(ids))) <= 1e-5
+    assert metrics["update/empty"] == 0
+    nothing = batch._replace(token_mask=np.zeros_like(SAMPLED))
+    _, metrics, _ = gradient_of(data_of(batch=nothing), objective="every mode")
+    assert metrics["update/empty"] == 1 and metrics["grad_norm"] == 0
+
+
+def test_advantages_of_single_tokens():
+    batch = BATCH._replace(token_mask=SAMPLED)
+    run = jax.jit(plain_step(GRAPHDEF, PerToken(), keep_gradient, PLAIN))
+    _, found, _, _ = run(PARAMS, PARAMS, data_of(batch=batch))
+    expected = plain_gradient(PerToken(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))
+    assert difference(found, expected) <= 1e-5
+    assert difference(found, plain_gradient(Reinforce(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))) > 0.1
+
+
+@pytest.mark.parametrize("loss", ["nan in the loss", "nan in the gradient"])
+def test_a_loss_that_is_no_number_leaves_weights_and_optimizer_alone(loss, monkeypatch):
+    """Of one token of one completion; adam's counts and moments stay too."""
+
+    def broken(logprobs, old, advantages, mask):
+        if loss == "nan in the loss":
+            return (-advantages * logprobs).at[0, 0, 0].set(jnp.nan), {}
+        return -advantages * logprobs + jnp.sqrt(jax.lax.stop_gradient(logprobs) - logprobs), {}  # 0, of slope -inf
+
+    monkeypatch.setitem(losses.POLICY_LOSSES, "broken", losses.PolicyLoss(broken, "trainer", True))
+    config = AlgorithmConfig(
+        advantage_estimator="rloo", policy_loss_fn="broken", loss_agg_mode="token-mean", num_generations=SIZE
+    )
+    optimizer = optax.adam(1e-3)
+    state = optimizer.init(PARAMS)
+    run = jax.jit(plain_step(GRAPHDEF, build_objective(config, WIDTH, 1), optimizer, PLAIN))
+    params, after, metrics, advantages = run(PARAMS, state, data_of())
+    assert metrics["update/skipped"] == 1 and np.isfinite(advantages).all()
+    for kept, given in zip(jax.tree.leaves((params, after)), jax.tree.leaves((PARAMS, state)), strict=True):
+        np.testing.assert_array_equal(kept, given)
+
+
+def test_what_weighs_nothing_teaches_nothing():
+    """Tokens beyond a row's length, unscored completions, those that are not trained and dropped groups: what they say
+    changes no gradient, and without them it is the same."""
+    scored, trained = BATCH.scored.copy(), np.ones((PROMPTS, SIZE), bool)
+    scored[1, 1:] = False  # one is left, too few
+    trained[0, 1] = trained[2, 3] = False
+    counted = scored & trained & (scored.sum(axis=1, keepdims=True) > 1)
+    batch = BATCH._replace(scored=scored, trained=trained)
+    inside = np.arange(WIDTH) < PROMPT_LENGTHS[:, None]
+    other = batch._replace(
+        prompt_tokens=np.where(inside, BATCH.prompt_tokens, 7).astype(np.int32),
+        completion_tokens=np.where(MASK & counted[..., None], BATCH.completion_tokens, 3).astype(np.int32),
+    )
+    gradient, *_ = gradient_of(data_of(batch=batch))
+    assert difference(gradient_of(data_of(batch=other))[0], gradient) <= 1e-6
+    assert difference(gradient_of(data_of(batch=batch, rows=counted))[0], gradient) <= 1e-6
+    assert difference(gradient_of(data_of())[0], gradient) > 0.1, "they would teach otherwise"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_an_advantage_that_is_no_number_changes_nothing(bad, monkeypatch):
+    """Weights and the optimizer's state stay as they were, to the bit."""
+    monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
+    estimators.register_advantage_estimator("raw")(lambda rewards, *, scored, lengths: rewards)
+    objective, adam = make_objective(advantage_estimator="raw"), optax.adamw(0.1, weight_decay=0.1)
+    run = jax.jit(plain_step(GRAPHDEF, objective, adam, PLAIN))
+    data = data_of(BY_GROUP)
+    *moved, _, _ = run(PARAMS, jax.jit(adam.init)(PARAMS), data)
+    assert difference(moved[0], PARAMS) > 0.1 and float(optax.tree.norm(moved[1][0].mu)) > 1e-3
+    rewards = BATCH.rewards.copy()
+    rewards[1, 2] = bad
+    *after, _, advantages = run(*moved, data._replace(batch=data.batch._replace(rewards=rewards)))
+    assert not np.isfinite(advantages[1, 2])
+    jax.tree.map(np.testing.assert_array_equal, after, moved)
+    rewards[1, 2], scored = bad, BATCH.scored.copy()
+    scored[1, 2] = False
+    *after, _, _ = run(*moved, data._replace(batch=data.batch._replace(rewards=rewards, scored=scored)))
+    assert difference(after[0], moved[0]) > 1e-3, "an unscored completion's reward is nobody's business"

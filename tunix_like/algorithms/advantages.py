@@ -1,0 +1,229 @@
+"""Advantage estimators: the rewards of whole groups to one advantage per completion.
+
+Pure functions of arrays, traced inside the training step. All are meant for a loss that takes the mean over the group,
+`-(1/G) sum_i A_i log pi(y_i | x)`. `r_i` are the rewards of a group's `n` scored completions, `m` their mean. Unscored
+completions get 0 and take no part; a group with too few scored completions gets zeros, and so does a constant group,
+exactly, whatever the rounding of its mean (`pkpo` at k = 1 and `reinforce_pp` excepted). This module knows no model, no
+loss and no host.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix_like.algorithms.order_statistics import above_average, leave_two_out, marginal_contribution, spread
+from tunix_like.algorithms.registry import check_parameters, check_rewards, find_estimator, register_advantage_estimator
+from tunix_like.errors import UserError
+
+Rewards = Float[Array, "P G"]
+Scored = Bool[Array, "P G"]
+Lengths = Int[Array, "P G"]
+
+
+def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Array]:
+    """`r_i - m` (0 where unscored), `m`, the group's scored count `n`, and whether the group has any signal.
+
+    The largest reward is subtracted before the mean that centres is taken: rewards near 1000 would lose 1e-4 otherwise.
+    `m` itself is the plain mean: adding the largest back would cost one rare success among 1000 its last digits.
+    """
+    group = spread(rewards, scored)
+    divisor = jnp.maximum(group.scored, 1)
+    shifted = jnp.where(scored, rewards - group.top, 0.0)
+    centred = jnp.where(scored & group.signal, shifted - shifted.sum(axis=-1, keepdims=True) / divisor, 0.0)
+    mean = jnp.where(scored, rewards, 0.0).sum(axis=-1, keepdims=True) / divisor
+    return centred, mean, group.scored, group.signal
+
+
+@register_advantage_estimator("grpo", zero_when_constant=True)
+def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -> Rewards:
+    """Group-standardised rewards, `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
+
+    `ddof` 1 divides the variance by `n - 1`, 0 by `n`. Not unbiased for the pass rate: on binary rewards the expected
+    gradient is `w(p) grad p` with `w` tending to `1 / sqrt(p (1 - p))` for large groups.
+    """
+    if ddof not in (0, 1):
+        raise UserError(f"algorithm.ddof: got {ddof!r}; 'grpo' needs 0 or 1.")
+    centred, _, count, signal = _centred(rewards, scored)
+    variance = (centred**2).sum(axis=-1, keepdims=True) / jnp.maximum(count - ddof, 1)
+    deviation = jnp.sqrt(jnp.where(signal, variance, 1.0))
+    return jnp.where(signal, centred / (deviation + 1e-6), 0.0)
+
+
+@register_advantage_estimator("drgrpo", zero_when_constant=True)
+def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """Centred rewards, `r_i - m` (Dr. GRPO, arXiv 2503.20783): `(G-1)/G` times the gradient of the expected reward."""
+    return _centred(rewards, scored)[0]
+
+
+@register_advantage_estimator("rloo", zero_when_constant=True)
+def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """Leave-one-out, `r_i - mean_{j != i} r_j` (RLOO, arXiv 2402.14740): unbiased for the expected reward."""
+    centred, _, count, _ = _centred(rewards, scored)
+    return centred * (count / jnp.maximum(count - 1, 1))
+
+
+@register_advantage_estimator(
+    "maxrl",
+    zero_when_constant=True,
+    takes=lambda params: "non-negative" if params.get("truncation_order") is None else "any",
+    headroom={"truncation_order": 1},
+)
+def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
+    """`(r_i - m) / m` where `m > 0`, else zeros (MaxRL, arXiv 2602.02710, Algorithm 1).
+
+    For 0/1 rewards it is unbiased for the likelihood `log p = -sum_k (1-p)^k / k` truncated after order `G - 1`: the
+    expected gradient is `w(p) grad p`, `w(p) = (1 - (1-p)^(G-1)) / p`. (Not order `G`: Algorithm 1 drops the control
+    variate too when nothing succeeds.) `G = 2` is plain REINFORCE with a baseline. It assumes non-negative rewards;
+    shaped ones (say 0.1 for the format) have `m > 0` without a success.
+
+    With `truncation_order = T` in `1..G-1`: `sum_{k<=T} L_k`, `L_k` the Leave-Two-Out advantage of max@k (`maxpo`
+    without its factor k): unbiased for order `T` exactly, and for any real rewards it ascends `sum_{k<=T} max@k / k`.
+    """
+    if truncation_order is not None:
+        return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
+    centred, mean, _, signal = _centred(rewards, scored)
+    positive = signal & (mean > 0)
+    return jnp.where(positive, centred / jnp.where(positive, mean, 1.0), 0.0)
+
+
+@register_advantage_estimator("maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True)
+def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+    """`k L_k,i` with the Leave-Two-Out advantage `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080): unbiased for max@k.
+
+    `q_i` is the mean maximum over the k-subsets of the group that hold `i`, `V_k(-i)` over those of the group without
+    `i`. Sums to zero over every group. On 0/1 rewards the expected gradient is `k (1-p)^(k-1) grad p`, that of pass@k.
+    `1 <= k <= G - 1`; `k = 1` is RLOO.
+    """
+    return leave_two_out(rewards, scored, ((k, float(k)),))
+
+
+@register_advantage_estimator("pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True)
+def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+    """`k (q_i - V_{k-1}(-i))`, the marginal contribution to max@k (PKPO, arXiv 2505.15201, `s_loo_minus_one` times G):
+    unbiased for max@k, not centred.
+
+    `q_i` is the mean maximum over the k-subsets of the group that hold `i`, `V_{k-1}(-i)` over the (k-1)-subsets of
+    those without `i`. `1 <= k <= G`; `k = 1` is the reward itself. On 0/1 rewards the expected gradient is
+    `k (1-p)^(k-1) grad p`, and a failed completion gets exactly 0 for `k >= 2`.
+    """
+    if k == 1:
+        return jnp.where(scored & (scored.sum(axis=-1, keepdims=True) >= 2), rewards, 0.0)
+    return k * marginal_contribution(rewards, scored, k)
+
+
+@register_advantage_estimator("passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True)
+def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+    """`(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, 0/1 rewards only (pass@k training, arXiv 2508.10751).
+
+    `V_k` is the unbiased estimate of pass@k, `q_i` the same over the subsets that hold `i`. Standardised like GRPO, and
+    as little unbiased. `k = G` has no signal; a config says `1 <= k <= G - 1`.
+    """
+    above, value, shortfall = above_average(rewards, scored, k)
+    deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
+    return above / (deviation + 1e-6)
+
+
+@register_advantage_estimator("opo", zero_when_constant=True)
+def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """`r_i - sum_j l_j r_j / sum_j l_j`, the length-weighted baseline of On-Policy RL with Optimal baseline
+    (arXiv 2505.23585); `l_j` are completion lengths in tokens. With no tokens at all the plain mean.
+
+    The baseline holds `r_i` itself: biased by a term of order 1/G. With equal lengths it is `drgrpo`; with others
+    the direction is off too. It does not sum to zero.
+    """
+    group = spread(rewards, scored)
+    weights = jnp.where(scored, lengths, 0).astype(rewards.dtype)
+    weights = jnp.where(weights.sum(axis=-1, keepdims=True) > 0, weights, scored.astype(rewards.dtype))
+    weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1.0)
+    shifted = jnp.where(scored, rewards - group.top, 0.0)
+    baseline = (weights * shifted).sum(axis=-1, keepdims=True)
+    return jnp.where(scored & group.signal, shifted - baseline, 0.0)
+
+
+@register_advantage_estimator("reinforce_pp")
+def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """`r_i - m`, then whitened over all tokens of the batch (REINFORCE++ with a group baseline, arXiv 2501.03262):
+    minus their mean, times `rsqrt(var + 1e-8)`, the variance by `tokens - 1`.
+
+    A completion counts once per token. A group of fewer than two scored completions takes no part; fewer than two
+    tokens give zeros. A constant group in a mixed batch gets the same small number for each of its completions.
+    """
+    centred = _centred(rewards, scored)[0]
+    kept = scored & (scored.sum(axis=-1, keepdims=True) >= 2)
+    weights = jnp.where(kept, lengths, 0).astype(rewards.dtype)
+    tokens = weights.sum()
+    scale = jnp.maximum(jnp.abs(centred).max(), 1.0)  # squares of large rewards, many tokens: beyond float32
+    unit = centred / scale
+    unit = unit - (weights * unit).sum() / jnp.maximum(tokens, 1.0)
+    variance = (weights * unit**2).sum() / jnp.maximum(tokens - 1.0, 1.0)
+    # 1e-37 keeps the 1e-8 above float32's least number where every token has the same large reward
+    spread_out = variance + jnp.maximum(1e-8 / scale**2, 1e-37)
+    return jnp.where(kept & (tokens >= 2), unit * jax.lax.rsqrt(spread_out), 0.0)
+
+
+def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any = None, **params: Any) -> np.ndarray:
+    """Advantages of reward groups, outside any training: the function that the training step traces.
+
+    Args:
+      rewards: `[G]` or `[groups, G]` numbers; NaN (or None) is a completion that could not be scored.
+      advantage_estimator: a registered name.
+      lengths: completion lengths in tokens, same shape; ones when not given.
+      **params: the estimator's own, e.g. `k=4`, `truncation_order=3`, `ddof=0`.
+
+    Returns:
+      float32, the shape of `rewards`.
+
+    Raises:
+      UserError: an unknown estimator or parameter, a missing one, one out of range, rewards of another shape, or
+        rewards or lengths that it does not take; a function of the user's own that returns another shape, or a number
+        that is not finite.
+    """
+    estimator = find_estimator(advantage_estimator).function
+    try:
+        values = np.asarray(rewards, np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"rewards: expected numbers of shape [G] or [groups, G], got {rewards!r}.") from error
+    if values.ndim not in (1, 2) or values.size == 0:
+        raise UserError(f"rewards: expected shape [G] or [groups, G], got {list(values.shape)}.")
+    groups = np.atleast_2d(values)
+    checked = check_parameters(advantage_estimator, params, groups.shape[1])
+    scored = ~np.isnan(groups)
+    check_rewards(advantage_estimator, checked, groups, scored)
+    sizes = _token_counts(values.shape, lengths)
+    out = jax.jit(functools.partial(estimator, **checked))(
+        jnp.asarray(np.where(scored, groups, 0.0), jnp.float32),
+        scored=jnp.asarray(scored),
+        lengths=jnp.asarray(np.atleast_2d(sizes)),
+    )
+    if getattr(out, "shape", None) != groups.shape:
+        raise UserError(
+            f"advantage estimator '{advantage_estimator}' returned {jax.tree.map(jnp.shape, out)} for rewards of shape "
+            f"{list(groups.shape)} [groups, completions]; it must return one advantage per completion."
+        )
+    found = np.where(scored, np.asarray(out, np.float32), np.float32(0.0))
+    for group, sample in np.argwhere(~np.isfinite(found)):
+        raise UserError(
+            f"group {group}, completion {sample}: the advantage estimator '{advantage_estimator}' returned "
+            f"{found[group, sample]}; it must return finite numbers."
+        )
+    return found.reshape(values.shape)
+
+
+def _token_counts(shape: tuple[int, ...], lengths: Any) -> Int[np.ndarray, "..."]:
+    if lengths is None:
+        return np.ones(shape, np.int32)
+    try:
+        sizes = np.asarray(lengths)
+    except ValueError as error:
+        raise UserError(f"lengths: expected the shape of rewards, {list(shape)}, got {lengths!r}.") from error
+    if sizes.shape != shape:
+        raise UserError(f"lengths: expected the shape of rewards, {list(shape)}, got {list(sizes.shape)}.")
+    if not np.issubdtype(sizes.dtype, np.integer) or (sizes < 0).any():
+        raise UserError(f"lengths: expected whole numbers of tokens, at least 0, got {lengths!r}.")
+    return sizes.astype(np.int32)

@@ -1,0 +1,202 @@
+"""`tunix-like check-rewards`: what the reward functions of a config give to gold answers and to wrong ones.
+
+Knows rows, their `answer` column and reward functions. Does NOT know a model: nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tunix_like.config.schema import Config
+from tunix_like.data import load_source
+from tunix_like.data.source import DataSource
+from tunix_like.rewards.pool import close_pools
+from tunix_like.rewards.scoring import Scores
+from tunix_like.rollout.rollouts import score_completions, succeeds
+from tunix_like.runs.build import reward_functions
+from tunix_like.runtime import console
+from tunix_like.runtime.visible import visible
+from tunix_like.types import Problem
+
+ROWS = 256
+"""Training rows that are looked at: the first."""
+
+GOLD, OTHER = "gold answer", "another row's answer"
+NONSENSE = "I do not know."
+
+SAME = 0.1
+"""Share of rows where another row's answer may succeed: two rows may have the same right answer."""
+
+PRINTED = 20
+"""Lines that functions print and that are shown: the first."""
+
+
+class Tried(NamedTuple):
+    """What completions of one kind got."""
+
+    kind: str
+    texts: list[str]
+    scores: Scores
+
+
+def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, float]]:
+    """Scores completions of several kinds for the first training rows: each row's own `answer` (where all have one),
+    the next row's other answer, no text at all, the prompt itself, and a sentence. The weights of the functions come
+    last.
+
+    Raises:
+      UserError: what is wrong with the data or the functions, as `tunix-like train` would say.
+    """
+    source = load_source(config.data)
+    rewards = reward_functions(config, source)
+    problems = [_problem(number, source) for number in range(min(ROWS, len(source.train)))]
+    prompts = [problem.text for problem in problems]
+    kinds = {"no text": [""] * len(prompts), "the prompt again": prompts, f"'{NONSENSE}'": [NONSENSE] * len(prompts)}
+    answers = [str(problem.columns["answer"]) for problem in problems if isinstance(problem.columns.get("answer"), str)]
+    if len(answers) == len(problems):
+        others = [_other(answers, number) for number in range(len(answers))]
+        kinds = {GOLD: answers} | ({OTHER: others} if len(set(answers)) > 1 else {}) | kinds
+    with _few_lines():  # what workers print last comes when they end
+        try:
+            tried = [
+                Tried(kind, texts, score_completions(rewards, problems, texts, 1)) for kind, texts in kinds.items()
+            ]
+        finally:
+            close_pools(function for _, function, _ in rewards)
+    return problems, tried, {name: weight for name, _, weight in rewards}
+
+
+class _Few(io.TextIOBase):
+    """Passes on what is written, with `visible`, up to `PRINTED` lines, and counts them all."""
+
+    def __init__(self) -> None:
+        self.to, self.lines = sys.stderr, 0
+
+    def write(self, text: str) -> int:
+        for part in visible(text).splitlines(keepends=True):
+            if self.lines < PRINTED:
+                self.to.write(part)
+            self.lines += part.endswith("\n")
+        return len(text)
+
+
+@contextlib.contextmanager
+def _few_lines() -> Iterator[None]:
+    """What functions print, here or in workers, goes to standard error: the first lines and how many more there are."""
+    few = _Few()
+    try:
+        with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
+            yield
+    finally:
+        if few.lines > PRINTED:
+            print(f"({few.lines - PRINTED} more lines that the functions printed are not shown)", file=sys.stderr)
+
+
+def _problem(number: int, source: DataSource) -> Problem:
+    row: Mapping[str, Any] = source.train[number]
+    prompt = row["prompt"]
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # no tokenizer, no chat template
+    return Problem(number, text, [], {name: value for name, value in row.items() if name != "prompt"})
+
+
+def _other(answers: Sequence[str], number: int) -> str:
+    """The next answer that differs, the first following the last; the same where all are equal."""
+    following = (*answers[number + 1 :], *answers[:number])
+    return next((answer for answer in following if answer != answers[number]), answers[number])
+
+
+def print_report(config: Config) -> int:
+    """Prints the table and what is suspicious in it; returns 1 where something is, else 0."""
+    problems, tried, weights = try_rewards(config)
+    threshold = config.rewards.success_threshold
+    names = list(weights)
+    columns = ["completion", "mean reward", "succeed", "unscored", *(names if len(names) > 1 else [])]
+    console.table(
+        f"{len(problems)} training rows; a completion succeeds when its reward reaches {threshold:g}",
+        columns,
+        [_row(each, threshold, names if len(names) > 1 else []) for each in tried],
+    )
+    wrong = [line for each in tried for line in _suspicions(each, problems, threshold)] + _failures(tried)
+    if tried[0].kind != GOLD:
+        console.say(
+            "no column `answer` with a text in every row: no gold answer was tried. data.answer_template makes one out "
+            "of the row's columns."
+        )
+    if not any(_passed(each.scores, threshold).any() for each in tried):
+        wrong.append(f"nothing succeeds: no completion above reaches rewards.success_threshold={threshold:g}")
+    cheap = _cheap(tried, weights)
+    for line in wrong + cheap:
+        console.say(line)
+    if not wrong and not cheap:
+        console.say("nothing suspicious: gold answers succeed, the others do not")
+    return int(bool(wrong))
+
+
+def _failures(tried: Sequence[Tried]) -> list[str]:
+    """The first failure of each kind of completion; one that is the same but for prompt and completion once."""
+    found: dict[str, str] = {}
+    for each in tried:
+        if each.scores.first_failure is not None:
+            found.setdefault(each.scores.first_failure.rpartition("\nPrompt: ")[0], each.scores.first_failure)
+    return list(found.values())
+
+
+def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
+    """Of several functions those that give nonsense all that they give to anything. It may be meant: no error."""
+    lines = []
+    nonsense = next(each for each in tried if NONSENSE in each.kind)
+    for name, weight in weights.items() if len(weights) > 1 else ():
+        given = weight * np.concatenate([each.scores.by_function[name] for each in tried])
+        most = np.nanmax(given, initial=0)
+        rows = weight * nonsense.scores.by_function[name] >= most if most > 0 else np.zeros(1, bool)
+        if rows.any():
+            lines.append(
+                f"{nonsense.kind}: gets the full reward of {name} in {int(rows.sum())} of {len(rows)} rows; a model "
+                "can learn that instead of the task"
+            )
+    return lines
+
+
+def _row(each: Tried, threshold: float, names: Sequence[str]) -> list[str]:
+    scores = each.scores
+    means = [_mean(scores.total), f"{_passed(scores, threshold).mean():.1%}", f"{1 - scores.scored.mean():.1%}"]
+    return [each.kind, *means, *(_mean(scores.by_function[name]) for name in names)]
+
+
+def _mean(values: np.ndarray) -> str:
+    known = values[~np.isnan(values)]
+    return f"{known.mean():.3f}" if len(known) else "-"
+
+
+def _passed(scores: Scores, threshold: float) -> np.ndarray:
+    return scores.scored & succeeds(np.nan_to_num(scores.total, nan=-np.inf), threshold)
+
+
+def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> list[str]:
+    """What a user should look at, each with its first case."""
+    scores, gold = each.scores, each.kind == GOLD
+    found = [
+        (scores.timeouts | scores.errors, "the function failed or was late"),
+        (~scores.scored & ~scores.timeouts & ~scores.errors if gold else np.zeros(len(problems), bool), "not scored"),
+        (
+            scores.scored & ~_passed(scores, threshold) if gold else _passed(scores, threshold),
+            "fails" if gold else "succeeds",
+        ),
+    ]
+    lines = []
+    for rows, what in found:
+        if rows.mean() > (SAME if each.kind == OTHER and what == "succeeds" else 0):
+            first = int(np.flatnonzero(rows)[0])
+            total = scores.total[first]
+            lines.append(
+                f"{each.kind}: {what} in {int(rows.sum())} of {len(rows)} rows. The first, row {first + 1}: prompt "
+                f"{problems[first].text!r:.200}, completion {each.texts[first]!r:.200}, "
+                + ("no reward" if np.isnan(total) else f"reward {total:.3g}")
+            )
+    return lines

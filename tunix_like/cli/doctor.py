@@ -1,0 +1,161 @@
+"""What this machine has, what it lacks, and what to do about it.
+
+Knows package names, devices, memory and the Hugging Face cache. Does NOT know any model or run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib
+import importlib.metadata
+import itertools
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from tunix_like.runtime import console
+
+CORE = {
+    "jax": "jax",
+    "flax": "flax.nnx",
+    "optax": "optax",
+    "orbax-checkpoint": "orbax.checkpoint",
+    "grain": "grain",
+    "ml-collections": "ml_collections",
+    "numpy": "numpy",
+    "jaxtyping": "jaxtyping",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "jinja2": "jinja2",
+    "math-verify": "math_verify",
+    "pyyaml": "yaml",
+    "rich": "rich",
+    "matplotlib": "matplotlib",
+    "tensorboard": "tensorboard",
+}
+"""Every required package with the module it is imported as."""
+
+TESTED_JAX = ("0.10.2", "0.11.2", "0.12.0.1")
+"""The versions of jax that tests were run with (docs/contributing.md says how many), in their order."""
+
+HUB = ("huggingface_hub", "datasets")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+      name: what was looked at.
+      found: what was seen there.
+      advice: what to do; empty where nothing needs doing.
+      works: False where training cannot run without it.
+    """
+
+    name: str
+    found: str
+    advice: str = ""
+    works: bool = True
+
+
+def report() -> list[Check]:
+    """Looks at everything; never raises for what is missing."""
+    checks = [Check("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    checks += [_core(name, module) for name, module in CORE.items()]
+    if all(check.works for check in checks):
+        checks += _devices()
+    return [*checks, _host(), *(_extra(name) for name in HUB), _cache(os.environ)]
+
+
+def print_report() -> int:
+    """Prints the report as a table. Returns the exit status: 0 when the core works, else 1."""
+    checks = report()
+    console.table("tunix-like doctor", ("what", "found", "what to do"), [(c.name, c.found, c.advice) for c in checks])
+    return 0 if all(check.works for check in checks) else 1
+
+
+def _core(name: str, module: str) -> Check:
+    try:
+        importlib.import_module(module)
+        version = importlib.metadata.version(name)
+        return _jax(version) if name == "jax" else Check(name, version)
+    except Exception as error:  # a broken package can raise anything while it is imported
+        advice = f"pip install --upgrade '{name}'"
+        return Check(name, f"cannot be imported ({type(error).__name__}: {error})", advice, works=False)
+
+
+def _jax(version: str) -> Check:
+    """The version of jax beside those that were tested; advice where it is older, or of a later minor version."""
+    first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
+    found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
+    tested = first <= found and found[:2] <= last
+    advice = "" if tested else f"not tested; if something fails: pip install 'jax>={TESTED_JAX[0]},<{below}'"
+    return Check("jax", f"{version} (tested: {', '.join(TESTED_JAX)})", advice)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (0, 12, 0) of 0.12.0.dev1."""
+    parts = itertools.takewhile(str.isdigit, version.split("."))
+    return tuple(map(int, parts))
+
+
+def _extra(name: str) -> Check:
+    try:
+        return Check(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "not installed", "only to load models or data by hub id: pip install 'tunix-like[hub]'")
+
+
+def _devices() -> list[Check]:
+    """The devices jax sees, a tiny program on the first, and an accelerator that jax does not see."""
+    import jax  # only here: the report must also run where jax does not
+
+    try:
+        devices = jax.devices()
+        total = int(jax.jit(lambda x: (x * 2).sum())(jax.numpy.arange(4)))
+    except RuntimeError as error:
+        advice = "set JAX_PLATFORMS=cpu to go on without the accelerator, or reinstall the matching extra"
+        return [Check("devices", f"jax cannot start ({error})", advice, works=False)]
+    works = total == 12
+    checks = []
+    for device in devices:
+        memory = _memory(device.platform, device.memory_stats())
+        checks.append(Check(f"device {device.id}", f"{device.platform} {device.device_kind}, {memory}"))
+    checks.append(Check("a compiled program", "ran" if works else "gave a wrong result", works=works))
+    if jax.default_backend() == "cpu" and (advice := _unseen_accelerator()):
+        checks.append(Check("accelerator", "present, but jax does not see it", advice))
+    return checks
+
+
+def _memory(platform: str, stats: Mapping[str, int] | None) -> str:
+    if not stats or "bytes_limit" not in stats:
+        return "the host's memory" if platform == "cpu" else "memory unknown (the device does not say)"
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return f"{free / 2**30:.1f} of {stats['bytes_limit'] / 2**30:.1f} GiB free"
+
+
+def _unseen_accelerator() -> str:
+    if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi"):
+        return "pip install 'tunix-like[cuda13]' (or [cuda12] for an older driver), and unset JAX_PLATFORMS"
+    if glob.glob("/dev/accel*") or os.environ.get("TPU_NAME"):
+        return "pip install 'tunix-like[tpu]', and unset JAX_PLATFORMS"
+    return ""
+
+
+def _host() -> Check:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Check("host", f"{os.cpu_count()} cores, {memory:.1f} GiB of memory")
+
+
+def _cache(environment: Mapping[str, str]) -> Check:
+    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folder = Path(environment.get("HF_HUB_CACHE") or home / "hub")
+    models = len(list(folder.glob("models--*"))) if folder.is_dir() else 0
+    offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    advice = (
+        "" if offline or models else "no network? set HF_HUB_OFFLINE=1: a hub id then fails at once, without retries"
+    )
+    return Check("Hugging Face cache", f"{folder}: {models} models, {'offline' if offline else 'online'}", advice)

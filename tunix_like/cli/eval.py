@@ -1,0 +1,210 @@
+"""The command `eval`: a run or a model on its held-out problems, on the screen and in a file of one line a problem.
+
+It knows options, overrides and tables. What is measured is `evaluate`'s, how two are compared `eval_compare`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunix_like.errors import UserError
+from tunix_like.evaluation import compare as eval_compare
+from tunix_like.evaluation.evaluate import Evaluation, Evaluator
+from tunix_like.rewards import close_pools
+from tunix_like.runs.trained import Trained, evaluator_of, open_trained
+from tunix_like.runtime import console
+from tunix_like.runtime.processes import by_first
+
+SPLIT = "data.split="
+
+PRESETS = {
+    "greedy": ("eval.temperature=0", "eval.top_p=1", "eval.samples=1", "eval.k=null"),
+    "sampled": ("eval.temperature=1", "eval.top_p=1", "eval.samples=16", "eval.k=null"),
+}
+"""Ways to sample whatever the run's own config says, as overrides; those of the command line are stronger."""
+
+
+class Measured(NamedTuple):
+    """What was evaluated, on which split of its data, and what came of it."""
+
+    trained: Trained
+    split: str
+    evaluator: Evaluator
+    result: Evaluation
+
+
+def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
+    """Evaluates a run, a checkpoint or a model, prints the table and, with `out`, writes problems and summary.
+
+    Raises:
+      UserError: anything wrong with source, overrides or `out`, before a completion is sampled.
+    """
+    files = None if out is None else out_files(Path(out))
+    found = measured(source, overrides)
+    size, samples = len(found.evaluator.problems), found.evaluator.config.samples
+    number = console.problems(size, found.evaluator.skipped_prompts)
+    title = f"{found.trained.origin}: {number}, {console.samples_each(samples)}, with 95% intervals"
+    if files is not None:  # written before anything is printed, since a closed output ends the command
+        by_first(lambda: _write(files, problem_rows(found), summary_of(found)))
+    console.table(title, ["", "value"], list(console.evaluation_cells(found.result.metrics).items()))
+    if files is not None:
+        console.say(f"wrote every problem to {files[0]}, the summary to {files[1]}")
+
+
+def compare(a: str, b: str, overrides: Sequence[str]) -> None:
+    """Prints what B does better and worse than A on the same problems; each is a run, a model, or a file of `--out`.
+
+    Overrides hold for both that are evaluated here.
+
+    Raises:
+      UserError: as `evaluate`; a file that is none; overrides for files alone; problems that differ.
+    """
+    files = {name: Path(name) for name in (a, b) if Path(name).is_file() or name.endswith(".jsonl")}
+    if overrides and a in files and b in files:
+        raise UserError(f"--compare: {overrides[0]} changes nothing in files that are there already; leave it out.")
+    rows = {name: eval_compare.read_problems(file) for name, file in files.items()}
+    settings = {name: eval_compare.read_settings(_summary_file(file)) for name, file in files.items()}
+    for name in (a, b):
+        if name not in rows:
+            found_here = measured(name, overrides)
+            rows[name], settings[name] = problem_rows(found_here), summary_of(found_here)
+    eval_compare.check_same(rows[a], rows[b], (a, b))
+    found = eval_compare.differences(rows[a], rows[b], eval_compare.threshold_of(settings.values()))
+    if not found:
+        raise UserError(f"--compare: {a} and {b} have no metric in common; evaluate both with the same eval.k.")
+    console.say(f"A: {a}\nB: {b}")
+    for line in (
+        eval_compare.settings_line(settings[a], settings[b]),
+        eval_compare.skipped_line(settings[a], settings[b]),
+    ):
+        if line:
+            console.say(line)
+    title = f"{len(rows[a])} problems, paired, with 95% intervals"
+    console.table(title, ["", "A", "B", "B - A", "B better / worse"], eval_compare.cells(found))
+
+
+def measured(source: str, overrides: Sequence[str]) -> Measured:
+    """Opens what `source` names and evaluates it; `data.split=NAME` says on which rows, the held-out ones if unset."""
+    splits = [word.removeprefix(SPLIT) for word in overrides if word.startswith(SPLIT)]
+    others = [word for word in overrides if not word.startswith(SPLIT)]
+    trained = _with_fitting_k(open_trained(source, others, need_data=True), others)
+    data = trained.config.data
+    split = splits[-1] if splits else data.eval_split
+    on_training_rows = bool(splits) and split == data.split
+    if not on_training_rows:
+        data = dataclasses.replace(data, eval_split=split)
+        trained = trained._replace(config=dataclasses.replace(trained.config, data=data))
+    evaluator = evaluator_of(trained, on_training_rows)
+    try:
+        return Measured(trained, split, evaluator, evaluator(trained.params))
+    finally:
+        close_pools(function for _, function, _ in evaluator.rewards)
+
+
+def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
+    """Where `eval.samples` is given and `eval.k` is not, the run's own k beyond the samples are left out."""
+    names = {word.partition("=")[0] for word in overrides}
+    settings = trained.config.eval
+    beyond = [k for k in settings.k or () if k > settings.samples]
+    if not beyond or "eval.samples" not in names or "eval.k" in names:
+        return trained
+    kept = [k for k in settings.k or () if k <= settings.samples] or None
+    left_out = ", ".join(map(str, beyond))
+    console.say(f"eval.k of the run: {left_out} left out, beyond eval.samples={settings.samples}")
+    settings = dataclasses.replace(settings, k=kept)
+    return trained._replace(config=dataclasses.replace(trained.config, eval=settings))
+
+
+def problem_rows(found: Measured) -> list[dict[str, Any]]:
+    """What is known of each problem, as plain values: null is a reward, a success or a value that is not known."""
+    rows, result = [], found.result
+    for i, problem in enumerate(found.evaluator.problems):
+        rewards, answers = result.rewards[i].tolist(), result.answers[i]
+        row: dict[str, Any] = {"problem": problem.number, "prompt": problem.text, "columns": dict(problem.columns)}
+        row |= {"completions": result.texts[i], "rewards": [_known(reward) for reward in rewards]}
+        row["succeeded"] = [
+            None if reward is None else bool(yes)
+            for reward, yes in zip(row["rewards"], result.succeeded[i], strict=True)
+        ]
+        if answers is not None:
+            row["answers"] = [None if answer is None else str(answer) for answer in answers]
+        rows.append(row | {"values": {name: _known(float(each[i])) for name, each in result.values.items()}})
+    return rows
+
+
+def summary_of(found: Measured) -> dict[str, Any]:
+    """What was evaluated and how, and every metric; `eval/<name>/low` and `/high` are the ends of its interval."""
+    settings, config = found.evaluator.config, found.trained.config
+    metrics: dict[str, Any] = {}
+    for key, value in found.result.metrics.items():
+        name = key.removeprefix("eval/")
+        end = next((end for end in ("low", "high") if name.startswith(f"{end}/")), None)
+        metrics[key if end is None else f"eval/{name.removeprefix(f'{end}/')}/{end}"] = _known(value)
+    return {
+        "origin": found.trained.origin,
+        "data": config.data.name,
+        "split": found.split,
+        "problems": len(found.evaluator.problems),
+        "skipped_prompts": found.evaluator.skipped_prompts,
+        "samples": settings.samples,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "seed": config.training.seed,
+        "success_threshold": found.evaluator.success_threshold,
+        "metrics": metrics,
+    }
+
+
+def out_files(file: Path) -> tuple[Path, Path]:
+    """The file of the problems and, beside it, that of the summary.
+
+    Raises:
+      UserError: a name that does not end in .jsonl, a file that is there already, or a folder that cannot be written.
+    """
+    if file.suffix != ".jsonl":
+        raise UserError(f"--out {file}: one line of JSON a problem; give a name that ends in .jsonl.")
+    files = file, _summary_file(file)
+    for each in files:
+        if each.exists():
+            raise UserError(f"--out {file}: {each} is there already; give another name, or delete it.")
+    parent = next(folder for folder in file.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--out {file}: {parent} is no folder that can be written to; give another place.")
+    return files
+
+
+def _summary_file(file: Path) -> Path:
+    return file.with_suffix(".summary.json")
+
+
+def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
+    """Writes both files, whole, or none; columns of kinds that JSON does not know are written as their text.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
+    lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    texts = lines, json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+    parts = [file.with_name(f"{file.name}.part") for file in files]
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for part, text in zip(parts, texts, strict=True):
+            part.write_text(text, encoding="utf-8")
+        for part, file in zip(parts, files, strict=True):
+            part.replace(file)
+    except OSError as error:
+        raise UserError(f"--out {files[0]}: cannot be written: {error.strerror or error}.") from error
+    finally:
+        for part in parts:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value

@@ -1,0 +1,43 @@
+"""`tunix-like init`: the files that a new run starts from.
+
+Knows where the templates are and what they call the run. Does NOT know any key of a configuration.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+from pathlib import Path
+
+from tunix_like.errors import UserError
+
+KINDS = ("own", "gsm8k", "maze")
+"""What a run may start from: data of one's own, GSM8K, or generated mazes."""
+
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+_SUMS = [(7, 5), (12, 9), (30, 14), (8, 8), (21, 17), (40, 2), (13, 13), (6, 19), (25, 4), (11, 22), (9, 33), (50, 16)]
+
+
+def write_start(name: str, kind: str, folder: Path) -> list[Path]:
+    """Writes `name.yaml` and `name_rewards.py` into `folder`, and for data of one's own `name.jsonl` with a few rows to
+    be replaced. Returns the files.
+
+    Raises:
+      UserError: a name that is none for files and functions, or a file that is there already; nothing is written then.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"init {name!r}: give a name of letters, digits, _ and -, which files and the run are called by."
+        )
+    starts = importlib.resources.files("tunix_like.cli") / "starts"
+    texts = {f"{name}.yaml": starts / f"{kind}.yaml", f"{name}_rewards.py": starts / f"{kind}.py.txt"}
+    files = {folder / file: place.read_text(encoding="utf-8").replace("NAME", name) for file, place in texts.items()}
+    if kind == "own":
+        rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _SUMS]
+        files[folder / f"{name}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
+    if there := [str(file) for file in files if file.exists()]:
+        raise UserError(f"{', '.join(there)}: there already, and kept as it is; choose another name, or move it away.")
+    for file, text in files.items():
+        file.write_text(text, encoding="utf-8")
+    return list(files)

@@ -1,0 +1,319 @@
+"""A run's programs, compiled for devices that are not here: what they hold and compute.
+
+The update, the prefill and the decoding steps are lowered from shapes alone, for as many devices of the CPU backend as
+the run is to have, laid out as in the run. Nothing of the model's size is made, and neither data nor weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix_like.algorithms.objective import Objective, build_objective
+from tunix_like.config.schema import Config, OptimizerConfig
+from tunix_like.data import load_source, source_estimators
+from tunix_like.errors import UserError, nearest
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import load_abstract
+from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.operations import forward_operations, update_operations
+from tunix_like.models.sharding import (
+    build_mesh,
+    check_model,
+    param_shapes,
+    prompt_parts,
+    replicated_shapes,
+    scope,
+    shardings_of,
+    slot_shapes,
+)
+from tunix_like.rollout import decoding
+from tunix_like.rollout.logits import SamplingParams
+from tunix_like.rollout.sampler import slot_shape
+from tunix_like.runs.build import check_batches, check_config, describe_model, named_model, updates_per_batch
+from tunix_like.runtime import console
+from tunix_like.training.arguments import forward_options
+from tunix_like.training.forward import place_packed
+from tunix_like.training.memory import Phase, amount
+from tunix_like.training.optimizer import build_optimizer, state_shapes
+from tunix_like.training.packing import choose_layout, pack
+from tunix_like.training.sizes import Device, Foreseen, device_memory, foresee
+from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
+from tunix_like.types import GroupBatch
+
+KINDS = {
+    "v5e": Device("tpu", 16 * 10**9),
+    "v6e": Device("tpu", 32 * 10**9),
+    "a100": Device("gpu", 80 * 10**9),
+    "h100": Device("gpu", 80 * 10**9),
+    "h200": Device("gpu", 141 * 10**9),
+}
+"""Backend and memory of one device, from the makers' data sheets."""
+
+MOST_DEVICES = 512
+"""More fake devices than this are refused: each has threads of its own."""
+
+KERNELS = ("cudnn", "splash")
+"""Ways to attend that the CPU backend has no program for; blocks stand for them."""
+
+
+def parse_devices(text: str) -> tuple[Device | None, int]:
+    """`v5e-8`, `8xh100` or `8` as kind and number; of a bare number the kind is None: devices of this host.
+
+    Raises:
+      UserError: neither of the three, an unknown kind, or a number out of range.
+    """
+    found = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
+    if found is None:
+        raise UserError(f"--devices: expected KIND-N, NxKIND or N (v5e-8, 8xh100, 8), got '{text}'.")
+    kind, number = found["kind"] or found["other"], int(found["last"] or found["first"])
+    if kind is not None and kind not in KINDS:
+        raise UserError(f"--devices: unknown kind '{kind}'. {nearest(kind, KINDS)}")
+    if not 1 <= number <= MOST_DEVICES:
+        raise UserError(f"--devices: {number} devices; give a number from 1 to {MOST_DEVICES}.")
+    return (None if kind is None else KINDS[kind]), number
+
+
+def pretend(number: int) -> None:
+    """Makes the CPU backend stand for so many devices. jax must not have started it yet.
+
+    Raises:
+      UserError: it has, with another number.
+    """
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:  # the backend runs already, perhaps with this very number
+        pass
+    if len(jax.devices()) != number:
+        raise UserError(f"--devices: jax runs with {len(jax.devices())} devices already; {number} need a new process.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What was compiled. Bytes and `flops` are one device's, `operations` those of a whole step on all devices.
+
+    Attributes:
+      arguments: bytes of all inputs.
+      temporaries: bytes of the buffers that XLA assigns, and of results that take no input's place.
+      flops: as XLA counts: the body of a loop once, however often it runs.
+      operations: multiplications and additions that the step cannot do without, on completions of full length.
+      foreseen: the worst moment by `memory.py`, on the device that the run is meant for.
+      seconds: to compile, on this machine.
+    """
+
+    name: str
+    arguments: int
+    temporaries: int
+    flops: float
+    operations: float
+    foreseen: Phase | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A config on devices that are not here."""
+
+    config: Config
+    device: Device
+    model: Decoder
+    mesh: Mesh | None
+    foreseen: Foreseen
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.config.rollout.max_prompt_length, self.config.rollout.max_tokens_to_generate
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Prompts of a step, and completions of each."""
+        return self.config.data.batch_size, self.config.algorithm.num_generations
+
+    @functools.cached_property
+    def split(self) -> tuple[Any, Any]:
+        """The graph, and the parameters' shapes where they lie."""
+        graphdef, state = nnx.split(self.model)
+        return graphdef, param_shapes(nnx.to_pure_dict(state), self.mesh)
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a step's prompts and completions, all of full length."""
+        (prompts, group), (width, steps) = self.group, self.widths
+        return np.full(prompts, width), np.full((prompts, group), steps)
+
+    def phase(self, *names: str) -> Phase:
+        """The worst of the foreseen phases of these names."""
+        return max((phase for phase in self.foreseen.phases if phase.name in names), key=lambda phase: phase.bytes)
+
+
+def make_plan(config: Config, kind: Device | None) -> Plan:
+    """Resolves a config and describes its model for all devices there are.
+
+    Raises:
+      UserError: a wrong key, no config.json, or a mesh that does not fit devices or parameters.
+    """
+    config, _ = check_config(config)
+    section, device = config.model, kind or Device("cpu", device_memory())
+    incomplete = section.path is None and "vocab_size" not in (section.config or {})
+    what = named_model(section, load_source(config.data).tokenizer if incomplete else None)
+    dtype = section.dtype or ("float32" if kind is None else "bfloat16")
+    attention = "blocked" if section.attention in KERNELS else section.attention
+    kinds: dict[str, Any] = {
+        "dtype": jnp.dtype(dtype),
+        "param_dtype": jnp.dtype(section.param_dtype),
+        "quantize": section.quantize,
+    }
+    model, _, _ = load_abstract(what, init=section.init, attention=attention, **kinds)
+    model = model if config.lora.rank is None else add_lora(model, config.lora)
+    mesh = build_mesh(config.mesh)
+    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
+    check_batches(config, mesh)
+    return Plan(config, device, model, mesh, foresee(config, model, mesh, slot_shape, device=device, refuse=False))
+
+
+def compile_update(plan: Plan) -> Program:
+    """One optimizer update, as `training/updates.py` makes it."""
+    config, graphdef = plan.config, plan.split[0]
+    params, frozen = split_params(plan.split[1])
+    own = source_estimators(config.data, config.algorithm)
+    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
+    training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
+    optimizer = training.actor_optimizer or OptimizerConfig()
+    if isinstance(optimizer, OptimizerConfig):
+        optimizer = build_optimizer(optimizer, training.max_steps or 1)
+    state = TrainState(params, state_shapes(optimizer, params))
+    options = forward_options(config.rollout, training, config.algorithm)
+    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh)))
+    lower = functools.partial(step.lower, state, _step_inputs(plan, objective), frozen)
+    done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
+    operations = done * config.algorithm.num_iterations
+    with scope(plan.mesh):
+        return _compiled("update", lower, operations, plan.phase("update", "optimizer"))[0]
+
+
+def _step_inputs(plan: Plan, objective: Objective) -> StepInputs:
+    config, (prompts, group), (width, steps) = plan.config, plan.group, plan.widths
+    most = min(config.training.mini_batch_size or prompts, prompts)
+    layout = choose_layout(group, most, plan.widths, plan.foreseen.micro_batch, prompt_parts(plan.mesh))
+    lengths, first = np.full((prompts, group), steps, np.int32), np.zeros((prompts, group), bool)
+    first[:most] = True
+    packed = place_packed(pack(lengths, first, steps, layout, most), plan.mesh)  # places of completions: they are few
+
+    def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(axes, dtype)
+
+    floats = shape(prompts, group, steps, dtype=jnp.float32)
+    batch = GroupBatch(
+        prompt_tokens=shape(prompts, width),
+        prompt_lengths=shape(prompts),
+        completion_tokens=shape(prompts, group, steps),
+        completion_lengths=shape(prompts, group),
+        rollout_logprobs=floats,
+        rewards=shape(prompts, group, dtype=jnp.float32),
+        scored=shape(prompts, group, dtype=jnp.bool_),
+        trained=shape(prompts, group, dtype=jnp.bool_),
+        estimator_ids=shape(prompts),
+        token_mask=shape(prompts, group, steps, dtype=jnp.bool_),
+    )
+    old = floats if updates_per_batch(config) > 1 else None
+    ref = floats if objective.reference_in_loss else None
+    batch, in_update, old, ref = replicated_shapes((batch, shape(prompts, dtype=jnp.bool_), old, ref), plan.mesh)
+    return StepInputs(batch, in_update, packed, old, ref)
+
+
+def compile_sampling(plan: Plan) -> list[Program]:
+    """Prefill and decoding, as `rollout/sampler.py` calls them: all rows at work, the cache at its full room."""
+    (graphdef, params), (prompts, group), (width, steps) = plan.split, plan.group, plan.widths
+    rollout, phase = plan.config.rollout, plan.phase("rollout")
+    slots, size = slot_shape(prompts, group, plan.foreseen.rows, width, steps)
+    inputs = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
+    lower = functools.partial(decoding.prefill.lower, graphdef, params, *slot_shapes(inputs, plan.mesh))
+    first = np.ones((prompts, 1), np.int32)  # a prompt predicts one token
+    operations = forward_operations(plan.model.config, np.full(prompts, width), first)
+    with scope(plan.mesh):
+        prefill, made = _compiled("prefill", lower, operations, None)
+    made = slot_shapes(made, plan.mesh)
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[-1]
+    empty = functools.partial(decoding.empty_rows, size=size, max_tokens=steps, room=steps, key_words=words)
+    rows = slot_shapes(jax.eval_shape(empty, made), plan.mesh)
+    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+    ends = tuple(rollout.eos_tokens or (0,))
+    lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
+    with scope(plan.mesh):
+        decode = forward_operations(plan.model.config, *plan.lengths) - operations
+        return [prefill, _compiled("decode", lower, decode, phase)[0]]
+
+
+def _compiled(name: str, lower: Callable[[], Any], operations: float, foreseen: Phase | None) -> tuple[Program, Any]:
+    """A program, and its results as shapes where they lie."""
+    start = time.perf_counter()
+    lowered = lower()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    found, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    own = found.temp_size_in_bytes + max(0, found.output_size_in_bytes - found.alias_size_in_bytes)
+    flops = float(costs.get("flops", float("nan")))
+    program = Program(name, found.argument_size_in_bytes, own, flops, operations, foreseen, seconds)
+    made = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+    return program, made
+
+
+def print_report(config: Config, devices: str) -> int:
+    """Compiles a config's programs for `devices` and prints what they hold. Returns the exit status, 0.
+
+    Raises:
+      UserError: as `parse_devices`, `pretend` and `make_plan`.
+    """
+    kind, number = parse_devices(devices)
+    pretend(number)
+    plan = make_plan(config, kind)
+    mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
+    console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} a device; {plan.model.dtype} matrix products")
+    console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
+    for name, value in plan.foreseen.lines():
+        console.say(f"{name:>10}: {value}")
+    console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")
+    programs = [compile_update(plan), *compile_sampling(plan)]
+    console.table("compiled, per device", ("", *(program.name for program in programs)), _rows(programs, number))
+    for line in NOTES:
+        console.say(line)
+    return 0
+
+
+NOTES = (
+    "temporaries: of the CPU backend, which computes bfloat16 through float32 and takes recomputation apart: an upper "
+    "bound for TPU and GPU",
+    "FLOPs by XLA: a loop's body counts once, however often it runs; the step's are by arithmetic, for completions of "
+    "full length, on all devices together",
+)
+
+
+def _rows(programs: list[Program], number: int) -> list[tuple[str, ...]]:
+    def row(name: str, cell: Callable[[Program], str]) -> tuple[str, ...]:
+        return (name, *map(cell, programs))
+
+    return [
+        row("arguments", lambda p: amount(p.arguments)),
+        row("temporaries", lambda p: amount(p.temporaries)),
+        row("together", lambda p: amount(p.arguments + p.temporaries)),
+        row("foreseen (memory.py)", lambda p: "-" if p.foreseen is None else amount(p.foreseen.bytes)),
+        row("FLOPs by XLA", lambda p: f"{p.flops:.3g}"),
+        row("FLOPs of a step", lambda p: f"{p.operations:.3g}"),
+        row("a step, per device", lambda p: f"{p.operations / number:.3g}"),
+        row("seconds to compile", lambda p: f"{p.seconds:.1f}"),
+    ]

@@ -1,0 +1,1 @@
+"""Configuration: the keys, YAML files and overrides, the reference pages."""

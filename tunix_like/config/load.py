@@ -1,0 +1,458 @@
+"""YAML and `key=value` overrides in, a frozen `Config` out; and back again.
+
+Knows the shape of a YAML file, the types that the dataclasses declare and how to name a mistake. Does NOT know what any
+key means, whether two keys agree (the learner's job), or any of jax.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from ml_collections import ConfigDict, config_dict
+
+from tunix_like.config.schema import Config
+from tunix_like.errors import UserError
+from tunix_like.runtime.input_files import file_problem
+
+_NAMES = {str: "string", int: "integer", float: "number", bool: "true/false", dict: "mapping", list: "list"}
+_BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
+
+
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The defaults, then the YAML file at `path` (None: no file), then `a.b=value` overrides, the later the stronger.
+
+    Raises:
+      UserError: a missing or unparsable file, an unknown key, a value of the wrong type or out of its range, an
+        override that is not `key=value`. The message names the file, the key with its full path, and what would do.
+    """
+    leaves = dict(_leaves(Config))
+    tree = ConfigDict(_defaults(Config()))
+    tree.lock()
+    if path is not None:
+        for name, value in _flatten(_read(Path(path)), leaves, f"{path}: "):
+            _assign(tree, name, _converted(value, leaves[name], f"{path}: {name}"))
+    for override in overrides:
+        _override(tree, override, leaves)
+    return typing.cast(Config, _build(Config, tree.to_dict(), ""))
+
+
+def read_section(cls: type, values: Mapping[str, Any], path: str) -> Any:
+    """A config dataclass from some of its keys, checked as those of a file are: for a mapping inside a list.
+
+    Args:
+      values: its keys, all of them known.
+      path: where the mapping stands, for the messages.
+
+    Raises:
+      UserError: a value of the wrong type or out of its range, named with `path`.
+    """
+    hints = _hints(cls)
+    return _build(cls, {name: _converted(value, hints[name], f"{path}.{name}") for name, value in values.items()}, path)
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """A config (or one of its sections) as plain dicts, lists and scalars, without the keys only Python can set."""
+    result = {}
+    for field in _fields(type(config)):
+        value = getattr(config, field.name)
+        result[field.name] = as_dict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+    return result
+
+
+def save(config: Config, path: str | Path) -> None:
+    """Writes every key to a YAML file; `load` of that file gives an equal config.
+
+    A file that says the same already is left alone, any other replaced in one move: a kill leaves the old or the new.
+    """
+    path = Path(path)
+    data = yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False).encode()
+    if path.is_file() and path.read_bytes() == data:
+        return
+    temporary = temporary_of(path)
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def temporary_of(path: Path) -> Path:
+    """Where `save` writes before it replaces the file; a killed process may leave it behind."""
+    return path.with_name(f"{path.name}.tmp")
+
+
+def read_yaml(path: str | Path) -> Mapping[Any, Any]:
+    """The keys of a file that `save` wrote, read as `load` reads them, unchecked.
+
+    Raises:
+      UserError: the file cannot be read, is not such YAML, or holds no key.
+    """
+    cure = "A run writes this file itself: put a copy of it back, or use another folder."
+    try:
+        values = _read(Path(path))
+    except UserError as error:
+        raise UserError(f"{error} {cure}") from None
+    if not values:
+        raise UserError(f"{path}: this file is empty. {cure}")
+    return values
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The dotted keys in which two `as_dict` results differ, each as `key: value in a -> value in b`."""
+    left, right = dict(flat(a)), dict(flat(b))
+    return [
+        f"{name}: {left.get(name, '(absent)')!r} -> {right.get(name, '(absent)')!r}"
+        for name in [*left, *(name for name in right if name not in left)]
+        if name not in left or name not in right or left[name] != right[name]
+    ]
+
+
+class Key(NamedTuple):
+    """A key as its documentation shows it: its dotted name, default (as YAML), meaning, and which values it takes."""
+
+    name: str
+    default: str
+    doc: str
+    rule: str
+
+
+def keys(section: Any = None, path: str = "") -> Iterator[Key]:
+    """Every key of a config section (None: of all), in the order they are declared in."""
+    section = Config() if section is None else section
+    hints = _hints(type(section))
+    for field in _fields(type(section)):
+        value, name = getattr(section, field.name), f"{path}.{field.name}".lstrip(".")
+        if dataclasses.is_dataclass(value):
+            yield from keys(value, name)
+            continue
+        text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+        yield Key(name, text, field.metadata["doc"], _rule(field, hints[field.name]))
+
+
+def _fields(cls: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if not field.metadata.get("python_only")]
+
+
+def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names of all keys with their declared types."""
+    hints = _hints(cls)
+    for field in _fields(cls):
+        hint, name = hints[field.name], prefix + field.name
+        if dataclasses.is_dataclass(hint):
+            yield from _leaves(typing.cast(type, hint), f"{name}.")
+        else:
+            yield name, hint
+
+
+def _is_section(name: str, leaves: Mapping[str, Any]) -> bool:
+    return any(leaf.startswith(f"{name}.") for leaf in leaves)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union without None; a plain type is its own only alternative."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return tuple(option for option in typing.get_args(hint) if option is not types.NoneType)
+    return (hint,)
+
+
+def _describe(hint: Any) -> str:
+    """A declared type in words: 'list of integers or null'."""
+    names = [_NAMES[typing.get_origin(option) or option] for option in _options(hint)]
+    for index, option in enumerate(_options(hint)):
+        if typing.get_origin(option) is list:
+            item = typing.get_args(option)[0]
+            names[index] += f" of {_NAMES[typing.get_origin(item) or item]}s"
+    return " or ".join(names + (["null"] if _optional(hint) else []))
+
+
+def _optional(hint: Any) -> bool:
+    return types.NoneType in typing.get_args(hint)
+
+
+def _defaults(section: Any) -> dict[str, Any]:
+    """The default tree. A leaf of one plain type keeps it; any other becomes a reference that takes what we checked."""
+    hints, result = _hints(type(section)), {}
+    for field in _fields(type(section)):
+        value, hint = getattr(section, field.name), hints[field.name]
+        if dataclasses.is_dataclass(value):
+            result[field.name] = _defaults(value)
+        elif hint in (str, int, float, bool):
+            result[field.name] = value
+        else:
+            result[field.name] = config_dict.FieldReference(copy.deepcopy(value), field_type=object)
+    return result
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
+    """The frozen dataclass of a checked tree; range errors name the full path of a nested section's key."""
+    hints, arguments = _hints(cls), {}
+    for name, value in values.items():
+        nested = dataclasses.is_dataclass(hints[name])
+        arguments[name] = _build(hints[name], value, f"{path}.{name}".lstrip(".")) if nested else value
+    try:
+        return cls(**arguments)
+    except UserError as error:
+        own = getattr(cls, "section", "")
+        raise UserError(path + str(error).removeprefix(own)) from None
+
+
+def _converted(value: Any, hint: Any, name: str) -> Any:
+    """`value` as the declared type, or a `UserError` that names the key, the value and the type."""
+    if value is None and _optional(hint):
+        return None
+    for option in _options(hint):
+        try:
+            return _fit(value, option)
+        except TypeError:
+            continue
+    shown = "null" if value is None else f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
+    meaning = next((f" ({key.doc})" for key in keys() if name.endswith(key.name)), "")
+    raise UserError(f"{name}: got {shown}; expected: {_describe(hint)}{meaning}.")
+
+
+def _fit(value: Any, hint: Any) -> Any:
+    """Raises TypeError where `value` is not a `hint` (a plain type, list[...] or dict[...])."""
+    origin = typing.get_origin(hint) or hint
+    if origin is float:
+        return _number(value)
+    if not isinstance(value, origin) or (isinstance(value, bool) and origin is not bool):
+        raise TypeError
+    if origin is list:
+        return [_fit(item, typing.get_args(hint)[0]) for item in value]
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise TypeError from None
+    if not math.isfinite(number):
+        raise TypeError
+    return number
+
+
+def _flatten(
+    values: Mapping[Any, Any], leaves: Mapping[str, Any], source: str, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a file with their values; an unknown key or a section that is no mapping is an error."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if "." in str(key):
+            raise UserError(
+                f"{source}'{name}': dotted keys are for the command line; write the section, then its keys."
+            )
+        if name in leaves:
+            yield name, value
+        elif not _is_section(name, leaves):
+            raise UserError(f"{source}unknown key '{name}'. {_hint(name, leaves)}")
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, leaves, source, f"{name}.")
+        elif value is not None:  # a section whose keys are all commented out reads as null
+            colon = re.fullmatch(r"(\w+):(\S+)", value) if isinstance(value, str) else None
+            hint = f" (a space must follow the colon: '{colon[1]}: {colon[2]}')" if colon else ""
+            raise UserError(f"{source}{name}: got {value!r}; it is a section: write its keys below it, indented{hint}.")
+
+
+def _hint(name: str, leaves: Mapping[str, Any]) -> str:
+    """The nearest valid keys: a near miss in the same section, else the same name elsewhere, else anything close."""
+    section, _, last = name.rpartition(".")
+    here = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
+    sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
+    near = [f"{section}.{key}" for key in difflib.get_close_matches(last, here, n=1)]
+    if not here:  # a section misspelt: `trainng.max_steps` is not `sft.max_steps`
+        meant = (f"{each}.{last}" for each in difflib.get_close_matches(section, sections, n=3))
+        near = [name for name in meant if name in leaves][:1]
+    near = near or [leaf for leaf in leaves if leaf.endswith(f".{last}")]
+    near = near or difflib.get_close_matches(name, [*leaves, *sections], n=1)
+    hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return f"{hint}Keys of {section}: {', '.join(here)}." if here else f"{hint}Sections: {', '.join(sections)}."
+
+
+def _override(tree: ConfigDict, override: str, leaves: Mapping[str, Any]) -> None:
+    name, equals, text = override.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise UserError(f"override '{override}': write it as section.key=value.")
+    free = next((leaf for leaf, hint in leaves.items() if name.startswith(f"{leaf}.") and _is_free(hint)), None)
+    if free is not None:
+        return _assign_inside(tree, free, name.removeprefix(f"{free}."), _parse(text, name))
+    if name not in leaves:
+        if _is_section(name, leaves):
+            example = next(leaf for leaf in leaves if leaf.startswith(f"{name}."))
+            raise UserError(f"override '{override}': {name} is a section; set its keys one by one, as {example}=value.")
+        raise UserError(f"override '{override}': unknown key '{name}'. {_hint(name, leaves)}")
+    hint = leaves[name]
+    value = _text(text) if _options(hint) == (str,) else _parse(text, name)
+    _assign(tree, name, _converted(value, hint, name))
+
+
+def _is_free(hint: Any) -> bool:
+    return any(typing.get_origin(option) is dict for option in _options(hint))
+
+
+def _assign(tree: ConfigDict, name: str, value: Any) -> None:
+    section, _, last = name.rpartition(".")
+    for part in section.split("."):
+        tree = tree[part]
+    tree[last] = value
+
+
+def _assign_inside(tree: ConfigDict, free: str, rest: str, value: Any) -> None:
+    """Sets one key, at any depth, of a free mapping such as `model.config`; absent mappings on the way are made."""
+    whole: Any = tree.to_dict()
+    for part in free.split("."):
+        whole = whole[part]
+    whole = copy.deepcopy(whole) or {}
+    *parents, last = rest.split(".")
+    inner, seen = whole, free
+    for part in parents:
+        inner, seen = inner.setdefault(part, {}), f"{seen}.{part}"
+        if not isinstance(inner, dict):
+            raise UserError(f"{free}.{rest}: {seen} holds {inner!r}, which has no keys; set {seen} as a whole.")
+    inner[last] = value
+    _assign(tree, free, whole)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings with their dotted names; an empty mapping is a leaf."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text. A key given twice raises, and
+    so do aliases, which nest without end and grow without measure, tags, and `{a:1}`, which YAML reads as a key 'a:1'
+    without a value."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        mark = typing.cast(Any, event).start_mark
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"'*{event.anchor}' is an alias; write the value out (text that begins with * needs quotes)"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if getattr(event, "tag", None) is not None:
+            problem = "a tag (!...) is not taken; write a plain value (text that begins with ! needs quotes)"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        if node.flow_style:
+            for key, value in node.value:
+                _check_colon(key, value)
+        return super().construct_mapping(node, deep)
+
+
+def _check_colon(key: yaml.Node, value: yaml.Node) -> None:
+    """Raises `MarkedYAMLError` for an entry of a mapping in braces that was written `name:value` or `name=value`."""
+    plain = isinstance(key, yaml.ScalarNode) and key.style is None
+    entry = re.fullmatch(r"([^:=]+)[:=](.+)", key.value) if plain else None
+    if entry is not None and isinstance(value, yaml.ScalarNode) and value.value == "":
+        problem = (
+            f"'{{{key.value}}}' is read as a name without a value; write {{{entry[1]}: {entry[2]}}}, with a space "
+            "after the colon (text in braces needs quotes)"
+        )
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that `_Loader` would read as numbers."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$"
+    ),
+}
+
+
+def _use_numbers(resolver: Any) -> None:
+    replaced = {*_NUMBERS, "tag:yaml.org,2002:timestamp"}
+    resolver.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in rules if tag not in replaced]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in _NUMBERS.items():
+        resolver.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
+
+
+_use_numbers(_Loader)
+_use_numbers(_Dumper)
+
+
+def _read(path: Path) -> Mapping[Any, Any]:
+    if problem := file_problem(path):
+        raise UserError(f"{path}: cannot read this config file (it {problem}); name a YAML file.")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # _Loader is a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path}{_problem(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; a config file has sections, and their keys.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path}: a config file is a mapping of sections, but this one holds a {_NAMES[type(values)]}.")
+    return values
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f", line {error.problem_mark.line + 1}: {error.problem}."
+    return f": this is not YAML text in UTF-8 ({error})."
+
+
+def _parse(text: str, name: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        problem = getattr(error, "problem", None) or error
+        if type(error) is yaml.MarkedYAMLError:  # raised by `_Loader`, whose messages say what to write
+            raise UserError(f"override {name}={text}: {problem}.") from None
+        raise UserError(f"override {name}={text}: the value is not YAML ({problem}); quote it.") from None
+    except RecursionError:
+        raise UserError(f"override {name}={text:.40}...: nested too deeply.") from None
+
+
+def _text(text: str) -> str | None:
+    """The value of a key that holds text: as typed, so that '{question}' needs no quotes; null and YAML quotes work."""
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    return value if value is None or isinstance(value, str) else text
+
+
+def _rule(field: dataclasses.Field[Any], hint: Any) -> str:
+    rule = field.metadata
+    bounds = [f"{words} {rule[key]}" for key, words in _BOUNDS.items() if rule[key] is not None]
+    if rule["choices"] is not None:
+        number = [f"or {_describe(_options(hint)[0])}", *bounds] if bounds else []
+        return ", ".join([*rule["choices"], *number, *(["null"] if _optional(hint) else [])])
+    return ", ".join([_describe(hint), *bounds])

@@ -1,0 +1,441 @@
+"""Every key a user can set: its name, type, default, allowed values and one line of documentation.
+
+The dataclasses below are the only home of a default. `base_config.yaml` is generated from them and a YAML file is read
+into them (`config_file.py`). `None` means "unset": the value then comes from the place the comment names. This module
+knows no jax and no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tunix_like.errors import UserError, nearest
+
+LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum", "sequence-mean-token-scale")
+ATTENTIONS = ("auto", "plain", "blocked", "cudnn", "splash")
+KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
+QUANTIZATIONS = ("int8", "nf4")
+LARGEST_INT = 2**31 - 1
+SMALLEST_FLOAT, LARGEST_FLOAT = 1.1754944e-38, 3.4028235e38
+LOGGERS = ("tensorboard", "wandb", "trackio")
+OVERLONG = ("skip", "error")
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def key(
+    default: Any = None,
+    *,
+    doc: str,
+    choices: Sequence[str] | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    blank: bool = False,
+    python_only: bool = False,
+) -> Any:
+    """A dataclass field that carries its documentation and its allowed range (`at_least <= value`, `above < value <
+    below`; a text that may be `blank`)."""
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+        "below": below,
+        "blank": blank,
+        "python_only": python_only,
+    }
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def number_problem(value: Any) -> str | None:
+    """What is wrong with a number that a program could not hold, or None: int32 and float32 are the widest there."""
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return f"whole numbers reach from -{LARGEST_INT} to {LARGEST_INT}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "give a finite number"
+    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
+        return f"in float32 it would be {'no number' if abs(value) > 1 else '0'}"
+    return None
+
+
+def _text_problem(text: str) -> str | None:
+    """What is wrong with a text that neither a file's name nor a UTF-8 file can hold, or None."""
+    if "\0" in text:
+        return "it holds a NUL character, which no file's name can; take it out"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # what Python makes of an argument in another encoding than UTF-8
+        return "it holds half of a character (a lone surrogate); write it in UTF-8"
+    return None
+
+
+def shortened(value: Any) -> str:
+    """`repr(value)` for a message, cut where it is long; Python itself refuses to write integers of 4300 digits."""
+    if isinstance(value, int) and abs(value) > 10**60:
+        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def check_ranges(section: Any, path: str) -> None:
+    """Raises `UserError` naming `path.key` for the first value of a config dataclass outside its declared range."""
+    for field in dataclasses.fields(section):
+        value, rule, name = getattr(section, field.name), field.metadata, f"{path}.{field.name}"
+        if value is None or not rule:
+            continue
+        if isinstance(value, str) and not value.strip() and not rule["blank"]:
+            raise UserError(f"{name}: got {value!r}, an empty text; give a value, or leave the key out.")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (problem := _text_problem(text)):
+                raise UserError(f"{name}: got {shortened(text)}; {problem}.")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        may_be_number = number and rule["at_least"] is not None  # `auto` or a number
+        if rule["choices"] is not None and value not in rule["choices"] and not may_be_number:
+            other = "" if rule["at_least"] is None else f" Or a number, at least {rule['at_least']}."
+            raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}{other}")
+        for each in value if isinstance(value, list) else [value]:
+            if problem := number_problem(each):
+                raise UserError(f"{name}: got {shortened(each)}; {problem}.")
+        if not number:
+            continue
+        if rule["at_least"] is not None and value < rule["at_least"]:
+            raise UserError(f"{name}: got {value}; it must be at least {rule['at_least']}.")
+        if rule["above"] is not None and value <= rule["above"]:
+            raise UserError(f"{name}: got {value}; it must be above {rule['above']}.")
+        if rule["at_most"] is not None and value > rule["at_most"]:
+            raise UserError(f"{name}: got {value}; it must be at most {rule['at_most']}.")
+        if rule["below"] is not None and value >= rule["below"]:
+            raise UserError(f"{name}: got {value}; it must be below {rule['below']}.")
+
+
+class _Checked:
+    """Checks ranges when constructed, so that Python users and YAML users meet the same errors."""
+
+    section = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, self.section)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(_Checked):
+    section = "model"
+    path: str | None = key(doc="folder or hub id of a Hugging Face model (config.json, tokenizer, safetensors)")
+    init: str = key(
+        "pretrained", doc="pretrained: load the weights; random: make them", choices=("pretrained", "random")
+    )
+    config: dict[str, Any] | None = key(
+        doc="an HF config.json written inline, instead of `path`, for init: random; vocab_size may be left out"
+    )
+    dtype: str | None = key(
+        doc="compute dtype; unset: bfloat16 on TPU and GPU, float32 on CPU", choices=("float32", "bfloat16")
+    )
+    param_dtype: str = key(
+        "float32",
+        doc="dtype of the weights; what is trained needs float32, a base that lora.rank freezes does not",
+        choices=("float32", "bfloat16"),
+    )
+    attention: str = key(
+        "auto",
+        doc="plain: scores as one array; blocked: less memory; cudnn (NVIDIA, bfloat16), splash (TPU): the device's "
+        "kernel; auto: the kernel where there is one, else by the size of a call",
+        choices=ATTENTIONS,
+    )
+    quantize: str | None = key(
+        doc="hold the projections of the frozen base in 8 or 4 bits; needs lora.rank to train (unset: as param_dtype)",
+        choices=QUANTIZATIONS,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig(_Checked):
+    """Low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685)."""
+
+    section = "lora"
+    rank: int | None = key(doc="train adapters of this rank, weights frozen; unset: train all weights", at_least=1)
+    alpha: float | None = key(doc="adapters count alpha / rank (unset: alpha = rank)", above=0)
+    targets: list[str] | None = key(
+        doc="projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all, "
+        "of a model with experts the first four"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.targets or ():
+            if name not in LORA_TARGETS:
+                raise UserError(f"lora.targets: unknown projection '{name}'. {nearest(name, LORA_TARGETS)}")
+        if self.targets is not None and (not self.targets or len(set(self.targets)) != len(self.targets)):
+            raise UserError(f"lora.targets: name at least one projection, each once, not {self.targets}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(_Checked):
+    section = "data"
+    name: str = key("maze", doc="data source: maze, gsm8k, reverse_text, jsonl, hub, or mix: those in `sources`")
+    sources: list[dict[str, Any]] | None = key(
+        doc="mix: list of {name, <what that source reads>} and, where wanted, label, weight (share of the prompts) and "
+        "advantage_estimator, k, truncation_order, ddof for its groups alone"
+    )
+    path: str | None = key(doc="local file or folder, or hub dataset id, for the sources that read one")
+    split: str = key("train", doc="split to train on")
+    eval_split: str = key("test", doc="split to evaluate on")
+    prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")
+    answer_template: str | None = key(
+        doc="jsonl, hub: the like for the column `answer`, which SFT and exact_match read, e.g. '{the sum}'"
+    )
+    system_prompt: str | None = key(doc="system message; implies the chat template", blank=True)
+    apply_chat_template: bool | None = key(
+        doc="wrap the prompt as a user message; unset: only with a system prompt or rows that hold messages"
+    )
+    chat_template_args: dict[str, Any] | None = key(
+        doc="variables for the chat template, e.g. {enable_thinking: false}"
+    )
+    batch_size: int = key(8, doc="prompts per training step", at_least=1)
+    shuffle: bool = key(True, doc="shuffle every epoch anew, by training.seed")
+    seed: int = key(0, doc="maze, reverse_text: seed of the generated rows", at_least=0)
+    overlong_prompts: str = key(
+        "skip",
+        doc="training and evaluation prompts longer than rollout.max_prompt_length, or empty: skip (counted) or error",
+        choices=OVERLONG,
+    )
+    train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
+    eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)
+    maze_size: int | None = key(doc="maze: side of the square, walls included, odd (unset: 9)", at_least=5, at_most=255)
+    text_length: int | None = key(doc="reverse_text: longest string (unset: 4)", at_least=2, at_most=1000)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(_Checked):
+    """What every learner can be told; unset keys take the named learner's default (see `training/learners.py`)."""
+
+    section = "algorithm"
+    advantage_estimator: str | None = key(
+        doc="picks the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or FILE.py:function"
+    )
+    num_generations: int = key(8, doc="completions per prompt (the group, G)", at_least=2)
+    num_iterations: int = key(1, doc="passes over one rollout batch", at_least=1)
+    k: int | None = key(doc="maxpo, passk: K of max@K, 1..G-1; pkpo: 1..G", at_least=1)
+    truncation_order: int | None = key(
+        doc="maxrl: order of the truncated likelihood, 1..G-1; unset: Algorithm 1 of the paper, order G-1", at_least=1
+    )
+    ddof: int | None = key(doc="grpo: 1 divides the group's variance by G-1, 0 by G (unset: 1)", at_least=0, at_most=1)
+    estimator_params: dict[str, Any] | None = key(doc="keyword parameters of an estimator of your own")
+    binarize: bool = key(
+        False, doc="train on success (1 if the total reward reaches rewards.success_threshold, else 0)"
+    )
+    policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, or FILE.py:function")
+    loss_params: dict[str, Any] | None = key(doc="keyword parameters of a loss of your own")
+    loss_agg_mode: str | None = key(doc="how tokens are weighted", choices=LOSS_AGG_MODES)
+    epsilon: float | None = key(
+        doc="ppo_clip, gspo, cispo: lower clip range (unset: 0.2; gspo 3e-4)", above=0, at_most=1
+    )
+    epsilon_high: float | None = key(doc="ppo_clip, gspo, cispo: upper clip range (unset: epsilon; gspo 4e-4)", above=0)
+    epsilon_c: float | None = key(doc="ppo_clip, gspo: dual-clip bound for negative advantages (unset: off)", above=1)
+    dppo_mask_high: float | None = key(
+        doc="dppo: drop tokens whose probability rose by more than this, A > 0 (unset: 0.2)", above=0, at_most=1
+    )
+    dppo_mask_low: float | None = key(
+        doc="dppo: drop tokens whose probability fell by more than this, A <= 0 (unset: 0.2)", above=0, at_most=1
+    )
+    kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
+    beta: float = key(0.0, doc="weight of the KL to the reference; 0 holds no reference model", at_least=0)
+    kl_loss_mode: str | None = key(
+        doc="KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3); unset: k1 in the reward, k3 in the loss",
+        choices=KL_LOSS_MODES,
+    )
+    kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
+    entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
+    sampler_is: str | None = key(
+        doc="correct for sampler and trainer computing other probabilities: truncated importance weights per token or "
+        "sequence (unset: off)",
+        choices=("token", "sequence"),
+    )
+    sampler_is_threshold: float | None = key(doc="largest such weight (unset: 2)", above=0)
+    overlong: str | None = key(
+        doc="completions that reach the token limit: mask leaves those it cut out of the loss; penalty is DAPO's soft "
+        "one, over the last overlong_buffer tokens (unset: neither)",
+        choices=("mask", "penalty"),
+    )
+    overlong_buffer: int | None = key(
+        doc="overlong: penalty grows from 0 to overlong_penalty over this many tokens before the limit", at_least=1
+    )
+    overlong_penalty: float | None = key(doc="what a completion at the limit loses (unset: 1)", above=0)
+    dynamic_sampling: bool = key(
+        False, doc="draw further prompts in place of groups whose rewards are all equal; changes the objective"
+    )
+    max_extra_batches: int | None = key(
+        doc="dynamic_sampling: at most this many further rollout batches a step (unset: 4)", at_least=1
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig(_Checked):
+    section = "rollout"
+    max_prompt_length: int = key(512, doc="longest prompt, in tokens", at_least=1)
+    max_tokens_to_generate: int = key(256, doc="longest completion, in tokens, end-of-sequence included", at_least=1)
+    temperature: float = key(1.0, doc="sampling temperature; 0 is greedy (evaluation only)", at_least=0)
+    top_p: float = key(1.0, doc="keep the most probable tokens whose probabilities sum to this", above=0, at_most=1)
+    top_k: int | None = key(doc="keep only this many most probable tokens; unset: all", at_least=1)
+    max_concurrent_rows: int | str = key(
+        "auto",
+        doc="completions sampled at once, which bounds the cache; auto: all of a step, or as many as fit into memory",
+        choices=("auto",),
+        at_least=1,
+    )
+    eos_tokens: list[int] | None = key(
+        doc="ids that end a completion; unset: the tokenizer's and those of generation_config.json"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardsConfig(_Checked):
+    section = "rewards"
+    functions: list[dict[str, Any]] | None = key(
+        doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match or FILE.py:function; "
+        "unset: the data source's"
+    )
+    success_threshold: float = key(1.0, doc="a completion succeeds (pass@k) when its total reward reaches this")
+    workers: int | None = key(
+        doc="processes that run reward functions; 0: none, they run in the run's own; unset: up to 4 for gsm8k, "
+        "gsm8k_lenient and functions of files and modules, none for the others",
+        at_least=0,
+    )
+    timeout_seconds: float = key(
+        30.0, doc="workers: limit of one call of a function, which scores one group of completions", above=0
+    )
+    memory_gb: float = key(4.0, doc="workers: one that holds more than so many GB of memory is replaced", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(_Checked):
+    """AdamW with a warm-up and a schedule."""
+
+    section = "optimizer"
+    learning_rate: float = key(1e-6, doc="peak learning rate", above=0)
+    schedule: str = key("constant", doc="after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, doc="optimizer steps of linear warm-up", at_least=0)
+    end_fraction: float = key(0.1, doc="share of the peak at the end of linear and cosine", at_least=0, at_most=1)
+    weight_decay: float = key(0.0, doc="decoupled weight decay, on matrices only", at_least=0)
+    b1: float = key(0.9, doc="decay of the first moment", at_least=0, below=1)
+    b2: float = key(0.99, doc="decay of the second moment", at_least=0, below=1)
+    eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
+    max_grad_norm: float | None = key(1.0, doc="clip the global gradient norm; null: off", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig(_Checked):
+    section = "sft"
+    max_steps: int = key(0, doc="supervised warm-up steps on the `answer` column; 0: none", at_least=0)
+    batch_size: int = key(32, doc="examples per supervised step", at_least=1)
+    stop_at_success: float | None = key(
+        doc="end the warm-up once held-out pass@1 reaches this (checked every eval_every_n_steps)", above=0, at_most=1
+    )
+    eval_every_n_steps: int = key(25, doc="steps between the checks of stop_at_success", at_least=1)
+    optimizer: OptimizerConfig = dataclasses.field(
+        default_factory=lambda: OptimizerConfig(learning_rate=1e-5), metadata={}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig(_Checked):
+    section = "eval"
+    samples: int = key(16, doc="completions per held-out problem", at_least=1)
+    k: list[int] | None = key(doc="the k of pass@k and maj@k; unset: 1, 2, 4, ... up to eval.samples")
+    max_problems: int | None = key(doc="evaluate only this many held-out problems; unset: all", at_least=1)
+    batch_size: int = key(32, doc="problems sampled at once", at_least=1)
+    temperature: float = key(1.0, doc="sampling temperature of evaluation; 0 is greedy", at_least=0)
+    top_p: float = key(1.0, doc="nucleus of evaluation", above=0, at_most=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RLTrainingConfig(_Checked):
+    section = "training"
+    output_dir: str | None = key(doc="run folder; unset: runs/<config>-<estimator>-s<seed> (CLI), none (Python)")
+    max_steps: int | None = key(doc="training steps (rollout batches); unset: one pass over the data", at_least=1)
+    seed: int = key(0, doc="seed of weights, sampling and evaluation", at_least=0)
+    mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
+    train_micro_batch_size: int | str = key(
+        "auto",
+        doc="completions of full length per forward and backward; auto: 512 tokens on a CPU, elsewhere up to 16384 "
+        "where memory allows it",
+        choices=("auto",),
+        at_least=1,
+    )
+    logprob_chunk_size: int = key(1024, doc="tokens whose logits exist at once in the update", at_least=1)
+    eval_every_n_steps: int | None = key(doc="evaluate every n steps; unset: only before and after", at_least=1)
+    checkpoint_every_n_steps: int = key(
+        50, doc="steps between checkpoints; one is always written at the end", at_least=1
+    )
+    max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
+    best_metric: str | None = key(
+        doc="metric of the evaluations, e.g. eval/pass@1: the checkpoint of the step with its highest value is written "
+        "at once and kept beside the newest ones; needs eval_every_n_steps; unset: none"
+    )
+    log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
+    log_samples_every_n_steps: int | None = key(
+        50, doc="steps between tables of a prompt's best and worst completion on screen; null: none", at_least=1
+    )
+    loggers: list[str] = key(
+        ["tensorboard"],
+        doc="where metrics go beside metrics.jsonl: tensorboard (event files in the run folder), wandb, trackio; []: "
+        "nowhere",
+    )
+    profile_steps: list[int] | None = key(
+        doc="first and last step of a profiler trace, e.g. [5, 6], written to the run folder's profile/"
+    )
+    max_skipped_updates: int = key(
+        5,
+        doc="updates in a row that may be skipped because loss or gradient is not finite; then the run stops",
+        at_least=1,
+    )
+    max_logprob_gap: float | None = key(
+        0.1,
+        doc="the run stops where the first update finds sampler and trainer further apart than this: mean difference "
+        "of their log-probabilities, in nats a token; null: off",
+        above=0,
+    )
+    remat: bool = key(False, doc="recompute each layer in the backward pass: less memory, about a third more compute")
+    actor_optimizer: Any = key(
+        doc="an OptimizerConfig or an optax.GradientTransformation; unset: the `optimizer` section", python_only=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.loggers:
+            if name not in LOGGERS:
+                raise UserError(f"training.loggers: unknown logger {shortened(name)}. {nearest(str(name), LOGGERS)}")
+        if len(set(self.loggers)) != len(self.loggers):
+            raise UserError(f"training.loggers: name each logger once, not {self.loggers}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(_Checked):
+    section = "mesh"
+    shape: list[int] | str = key("auto", doc="devices along each axis; auto: all of them along the first axis")
+    axis_names: list[str] = key(
+        ["fsdp", "tp"], doc="out of data (splits prompts), fsdp (prompts and weights), tp (heads and features)"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run. Each section is a mapping in the YAML."""
+
+    model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
+    eval: EvalConfig = EvalConfig()
+    training: RLTrainingConfig = RLTrainingConfig()
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

@@ -1,0 +1,434 @@
+"""Text to token ids and back, and chat messages to text, over the `tokenizers` library.
+
+It knows the files of a Hugging Face folder that concern text: tokenizer.json, tokenizer_config.json,
+special_tokens_map.json and chat_template.jinja. It does NOT know any model, generation_config.json (whoever reads that
+hands its stop ids over through `Tokenizer.with_eos_ids`) or transformers, which takes a second or more to import; the
+tests hold the two libraries to the same ids and the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from tunix_like.data import chat_templates
+from tunix_like.data.tokenizer_files import NAMED_TOKENS, add_declared_tokens, content, find_chat_template, read_fields
+from tunix_like.errors import UserError
+from tunix_like.runtime.untrusted import beginnings, parts, refer, refer_deep, texts
+
+if TYPE_CHECKING:
+    from tunix_like.types import Message
+
+_LONG_TOKEN = 16
+"""Characters of a long token: a text of so many times as many as there may be tokens is likely to have too many."""
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and its chat template; ids are plain lists of int."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        chat_template: str | None = None,
+        eos_ids: Sequence[int] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Wraps `backend`, which must no longer be changed by the caller.
+
+        Args:
+          backend: the tokenizer itself; truncation and padding stored in it are switched off.
+          bos_token, eos_token, pad_token: special tokens by their text.
+          chat_template: jinja source, in the Hugging Face dialect.
+          eos_ids: further ids that end a completion; the id of `eos_token` always does (so vLLM has it too), as it is
+            what supervised fine-tuning teaches as the end of an answer.
+          template_variables: handed to the chat template at every rendering, e.g. `enable_thinking`.
+
+        Raises:
+          UserError: a special token that the vocabulary does not have.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._bos_token, self._eos_token, self._pad_token = bos_token, eos_token, pad_token
+        self._chat_template = chat_template
+        self._template_variables = dict(template_variables or {})
+        self._letters: tokenizers.Tokenizer | None = None  # made when first needed: a copy takes a second
+        self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
+        self._eos_id = eos_id
+        given = tuple(int(i) for i in eos_ids or ())
+        self._eos_ids = given if eos_id is None or eos_id in given else (*given, eos_id)
+        pad_id = self._id("pad_token", pad_token)
+        self._pad_id = next((i for i in (pad_id, eos_id, *self._eos_ids) if i is not None), 0)
+        self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        added = backend.get_added_tokens_decoder().values()
+        self._control = tuple(token.content for token in added if token.special and token.content)
+
+    def _id(self, name: str, token: str | None) -> int | None:
+        if token is None:
+            return None
+        number = self._backend.token_to_id(token)
+        if number is None:
+            raise UserError(
+                f"{name} {token!r} is not in the tokenizer's vocabulary: add it there or name another token."
+            )
+        return number
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Reads the tokenizer of a Hugging Face model folder.
+
+        Whether a beginning-of-sequence token is added is said by tokenizer.json alone; as in transformers 5,
+        `add_bos_token` of tokenizer_config.json is not read.
+
+        Raises:
+          UserError: no tokenizer.json in the folder, or one of its files cannot be parsed (the message names it).
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"{file} does not exist: name a folder that holds a Hugging Face tokenizer.json.")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend.encode("\uffff")  # a vocabulary without its unknown token fails at the first unknown word
+        except Exception as error:  # the Rust side raises a bare Exception
+            raise UserError(f"{file} is not a readable tokenizer.json: {error}") from error
+        config = read_fields(folder / "special_tokens_map.json") | read_fields(folder / "tokenizer_config.json")
+        names = {name: content(config.get(name)) for name in NAMED_TOKENS}
+        add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
+        return cls(
+            backend,
+            bos_token=names["bos_token"],
+            eos_token=names["eos_token"],
+            pad_token=names["pad_token"],
+            chat_template=find_chat_template(folder, config),
+        )
+
+    @classmethod
+    def wrap(cls, obj: Any) -> Tokenizer:
+        """Makes a `Tokenizer` of ours or of a fast tokenizer of transformers, whose own state is left alone.
+
+        Raises:
+          UserError: the object is neither.
+        """
+        if isinstance(obj, Tokenizer):
+            return obj
+        backend = getattr(obj, "backend_tokenizer", None)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise UserError(
+                f"tokenizer: {type(obj).__name__} cannot be used; give a tunix_like Tokenizer or a fast tokenizer of "
+                "transformers (one with a tokenizer.json)."
+            )
+        template = obj.chat_template
+        return cls(
+            tokenizers.Tokenizer.from_str(backend.to_str()),  # a copy: ours switches truncation and padding off
+            bos_token=obj.bos_token,
+            eos_token=obj.eos_token,
+            pad_token=obj.pad_token,
+            chat_template=template.get("default") if isinstance(template, dict) else template,
+        )
+
+    def with_eos_ids(self, ids: Sequence[int]) -> Tokenizer:
+        """The same tokenizer with these ids (as generation_config.json lists them) and its own as ends of a
+        completion."""
+        return self._copy(eos_ids=ids)
+
+    def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
+        """The same tokenizer whose chat template always sees these variables, e.g. `enable_thinking`."""
+        return self._copy(template_variables=variables)
+
+    def _copy(self, **changed: Any) -> Tokenizer:
+        same: dict[str, Any] = {
+            "bos_token": self._bos_token,
+            "eos_token": self._eos_token,
+            "pad_token": self._pad_token,
+            "chat_template": self._chat_template,
+            "eos_ids": self._eos_ids,
+            "template_variables": self._template_variables,
+        }
+        return Tokenizer(self._backend, **(same | changed))
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1, added tokens included: what a model's embedding must at least hold."""
+        return self._vocab_size
+
+    @property
+    def pad_id(self) -> int:
+        """Id to fill rows with: the pad token's, else the end-of-sequence token's, else 0."""
+        return self._pad_id
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, if there is one."""
+        return self._bos_id
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the tokenizer's own end-of-sequence token, if there is one: what ends a turn of its chat template."""
+        return self._eos_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends a completion; empty when the tokenizer names none."""
+        return self._eos_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source, if there is one."""
+        return self._chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in the text become their ids, as in transformers.
+
+        Raises:
+          UserError: the text is none that UTF-8 can hold (it has a surrogate without its other half).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise UserError(
+                f"the text {text!r:.80} cannot be encoded: it holds half of a character (a lone surrogate); write the "
+                "whole character, or leave the row out."
+            ) from error
+
+    def encode_data(self, text: str, most: int) -> list[int]:
+        """The first `most` token ids of text that comes out of data: control tokens that it spells stay the text they
+        are. None is added. Raises what `encode` raises."""
+        beginning = self._enough(text, most)
+        return self._encode_guarded(refer(beginning, self._control, everything=True), False, most)[1][:most]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, in parallel threads; no padding."""
+        return [row.ids for row in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, without any clean-up of spaces; ids outside the vocabulary give no text."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def token(self, id: int) -> str:
+        """How the vocabulary spells one id, for showing; models often have more ids than the tokenizer."""
+        token = self._backend.id_to_token(int(id))
+        return f"<no token {int(id)}>" if token is None else token
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_variables: Any) -> str:
+        """The text of a conversation, through the chat template.
+
+        Args:
+          messages: the turns, oldest first.
+          add_generation_prompt: open the assistant's turn at the end.
+          **template_variables: further names that the template may read (`enable_thinking=False`).
+
+        Raises:
+          UserError: there is no chat template, a message lacks role or content, or the template fails: it raises an
+            exception, or takes too much time or memory (`chat_templates`).
+        """
+        turns = _plain(messages)
+        (text,) = self._rendered([turns], add_generation_prompt, template_variables)
+        if isinstance(text, UserError):
+            raise text
+        return text
+
+    def _rendered(
+        self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]
+    ) -> Iterator[str | UserError]:
+        """The text of each, or what is wrong with it."""
+        if self._chat_template is None:
+            for _ in conversations:
+                yield UserError(
+                    "The tokenizer has no chat template: add chat_template.jinja to its folder, or give prompts as "
+                    "text (data.apply_chat_template=false, no data.system_prompt)."
+                )
+            return
+        tokens = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
+        named = {name: token for name, token in tokens.items() if token is not None}
+        fixed = {**named, "tools": None, "documents": None, **self._template_variables, **further}
+        fixed["add_generation_prompt"] = add_generation_prompt
+        requests: list[bytes] = []
+        unfit: UserError | None = None
+        for turns in conversations:
+            try:
+                size = sum(map(len, texts(turns)))
+                requests.append(chat_templates.request(self._chat_template, {**fixed, "messages": turns}, size))
+            except chat_templates.TemplateFailed as error:
+                unfit = _template_error(turns, error)
+                break
+        done = 0
+        while done < len(requests):
+            for text in chat_templates.render(requests[done:]):
+                yield text if isinstance(text, str) else _template_error(conversations[done], text)
+                done += 1
+        if unfit is not None:
+            yield unfit
+            yield from self._rendered(conversations[done + 1 :], add_generation_prompt, further)
+
+    def encode_prompt(
+        self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
+    ) -> tuple[str, list[int]]:
+        """The prompt as the model sees it: its text and its ids, with at most one beginning-of-sequence token, and
+        without end-of-sequence tokens that the tokenizer appends to every text: the completion would follow the end.
+
+        A list of messages is always rendered; a string is wrapped as a user message and rendered when
+        `apply_chat_template`, else encoded as it is. Rendered text brings its own special tokens, so none are added.
+        Control tokens that a message spells in any of its fields, or a column that a prompt template inserted, stay the
+        text they are; in a string that is the whole prompt they are what they say.
+
+        Args:
+          most: of a prompt with more ids than that, some more than that may be returned, not all: a text of 100,000
+            characters, which would take up to a second, takes no longer than one that fits.
+
+        Raises:
+          UserError: see `render` and `encode`.
+        """
+        if isinstance(prompt, str) and not apply_chat_template:
+            prompt = prompt if most is None else self._enough(prompt, most)
+            guarded_text = refer(prompt, self._control, everything=False)
+            text, ids = self._encode_guarded(guarded_text, add_special_tokens=True, most=most)
+            # The text itself may open with the token that the tokenizer adds.
+            doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
+            return text, ids[1:] if doubled else ids
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        (found,) = self.encode_prompts([messages], most)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def encode_prompts(
+        self, prompts: Sequence[str | Sequence[Message]], most: int | None = None
+    ) -> Iterator[tuple[str, list[int]] | UserError]:
+        """`encode_prompt` of each, text as it is and messages rendered, or what is wrong with it; quicker than one by
+        one, as the process that renders is never waited for."""
+        enough = [
+            prompt if most is None or isinstance(prompt, str) else self._enough(prompt, most) for prompt in prompts
+        ]
+        guarded = [prompt if isinstance(prompt, str) else self._guarded(prompt) for prompt in enough]
+        rendered = self._rendered([each for each in guarded if isinstance(each, list)], True, {})
+        for whole, beginning, prompt in zip(prompts, enough, guarded, strict=True):
+            text = next(rendered) if isinstance(prompt, list) else prompt
+            found: tuple[str, list[int]] | UserError
+            try:
+                if isinstance(text, UserError):
+                    raise text
+                as_it_is = prompt is text
+                found = self.encode_prompt(text, False, most) if as_it_is else self._encode_guarded(text, False, most)
+            except UserError as error:
+                found = error
+            # A template may leave out what is long: then the beginning says nothing of the whole.
+            if beginning is not whole and (isinstance(found, UserError) or len(found[1]) <= (most or 0)):
+                (found,) = self.encode_prompts([whole])
+            yield found
+
+    def _enough(self, prompt: Any, most: int) -> Any:
+        """The prompt; or, if one of its texts has more than twice `most` tokens, with the beginnings of its texts that
+        are enough to say so: a text of 30 MB takes a minute to encode."""
+        longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
+        while size < len(longest):
+            if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
+                return beginnings(prompt, size)
+            size *= 4
+        return prompt
+
+    def _guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]] | UserError:
+        """Checked messages, all of whose texts are data."""
+        try:
+            return [refer_deep(message, self._control) for message in _plain(messages)]
+        except UserError as error:
+            return error
+
+    def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
+        """Text and ids (see `most` of `encode_prompt`); a control token that stands in it by reference is encoded by
+        its characters. Where there is one, tokens end at both sides of it."""
+        pieces = parts(text, self._control)
+        if not any(literal for _, literal in pieces):
+            return text, self._encode_enough(text, add_special_tokens, most)
+        ids = self._open("") if add_special_tokens else []
+        for piece, literal in pieces:
+            if most is not None and len(ids) > most:
+                break
+            ids += self._by_letters(piece) if literal else self._encode_enough(piece, False, most)
+        return "".join(piece for piece, _ in pieces), ids
+
+    def _encode_enough(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        encode = self._open if add_special_tokens else self._inside
+        size = len(text) if most is None else _LONG_TOKEN * max(most, 1)
+        while most is not None and size < len(text):
+            beginning = encode(text[:size])
+            # The last tokens of a beginning may be others than in the whole: hence twice as many as would do.
+            if len(beginning) > 2 * most:
+                return beginning
+            size *= 4
+        return encode(text)
+
+    def _inside(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
+
+    def _open(self, text: str) -> list[int]:
+        """Ids with the special tokens that the tokenizer adds, but for the end-of-sequence tokens behind the text."""
+        ids = self.encode(text)
+        return ids[: len(ids) - self._appended_ends]
+
+    @functools.cached_property
+    def _appended_ends(self) -> int:
+        """How many end-of-sequence tokens the post-processor of tokenizer.json appends to every text."""
+        if not self._eos_ids:
+            return 0
+        # Any text does that gives a token: of none it is not known which added tokens stand before it.
+        probe = self._backend.encode(self.token(self._eos_ids[-1]))
+        added = zip(reversed(probe.ids), reversed(probe.sequence_ids), strict=True)
+        behind = itertools.takewhile(lambda each: each[1] is None and each[0] in self._eos_ids, added)
+        return sum(1 for _ in behind)
+
+    def _by_letters(self, text: str) -> list[int]:
+        if self._letters is None:
+            self._letters = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            self._letters.encode_special_tokens = True
+        return self._letters.encode(text, add_special_tokens=False).ids
+
+    def save(self, folder: str | Path) -> None:
+        """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # PreTrainedTokenizerFast takes tokenizer.json as written; a model family's own class rebuilds parts of it.
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "bos_token": self._bos_token,
+            "eos_token": self._eos_token,
+            "pad_token": self._pad_token,
+        }
+        config = {name: value for name, value in config.items() if value is not None}
+        if not isinstance(self._backend.model, tokenizers.models.BPE):
+            # Beside a config.json of type qwen2, transformers 5 overrules `tokenizer_class` and rebuilds any vocabulary
+            # as Qwen's BPE, silently wrong for a word-level one. An auto_map with no class in it prevents that.
+            config["auto_map"] = {"AutoTokenizer": [None, ""]}
+        self._backend.save(str(folder / "tokenizer.json"))
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        if self._chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
+
+
+def _template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
+    roles = [str(turn["role"]) for turn in turns]
+    cure = " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
+    return UserError(
+        f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
+        f"{failure}.{cure if 'system' in roles else ''}"
+    )
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Checked plain dicts: what the template sees must be ordinary JSON values."""
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")
+    return [dict(message) for message in messages]

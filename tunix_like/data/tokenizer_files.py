@@ -1,0 +1,101 @@
+"""The files beside tokenizer.json that say which tokens are special and what the chat template is, checked.
+
+It knows tokenizer_config.json, special_tokens_map.json and chat_template.jinja of a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tunix_like.errors import UserError
+from tunix_like.runtime.json_files import read_object
+
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
+_CURE = "Mend it, or download it again."
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """The object in an optional JSON file about tokens, checked as far as it is read; empty when there is no such file.
+
+    Raises:
+      UserError: naming the file and the field.
+    """
+    if not file.is_file():
+        return {}
+    config = read_object(file, _CURE)
+
+    def check(name: str, good: bool, what: str) -> None:
+        if not good:
+            raise UserError(f"{file}: {name} must be {what}. {_CURE}")
+
+    for name in NAMED_TOKENS:
+        check(name, config.get(name) is None or _is_token(config[name]), "a token: its text, or a mapping with content")
+    declared = config.get("added_tokens_decoder") or {}
+    fit = isinstance(declared, dict) and all(map(str.isdecimal, declared))
+    fit = fit and all(isinstance(each, dict) and _is_token(each) for each in declared.values())
+    check("added_tokens_decoder", fit, "a mapping of ids to tokens, each with its content")
+    for name in _MORE_TOKENS:
+        more = config.get(name) or []
+        check(name, isinstance(more, list | dict) and all(map(_is_token, _items(more))), "a list of tokens")
+    template = config.get("chat_template")
+    several = isinstance(template, list) and all(
+        isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
+        for each in template
+    )
+    check("chat_template", template is None or isinstance(template, str) or several, "a text, or a list of named ones")
+    return config
+
+
+def _is_token(token: Any) -> bool:
+    return isinstance(content(token), str)
+
+
+def _items(tokens: Any) -> list[Any]:
+    return list(tokens.values() if isinstance(tokens, Mapping) else tokens)
+
+
+def content(token: Any) -> Any:
+    """A special token's text: it is written as a string or as the fields of an AddedToken."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedToken:
+    switches = {
+        name: bool(fields[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in fields
+    }
+    return tokenizers.AddedToken(fields["content"], special=special, **switches)
+
+
+def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
+    """Adds the tokens that tokenizer_config.json declares and tokenizer.json does not know as added tokens."""
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]
+    more = next((_items(config[name]) for name in _MORE_TOKENS if config.get(name)), [])
+    tokens += [
+        _added_token(token if isinstance(token, Mapping) else {"content": token, "normalized": False}, True)
+        for token in [*named, *more]
+    ]
+    for token in tokens:
+        if token.content not in known:
+            known.add(token.content)
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+
+
+def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The template in chat_template.jinja, else in tokenizer_config.json (one, or the default of several)."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: cannot be read as text in UTF-8 ({error}). {_CURE}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {item["name"]: item["template"] for item in template}.get("default")
+    return template

@@ -1,0 +1,343 @@
+"""From problems to a scored batch: sample a group for every prompt, turn tokens to text, ask the reward functions.
+
+Tokens are kept as they were sampled from end to end; text is made from them for the reward functions and never read
+back. This module knows no loss and no optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from tunix_like.algorithms.pass_rates import bins_of, count_groups
+from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
+from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError, check_type
+from tunix_like.rewards import Scores, check_form, score
+from tunix_like.rollout.sampler import length_bucket, pad_tokens
+from tunix_like.runtime.processes import spread
+from tunix_like.types import Completions, GroupBatch, Problem, RewardFunction
+
+logger = logging.getLogger("tunix_like")
+
+WeightedReward = tuple[str, RewardFunction, float]
+
+
+def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
+    """Returns name, function and weight of each reward function that a learner was given. Raises
+    UserError naming `reward_fns` or `reward_weights`."""
+    named = functions if isinstance(functions, Mapping) else None
+    if not callable(functions):
+        cure = "give a function f(prompts, completions, **columns), a list of functions, or a mapping of names to them"
+        check_type("reward_fns", functions, (Mapping, list, tuple), cure)
+    functions = [functions] if callable(functions) else list(functions if named is None else named.values())
+    weights = [1.0] * len(functions) if weights is None else list(weights)
+    if not functions:
+        raise UserError("reward_fns: give at least one reward function.")
+    if len(weights) != len(functions):
+        raise UserError(f"reward_weights: got {len(weights)} for {len(functions)} reward functions.")
+    for i, weight in enumerate(weights):
+        cure = "give one finite number per reward function"
+        check_type(f"reward_weights[{i}]", weight, (int, float, np.number), cure)
+        if not math.isfinite(weight):
+            raise UserError(f"reward_weights[{i}]: got {weight}; {cure}.")
+    if named is None:
+        names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+        names = [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+    else:
+        names = list(named)
+    for name, function in zip(names, functions, strict=True):
+        check_form(name, function)
+    return list(zip(names, functions, weights, strict=True))
+
+
+class Task(NamedTuple):
+    """What completions are sampled for: lengths, group size, rewards, and when a completion succeeds."""
+
+    algo: AlgorithmConfig
+    rollout_config: RolloutConfig
+    rewards: Sequence[WeightedReward]
+    success_threshold: float
+
+
+class Rollout(NamedTuple):
+    """Sampled and scored groups. `texts` holds `P * G` completions, group after group."""
+
+    problems: list[Problem]
+    texts: list[str]
+    completions: Completions
+    scores: Scores
+
+
+def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
+    """The groups of both, those of `first` first."""
+    scores = first.scores.join(second.scores)
+    completions = Completions(*map(np.concatenate, zip(first.completions, second.completions, strict=True)))
+    return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores)
+
+
+def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
+    """The given groups of a rollout, in the given order."""
+    size = rollout.completions.lengths.shape[1]
+    rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
+    scores = rollout.scores.pick(rows)
+    completions = Completions(*(values[groups] for values in rollout.completions))
+    return Rollout([rollout.problems[g] for g in groups], [rollout.texts[r] for r in rows], completions, scores)
+
+
+def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
+    """Completions as text without special tokens, group after group; each process decodes its share."""
+    rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
+    lengths = completions.lengths.reshape(-1)
+    return spread(range(len(rows)), lambda part: [tokenizer.decode(rows[i, : lengths[i]].tolist()) for i in part])
+
+
+def score_completions(
+    functions: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[str], size: int
+) -> Scores:
+    """Rewards of all completions at once; each column of a problem is repeated for its `size` completions. Where there
+    are several processes, each scores all completions of its share of the problems.
+
+    Raises:
+      UserError: a reward function needs a column that is not there, or workers cannot be sent one.
+    """
+    names = [name for name, _, _ in functions]
+    columns = {name for problem in problems for name in problem.columns}  # of all, whatever a share of them has
+
+    def share(groups: Sequence[int]) -> list[tuple[list[list[float]], str | None]]:
+        if not groups:
+            return []
+        own = [problems[group] for group in groups]
+        prompts, values = repeat_columns(own, size, columns)
+        found = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), values, size)
+        rows = np.stack([found.total, found.timeouts, found.errors, *(found.by_function[name] for name in names)])
+        parts = np.moveaxis(rows.reshape(len(rows), len(own), size), 1, 0).tolist()
+        return [(part, None if i else found.first_failure) for i, part in enumerate(parts)]
+
+    parts, failures = zip(*spread(range(len(problems)), share), strict=True)
+    total, timeouts, errors, *each = np.moveaxis(np.array(parts, np.float64), 1, 0).reshape(len(names) + 3, -1)
+    first = next(filter(None, failures), None)
+    return Scores(total, dict(zip(names, each, strict=True)), timeouts > 0, errors > 0, first)
+
+
+def repeat_columns(
+    problems: Sequence[Problem], size: int, among: Collection[str] = ()
+) -> tuple[list[str], dict[str, list[Any]]]:
+    """Prompts and columns (theirs, and `among`), each repeated for the `size` completions of its problem; a missing
+    column is None."""
+    names = sorted(set(among).union(*(problem.columns for problem in problems)))
+    columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
+    return [problem.text for problem in problems for _ in range(size)], columns
+
+
+def to_batch(
+    rollout: Rollout, rewards: Float[np.ndarray, "P G"], max_prompt_length: int, max_tokens: int
+) -> GroupBatch:
+    """The rollout as arrays, padded to the length buckets of its longest prompt and completion."""
+    completions = rollout.completions
+    lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
+    width = length_bucket(int(lengths.max()), max_prompt_length)
+    steps = length_bucket(int(completions.lengths.max()), max_tokens)
+    scored = rollout.scores.scored.reshape(completions.lengths.shape)
+    return GroupBatch(
+        prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
+        prompt_lengths=lengths,
+        completion_tokens=completions.tokens[:, :, :steps],
+        completion_lengths=completions.lengths,
+        token_mask=np.arange(steps) < completions.lengths[..., None],
+        rollout_logprobs=completions.logprobs[:, :, :steps],
+        rewards=np.where(scored, rewards, 0.0).astype(np.float32),
+        scored=scored,
+    )
+
+
+def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
+    """Rewards, lengths, the histogram of pass rates and what share of the groups can teach anything (their rewards
+    differ); with several data sources, `pass@1/<source>` and `rewards/mean/<source>` of each."""
+    completions, scores = rollout.completions, rollout.scores
+    shape = completions.lengths.shape
+    total, scored = scores.total.reshape(shape), scores.scored.reshape(shape)
+    seen = total[scored]
+    metrics: dict[str, Any] = {
+        f"rewards/{name}": _mean(values[~np.isnan(values)]) for name, values in scores.by_function.items()
+    }
+    metrics |= {
+        "rewards/mean": _mean(seen),
+        "rewards/std": float(seen.std()) if seen.size else float("nan"),
+        "rewards/min": float(seen.min()) if seen.size else float("nan"),
+        "rewards/max": float(seen.max()) if seen.size else float("nan"),
+        "pass@1": _mean(succeeds(seen, threshold)),
+        "reward/unscored_frac": 1.0 - float(scored.mean()),
+        "reward/timeout_frac": float(scores.timeouts.mean()),
+        "reward/error_frac": float(scores.errors.mean()),
+        "groups/mixed_frac": float(mixed_groups(total, scored).mean()),
+        "pass_rate/drawn": count_groups(pass_rate_bins(rollout, threshold)),
+        "completions/mean_length": float(completions.lengths.mean()),
+        "completions/max_length": float(completions.lengths.max()),
+        "completions/min_length": float(completions.lengths.min()),
+        "completions/clipped_ratio": 1.0 - float(completions.finished.mean()),
+    }
+    for label, own in groups_by_source(rollout.problems).items():
+        seen = total[own][scored[own]]
+        metrics |= {f"pass@1/{label}": _mean(succeeds(seen, threshold)), f"rewards/mean/{label}": _mean(seen)}
+    return metrics
+
+
+def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
+    """The bin of `pass_rates.PASS_RATES` that each group falls into."""
+    shape = rollout.completions.lengths.shape
+    passed = succeeds(rollout.scores.total, threshold)
+    return bins_of(passed.reshape(shape), rollout.scores.scored.reshape(shape))
+
+
+def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:
+    """Which problems are of which data source, by its name in their column `data_source`; empty for one source.
+
+    Problems of a mix are told apart even where only one of its sources is among them.
+    """
+    labels = [problem.columns.get(SOURCE_COLUMN) for problem in problems]
+    names = sorted({label for label in labels if isinstance(label, str)})
+    if len(names) < 2 and not any(REWARD_COLUMN in problem.columns for problem in problems):
+        return {}
+    return {name: np.array([label == name for label in labels]) for name in names}
+
+
+def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
+    """Whether a total reward reaches the threshold; 0.7 + 0.2 + 0.1 is 1, whatever floats make of it."""
+    return rewards >= threshold - 1e-6
+
+
+def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
+    """Groups with at least two different scored rewards."""
+    top = np.where(scored, rewards, -np.inf).max(axis=1)
+    return top > np.where(scored, rewards, np.inf).min(axis=1)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else float("nan")
+
+
+def write_rollouts(
+    folder: Path, step: int, problems: Sequence[Problem], texts: Sequence[str], columns: dict[str, Any]
+) -> Path:
+    """Writes one JSON object per completion to `folder/step_<n>.jsonl`: its data source where rows name one, prompt,
+    completion and the given columns (each an array of `P * G` values, or of the group's shape)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"step_{step:06d}.jsonl"
+    size = len(texts) // len(problems)
+    flat = {name: np.asarray(values).reshape(-1).tolist() for name, values in columns.items()}
+    with file.open("w", encoding="utf-8") as out:
+        for index, text in enumerate(texts):
+            problem = problems[index // size]
+            row: dict[str, Any] = {"step": step, "problem": problem.number, "sample": index % size}
+            if isinstance(source := problem.columns.get(SOURCE_COLUMN), str):
+                row["data_source"] = source
+            row |= {"prompt": problem.text, "completion": text}
+            row |= {name: _plain(values[index]) for name, values in flat.items()}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return file
+
+
+class RolloutFiles:
+    """The files of completions in a run folder: `rollouts/step_<n>.jsonl`.
+
+    Args:
+      folder: None where nothing is written.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder, self._lost = folder, False
+
+    def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
+        """Writes the completions of a step. A write that fails is warned of once."""
+        if self.folder is None:
+            return
+        shaped = np.where(batch.scored, batch.rewards, np.nan)
+        columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
+        columns |= {"length": batch.completion_lengths, "finished": rollout.completions.finished}
+        columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
+        try:
+            write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
+        except OSError as error:
+            if not self._lost:
+                logger.warning("%s: the completions of step %d are not written (%s)", self.folder, step, error)
+            self._lost = True
+
+
+@contextlib.contextmanager
+def saved_on_failure(
+    folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
+) -> Iterator[None]:
+    """Around scoring: where it fails, the completions are written to `folder` (None: nowhere) and the error says so.
+    Where they cannot be (a full disk), that is warned of, and the error is as it was."""
+    try:
+        yield
+    except UserError as error:
+        if folder is None:
+            raise
+        try:
+            file = write_rollouts(folder, step, problems, texts, {})
+        except OSError as full:
+            logger.warning("%s: the completions of step %d are not written (%s)", folder, step, full)
+            raise error from None
+        raise UserError(f"{error} The completions are in {file}.") from error
+
+
+class FirstFailure:
+    """Shows the first completion of a run for which a reward function failed, whole, and no other."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, scores: Scores, folder: Path | None) -> None:
+        """Warns of the first failure of these scores, and writes it to `folder/reward_failure.txt` (None: nowhere).
+        Half a character, which UTF-8 lacks, is written as its number: `\\udce9`."""
+        if scores.first_failure is None or self._shown:
+            return
+        self._shown = True
+        text = scores.first_failure.encode("utf-8", "backslashreplace")
+        place = ""
+        if folder is not None:
+            file = folder / "reward_failure.txt"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(text + b"\n")
+                place = f" It is also in {file}."
+            except OSError as error:
+                place = f" It is not in {file}, which cannot be written ({error})."
+        logger.warning(
+            "%d of %d completions are unscored because a reward function failed; further ones are counted in the "
+            "metrics (timeout_frac, error_frac), and this is the first.%s\n%s",
+            int((scores.timeouts | scores.errors).sum()),
+            len(scores.total),
+            place,
+            text.decode("utf-8"),
+        )
+
+
+def nothing_scored(scores: Scores) -> str:
+    """Why no completion at all has a reward, for an error message."""
+    if scores.first_failure is None:
+        return "no completion could be scored: every reward is None or NaN. Check rewards.functions."
+    return f"no completion could be scored; check rewards.functions. The first of them: {scores.first_failure}\n"
+
+
+def cut_steps(folder: Path, last: int) -> None:
+    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run will do
+    again."""
+    for file in folder.glob("step_*"):
+        if int(file.stem.split("_")[1]) > last:
+            file.unlink()
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and value != value else value

@@ -1,0 +1,321 @@
+"""Prompts to completions: which rows are worked on when, so that cost follows live tokens.
+
+A prompt is prefilled once and stands in one or more slots, each with some of its completions beside it. Rows that are
+free are filled with completions of the slot's prompt that wait, and an empty slot with the next prompt; when none wait,
+live rows are gathered into fewer. The cache is a ring that grows by powers of two. Which rows stand beside which
+changes no row: random numbers are `fold_in(key, problem number, sample, position)`. This module knows no reward and no
+training; weights are an argument, so there is nothing to keep in step with the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
+
+from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
+from tunix_like.rollout import decoding
+from tunix_like.runtime import progress
+from tunix_like.types import Completions, SamplingParams
+
+FIRST_CACHE = 128
+"""Columns of the first cache; it doubles from there. Each size is a program of its own."""
+
+FEWEST_ROWS = {"cpu": 8}
+ELSEWHERE = 64
+"""Rows on a device are not gathered into fewer than this: a step then costs what reading the weights costs."""
+
+WORTH_MOVING = 16
+"""Rows are gathered into fewer only while some may still grow by this many tokens."""
+
+
+def length_bucket(length: int, limit: int | None = None) -> int:
+    """The next of 16, 24, 32, 48, 64, 96, 128, ... at or above `length`, never above `limit`: bounds the number of
+    compiled shapes while wasting at most a third."""
+    size = 16
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size if limit is None else max(length, min(size, limit))
+
+
+def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N W"]:
+    """Stacks ragged rows, padded to the right with 0."""
+    out = np.zeros((len(rows), width), np.int32)
+    for place, row in zip(out, rows, strict=True):
+        place[: len(row)] = row
+    return out
+
+
+def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
+    """Slots and completions per slot, for `at_once` rows.
+
+    Where all are at once, a slot is a group. Where some wait, a slot takes another prompt only when all of its rows are
+    done: with lengths that are exponential, `w` rows take `1 + 1/2 + ... + 1/w` times the mean, while the next prompt's
+    could be at work. Fewer rows a slot, on the other hand, share what is read of a prompt's keys at every step.
+    """
+    if at_once >= prompts * size:
+        return prompts, size
+
+    def cost(width: int) -> float:
+        waiting = sum(1 / i for i in range(1, width + 1))
+        return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # no longer than all tokens there are
+
+    width = min((w for w in {*(1 << i for i in range(size.bit_length())), size} if w <= at_once), key=cost)
+    return min(prompts * -(-size // width), at_once // width), width
+
+
+class Sampler:
+    """The in-process `Engine`: samples completions of prompts with a decoder's graph and whatever weights it is handed.
+
+    Args:
+      graphdef: of a `Decoder` (`nnx.split(model)`).
+      eos_ids: a completion ends with the first of these, which belongs to it.
+      max_prompt_length, max_tokens: limits, in tokens.
+      max_concurrent_rows: completions in work at once; None is all of them.
+      mesh: prompts are split over its `data` and `fsdp` axes, heads over `tp`; None is one device.
+
+    Attributes:
+      row_steps: tokens that could have been sampled so far had every row been live at every step: what was sampled,
+        over the growth of this number, is the share of the work that was useful.
+    """
+
+    def __init__(
+        self,
+        graphdef: Any,
+        eos_ids: Sequence[int],
+        *,
+        max_prompt_length: int,
+        max_tokens: int,
+        max_concurrent_rows: int | None = None,
+        mesh: Mesh | None = None,
+    ):
+        self.graphdef = graphdef
+        self.eos_ids = tuple(int(i) for i in eos_ids)
+        self.max_prompt_length = max_prompt_length
+        self.max_tokens = max_tokens
+        self.max_concurrent_rows = max_concurrent_rows
+        self.mesh = mesh
+        self.row_steps = 0
+
+    def generate(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        num_generations: int,
+        key: Array,
+        sampling: SamplingParams,
+    ) -> Completions:
+        """Samples `num_generations` completions of each prompt.
+
+        Args:
+          params: weights of the decoder.
+          prompts: token ids, each at most `max_prompt_length` long and not empty.
+          numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
+        """
+        with scope(self.mesh):
+            with progress.task("sampling", len(prompts) * num_generations) as advance:
+                return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish(advance)
+
+
+class _Run:
+    """One call of `generate`: the work that waits, what stands in which row, and what is done.
+
+    `slot_prompt[a]` is the prompt of slot `a`, `row_sample[a, i]` the number in its group of the completion
+    in that row (-1: free), `ages` how many tokens it has, `next_sample[p]` the first completion of prompt `p` that has
+    not been started.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: int,
+        key: Array,
+        sampling: SamplingParams,
+    ):
+        self.sampler, self.params, self.key, self.sampling = sampler, params, key, sampling
+        self.tokens = pad_tokens(prompts, length_bucket(max(len(p) for p in prompts), sampler.max_prompt_length))
+        self.lengths = np.array([len(p) for p in prompts], np.int32)
+        self.numbers, self.size = np.array(numbers, np.uint32), size
+        total, limit = len(prompts), sampler.max_tokens
+        at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
+        slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
+        if slots * width < total * size:  # as many on each device, where some wait
+            slots = max(slots - slots % prompt_parts(sampler.mesh), 1)
+        self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
+        self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
+        self.next_sample, self.steps = np.zeros(total, int), 0
+        self.prompts = self._prefill(np.unique(self.slot_prompt))
+        if width < size:
+            self.prompts = self._placed(decoding.pick_prompts(self.prompts, self.slot_prompt))
+        words = jax.random.key_data(key).shape[-1]
+        rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
+        self.rows = self._placed(rows)
+        self.out = Completions(
+            np.zeros((total, size, limit), np.int32),
+            np.zeros((total, size), np.int32),
+            np.zeros((total, size, limit), np.float32),
+            np.zeros((total, size), bool),
+        )
+
+    def finish(self, advance: progress.Advance) -> Completions:
+        self._fill()
+        while True:
+            live = int((self.row_sample >= 0).sum())
+            rows = decoding.advance(
+                self.sampler.graphdef,
+                self.params,
+                self.prompts,
+                self.rows,
+                np.int32(self._stop_at(live)),
+                self.sampling,
+                self.sampler.eos_ids,
+            )
+            self.rows = self._placed(rows)
+            advance(self._harvest(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
+            if not self._waiting() and not (self.row_sample >= 0).any():
+                return self.out
+            self._fill()
+            if not self._waiting():
+                self._gather()
+            if self.rows.room <= int(self.ages.max()):
+                self.rows = self._placed(decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens)))
+
+    def _prefill(self, chosen: Int[np.ndarray, "N"]) -> decoding.Prompts:
+        inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), self.sampler.mesh, axis=0)
+        return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
+
+    def _placed(self, tree: Any) -> Any:
+        """What a program returned, where it belongs on the mesh: the next program meets what it was compiled for."""
+        return place_slots(tree, self.sampler.mesh)
+
+    def _waiting(self) -> bool:
+        """Whether any completion has not been started."""
+        return bool((self.next_sample < self.size).any())
+
+    def _stop_at(self, live: int) -> int:
+        """Number of live rows at which it is worth looking at them: an eighth of the rows is free for others, or they
+        fit into half as many rows."""
+        if self._waiting():
+            return max(0, live - max(1, self.row_sample.size // 8))
+        fewer = self._fewer()
+        if not fewer or not self._worth_moving():
+            return 0
+        target = fewer[0][0] * fewer[0][1]
+        return target if live > target else max(0, live - max(1, target // 8))
+
+    def _harvest(self) -> int:
+        """Takes what is done out of its rows; returns the number of them."""
+        rows, out = self.rows, self.out
+        live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
+        self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
+        self.steps = int(steps)
+        done = (self.row_sample >= 0) & ~live
+        self.ages = np.where(live, ages, 0)
+        if not done.any():
+            return 0
+        tokens, logprobs = fetch((rows.tokens, rows.logprobs), self.sampler.mesh)
+        for slot, row in np.argwhere(done):
+            place, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
+            out.tokens[place][:length] = tokens[slot, row, :length]
+            out.logprobs[place][:length] = logprobs[slot, row, :length]
+            out.lengths[place], out.finished[place] = length, ended[slot, row]
+        self.row_sample[done] = -1
+        return int(done.sum())
+
+    def _fill(self) -> None:
+        """Starts waiting completions in free rows: those of a slot's own prompt, and in an empty slot those of the
+        first prompt that has some."""
+        if not self._waiting():
+            return
+        held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
+        take = np.zeros(self.row_sample.shape, bool)
+        for slot, prompt in enumerate(held.tolist()):  # first, so that a prompt stays where it is
+            self._start(slot, prompt, take, samples)
+        for slot in np.flatnonzero((self.row_sample < 0).all(axis=1)).tolist():
+            if not self._waiting():
+                break
+            self.slot_prompt[slot] = prompt = int(np.argmax(self.next_sample < self.size))
+            self._start(slot, prompt, take, samples)
+        self._bring(held)
+        if take.any():
+            numbers = self.numbers[self.slot_prompt]
+            self.rows = self._placed(decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key))
+
+    def _start(self, slot: int, prompt: int, take: np.ndarray, samples: np.ndarray) -> None:
+        free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
+        take[slot, free] = True
+        samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
+        self.next_sample[prompt] += len(free)
+
+    def _bring(self, held: Int[np.ndarray, "A"]) -> None:
+        """Puts prompts into the slots that hold another one: copied from a slot that has it, else prefilled, once each.
+        Their number is rounded up to a power of two, so that few shapes are compiled."""
+        slots = np.flatnonzero(self.slot_prompt != held)
+        if not len(slots):
+            return
+        wanted = self.slot_prompt[slots]
+        fresh = np.setdiff1d(wanted, held)
+        source = np.array([np.argmax(held == p) if p in held else len(held) + np.argmax(fresh == p) for p in wanted])
+        new = self._prefill(_rounded(fresh, len(held))) if len(fresh) else None
+        places = _rounded(slots, len(held), fill=len(held))  # beyond the last: dropped
+        sources = _rounded(source, len(held))
+        self.prompts = self._placed(decoding.replace_prompts(self.prompts, places, sources, new))
+
+    def _fewer(self) -> list[tuple[int, int]]:
+        """Slots and rows a slot that live rows may be gathered into, in falling order: half, a quarter, ... of what
+        there is. Few shapes, since each is compiled once; the slots stay divisible by the mesh."""
+        slots, width = self.row_sample.shape
+        parts, shapes = prompt_parts(self.sampler.mesh), []
+        while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
+            slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
+            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), ELSEWHERE):
+                break
+            shapes.append((slots, width))
+        return shapes
+
+    def _gather(self) -> None:
+        """Moves the live rows into the smallest shape that holds them; a prompt may then stand in several slots."""
+        if not self._worth_moving():
+            return
+        of_prompt = {p: np.flatnonzero(self._live_rows_of(p)) for p in dict.fromkeys(self.slot_prompt.tolist())}
+        fits = [
+            (slots, width)
+            for slots, width in self._fewer()
+            if sum(-(-len(rows) // width) for rows in of_prompt.values()) <= slots
+        ]
+        if not fits:
+            return
+        slots, width = fits[-1]
+        old = self.row_sample.shape[1]
+        chunks = [rows[i : i + width] for rows in of_prompt.values() for i in range(0, len(rows), width)]
+        source, picked = np.zeros(slots, np.int32), np.zeros((slots, width), np.int32)
+        samples = np.full((slots, width), -1)
+        for slot, chunk in enumerate(chunks):
+            source[slot], picked[slot, : len(chunk)] = chunk[0] // old, chunk
+            samples[slot, : len(chunk)] = self.row_sample.reshape(-1)[chunk]
+        self.ages = np.where(samples >= 0, self.ages.reshape(-1)[picked], 0)
+        self.slot_prompt, self.row_sample = self.slot_prompt[source], samples
+        moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
+        self.prompts, self.rows = self._placed(moved)
+
+    def _worth_moving(self) -> bool:
+        live = self.ages[self.row_sample >= 0]
+        room = self.sampler.max_tokens - int(live.min()) if live.size else 0
+        return room >= WORTH_MOVING
+
+    def _live_rows_of(self, prompt: int) -> Bool[np.ndarray, "R"]:
+        return ((self.slot_prompt[:, None] == prompt) & (self.row_sample >= 0)).reshape(-1)
+
+
+def _rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
+    """As many as the next power of two (at most `most`); what is missing is `fill`, or the last number again."""
+    count = max(len(numbers), min(1 << (len(numbers) - 1).bit_length(), most))
+    return np.pad(numbers, (0, count - len(numbers)), constant_values=numbers[-1] if fill is None else fill)

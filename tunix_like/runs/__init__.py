@@ -1,0 +1,1 @@
+"""Builds a run from a config, and opens what was trained."""

@@ -1,0 +1,205 @@
+"""Opening what was trained, or a plain model, to use it: a run's newest checkpoint, its best, one step of it, a model
+folder or hub id.
+
+This module finds what belongs to the weights (config, description, the base of adapters) and trains nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix_like.config.load import load, read_yaml
+from tunix_like.config.schema import Config, LoraConfig
+from tunix_like.data import load_source, template_variables
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
+from tunix_like.evaluation.evaluate import Evaluator, ks_of
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import check_fit, load_description
+from tunix_like.models.lora import (
+    ADAPTER_CONFIG,
+    add_lora,
+    check_base,
+    fingerprint,
+    join_params,
+    read_adapter_config,
+    split_params,
+)
+from tunix_like.models.sharding import build_mesh, place_params
+from tunix_like.runs.build import kinds_of, loaded, make_evaluator, newest_checkpoints, reward_functions
+from tunix_like.storage.best import best_of
+from tunix_like.storage.checkpoints import Checkpoints
+
+BEST = "best"
+"""`RUN/checkpoints/best` names the best of a run's checkpoints; there is no such folder."""
+
+
+class Trained(NamedTuple):
+    """A model with trained (or given) weights, and the config it is used with."""
+
+    config: Config
+    graphdef: Any
+    model_config: Any
+    params: Any
+    tokenizer: Tokenizer
+    mesh: Mesh | None
+    origin: str
+
+    @property
+    def model(self) -> Decoder:
+        return nnx.merge(self.graphdef, self.params)
+
+
+def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False, whole: bool = False) -> Trained:
+    """A run folder (its newest checkpoint), one checkpoint of a run (`RUN/checkpoints/STEP` or `.../best`), or a model
+    folder or hub id.
+
+    Args:
+      need_data: the overrides must name data where nothing else does.
+      whole: on one device, whatever mesh the config names.
+
+    Raises:
+      UserError: it is none of them, or the run has no checkpoint yet, or every one (or the one named) is damaged.
+    """
+    place = Path(path)
+    if (place.parent.name, place.name) == ("checkpoints", BEST):
+        place = best_checkpoint(place.parent.parent, overrides)
+    if (place / ADAPTER_CONFIG).is_file() and not (place / "config.json").is_file():
+        raise UserError(
+            f"{place} holds an adapter, which is no model alone: tunix_like.load_adapter puts it beside its base (in "
+            "Python), and export without --adapter writes both as one."
+        )
+    step: int | None = None
+    if place.name.isdigit() and place.parent.name in ("checkpoints", "sft_checkpoints"):
+        step, steps_folder, place = int(place.name), place.parent, place.parent.parent
+    elif (place / "model" / "config.json").is_file():
+        found = newest_checkpoints(place)
+        if found is None:
+            raise UserError(
+                f"{place} has no checkpoint yet; training.checkpoint_every_n_steps says when one is written."
+            )
+        steps_folder = found
+    else:
+        return _open_model(path, overrides, need_data, whole)
+    file = place / "config.yaml"  # a run of the Python interface has none
+    adapters = (place / "model" / ADAPTER_CONFIG).is_file()
+    if file.is_file():
+        read_yaml(file)  # an empty one would be all defaults to `load`
+        config = load(file, overrides)
+    else:
+        config = _config_without_file(path, [*(_named_base(place) if adapters else ()), *overrides], need_data)
+    mesh = None if whole else build_mesh(config.mesh)
+    graphdef, abstract, model_config, tokenizer = load_description(place / "model", mesh=mesh, **kinds_of(config))
+    frozen: Any = {}
+    if adapters:
+        model = _adapted_base(place, config, model_config, mesh)
+        graphdef, state = nnx.split(model)
+        abstract, frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
+    with Checkpoints(steps_folder) as checkpoints:
+        if step is None:
+            step = checkpoints.newest()
+            assert step is not None
+        else:
+            checkpoints.check(step)
+        if adapters:
+            base = {"base": fingerprint(model.config, frozen, mesh)}
+            check_base(checkpoints.folder / str(step), checkpoints.meta(step)["identity"], base)
+        params = join_params(checkpoints.restore(step, {"params": abstract})[0]["params"], frozen)
+    tokenizer = tokenizer.with_template_variables(template_variables(config.data))
+    return Trained(config, graphdef, model_config, params, tokenizer, mesh, f"{steps_folder}/{step}")
+
+
+def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
+    """The checkpoint of a run that is best by its `training.best_metric`, or by the one that the overrides name.
+
+    Raises:
+      UserError: no metric is named, or no checkpoint is of a step that was evaluated with it.
+    """
+    file = run / "config.yaml"
+    metric = load(file if file.is_file() else None, overrides).training.best_metric
+    if metric is None:
+        raise UserError(
+            f"{run}: which checkpoint is the best is not known, as training.best_metric is unset there; add e.g. "
+            "training.best_metric=eval/pass@1 for the best of those that are there."
+        )
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        steps = checkpoints.steps()
+    step = best_of(run, metric).among(steps)
+    if step is None:
+        raise UserError(f"{run}/checkpoints: of no step that is there {metric} is known; there are: {steps or 'none'}.")
+    return run / "checkpoints" / str(step)
+
+
+def _named_base(run: Path) -> list[str]:
+    """What a run of the Python interface says of the base of its adapters, as overrides."""
+    fields = read_adapter_config(run / "model")
+    said = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
+    return [f"model.{key}={fields[name]}" for key, name in said.items() if fields.get(name) is not None]
+
+
+def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: Mesh | None) -> Decoder:
+    """The base that the adapters of a run are for, with fresh ones in their places.
+
+    Raises:
+      UserError: the base is not where the run says, it says nothing, or what is there is another model.
+    """
+    fields, section = read_adapter_config(run / "model"), config.model
+    what = run / "model" if section.init == "random" else section.path
+    cure = "Name the base: model.path=FOLDER, or model.init=random and training.seed if it was drawn at random."
+    if what is None:
+        raise UserError(f"{run} holds adapters alone, and does not say what they are for. {cure}")
+    try:
+        base, _ = loaded(config, what, mesh)
+    except UserError as error:
+        raise UserError(f"{run} holds adapters alone, and their base cannot be loaded: {error} {cure}") from None
+    if base.config != description:
+        raise UserError(f"{run} holds adapters of another model than {what}. {cure}")
+    lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], targets=fields["target_modules"])
+    return add_lora(base, lora)
+
+
+def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -> Config:
+    given = {override.partition("=")[0] for override in overrides}
+    if need_data and "data.name" not in given:
+        missing = "" if Path(path).exists() else " (There is no folder of that name; it is taken for a hub id.)"
+        raise UserError(f"{path} does not say what to evaluate it on; add e.g. data.name=gsm8k.{missing}")
+    return load(None, overrides)
+
+
+def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
+    """The evaluator of a trained model's config: its data's held-out rows (or those it trains on), its rewards, its
+    `eval` section. Warns of prompts that are skipped."""
+    config = trained.config
+    ks_of(config.eval)
+    check_fit(trained.model_config, trained.tokenizer, config.rollout)
+    source = load_source(config.data)
+    rewards = reward_functions(config, source)
+    if on_training_rows:
+        source = dataclasses.replace(source, eval=source.train)
+    if not len(source.eval):
+        raise UserError(
+            f"data.name={config.data.name} keeps no held-out rows. Evaluate on rows that were not trained on: "
+            "data.path=<another file or folder>."
+        )
+    evaluator = make_evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, trained.mesh)
+    if evaluator.skipped is not None:
+        evaluator.skipped.warn("evaluation")
+    return evaluator
+
+
+def _open_model(path: str, overrides: Sequence[str], need_data: bool, whole: bool) -> Trained:
+    config = _config_without_file(path, [f"model.path={path}", *overrides], need_data)
+    mesh = None if whole else build_mesh(config.mesh)
+    model, tokenizer = loaded(config, path, mesh)
+    if tokenizer is None:
+        raise UserError(f"{path} has no tokenizer.")
+    tokenizer = tokenizer.with_template_variables(template_variables(config.data))
+    graphdef, state = nnx.split(model)
+    return Trained(config, graphdef, model.config, nnx.to_pure_dict(state), tokenizer, mesh, path)

@@ -1,0 +1,1 @@
+"""Processes, progress, console output, profiling, user code."""

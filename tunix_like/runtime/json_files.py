@@ -1,0 +1,40 @@
+"""Small JSON files that others have written: read whole, and refused in one line where they are not what they must be.
+
+It knows no field of any file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tunix_like.errors import UserError
+from tunix_like.runtime.input_files import file_problem
+
+
+def read_object(file: Path, cure: str) -> dict[str, Any]:
+    """The object in a JSON file, in any encoding of Unicode.
+
+    Args:
+      cure: what to do where there is none, a sentence for the message.
+
+    Raises:
+      UserError: the file cannot be read, or is not one JSON object of well-formed text.
+    """
+    if os.path.lexists(file) and (problem := file_problem(file)):
+        raise UserError(f"{file}: it {problem}. {cure}")
+    try:
+        raw = file.read_bytes()
+        value = json.loads(raw)
+        if b"\\ud" in raw.lower():  # half of a pair: a text for Python, and for nothing that it is handed to
+            json.dumps(value, ensure_ascii=False).encode()
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file. {cure}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        what = "cannot be read" if isinstance(error, OSError) else "not valid JSON"
+        raise UserError(f"{file}: {what} ({error}). {cure}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: expected a JSON object, found {type(value).__name__}. {cure}")
+    return value

@@ -1,1 +1,0 @@
-"""How to sample: logits to tokens, prompts to completions."""

@@ -1,0 +1,102 @@
+"""Metrics beside `metrics.jsonl`: event files for TensorBoard, Weights & Biases, trackio.
+
+Knows which loggers there are, and that none of them may end a run. Does NOT know what a row means.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunix_like.config.load import read_yaml
+from tunix_like.errors import UserError
+from tunix_like.runtime.processes import is_first
+from tunix_like.storage.loggers.events import EventFiles
+from tunix_like.storage.loggers.trackers import TOOLS, Logger, Start, Trackers
+from tunix_like.storage.metrics import MetricsLog
+
+logger = logging.getLogger("tunix_like")
+
+
+class LoggedMetrics(MetricsLog):
+    """`metrics.jsonl`, whose rows go to loggers too, once they are written. A logger that fails is warned of and left
+    out from then on."""
+
+    def __init__(self, folder: Path, loggers: Sequence[Logger]) -> None:
+        super().__init__(folder)
+        self._loggers, self._number = list(loggers), 0
+
+    def cut(self, key: str, last: int) -> int:
+        self._number = super().cut(key, last)
+        start = Start(key, last + 1, self._number)
+        self._tell(lambda each: each.begin(start))
+        return self._number
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        super().write(row)
+        self._number += 1
+        self._tell(lambda each: each.write(self._number, row))
+
+    def close(self) -> None:
+        super().close()
+        failed = sys.exception() is not None
+        self._tell(lambda each: each.close(failed))
+
+    def _tell(self, what: Callable[[Logger], None]) -> None:
+        for each in list(self._loggers):
+            try:
+                what(each)
+            except Exception as error:  # it may be anything, and it is not worth a run
+                self._loggers.remove(each)
+                logger.warning("%s: %s; this logger is off until the next start", each, error or type(error).__name__)
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raises UserError naming the first logger (one of those `RLTrainingConfig` takes) whose package is not here."""
+    for name in names:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            extra = f"[{name}]" if name in TOOLS else ""
+            raise UserError(
+                f"training.loggers: {name} is not installed; pip install 'tunix_like{extra}', or leave it out."
+            ) from None
+
+
+def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[str, Any]) -> MetricsLog:
+    """The log of a run in `folder`, for `loop.run`. Only process 0 writes; without a folder nobody does.
+
+    Args:
+      names: `training.loggers`.
+      settings: what the loggers show as hyperparameters where the folder has no `config.yaml`.
+
+    Raises:
+      UserError: a logger needs a folder and there is none.
+    """
+    trackers = [name for name in names if name in TOOLS]
+    if folder is None and trackers:
+        raise UserError(
+            f"training.loggers: {trackers[0]} needs training.output_dir, where a run keeps its id to go on in the "
+            "same curve."
+        )
+    if folder is None or not is_first():
+        return MetricsLog(None)
+    shown = _shown(folder / "config.yaml", settings)
+    loggers: list[Logger] = [EventFiles(folder / "tensorboard", shown)] if "tensorboard" in names else []
+    loggers += [Trackers(trackers, folder, shown)] if trackers else []
+    return LoggedMetrics(folder, loggers)
+
+
+def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in `file`, or else `settings`, as JSON knows it."""
+    if file.is_file():
+        try:
+            return dict(json.loads(json.dumps(read_yaml(file), default=str)))
+        except (ValueError, TypeError) as error:  # a UserError, or what JSON lacks: it is for display alone
+            logger.warning("loggers show the settings of this run: %s", error)
+    return dict(json.loads(json.dumps(settings, default=str)))

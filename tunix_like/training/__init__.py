@@ -1,0 +1,1 @@
+"""The training loop, the compiled step, learners and supervised fine-tuning."""

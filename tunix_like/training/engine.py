@@ -1,0 +1,33 @@
+"""Builds the engine that samples completions in the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix_like.config.schema import RolloutConfig
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.rollout.sampler import Sampler, slot_shape
+from tunix_like.training.sizes import concurrent_rows
+
+
+def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
+    """Returns the sampler of a model, its tokenizer and the `rollout` section.
+
+    Args:
+      graphdef: of a `Decoder` (`nnx.split(model)[0]`).
+
+    Raises:
+      UserError: not one completion fits into memory.
+    """
+    model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # the module without weights
+    return Sampler(
+        graphdef,
+        rollout.eos_tokens or tokenizer.eos_ids,
+        max_prompt_length=rollout.max_prompt_length,
+        max_tokens=rollout.max_tokens_to_generate,
+        max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh),
+        mesh=mesh,
+    )

@@ -1,0 +1,169 @@
+"""Log-probabilities of packed completions: prompts once, then their completions in chunks.
+
+It knows the model, and the layout of `packing.py`; no loss and no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix_like.algorithms.losses import token_logprobs
+from tunix_like.models.decoder import KeyValue
+from tunix_like.models.sharding import place_prompts, place_replicated, split_columns
+from tunix_like.training.packing import Packed
+from tunix_like.types import GroupBatch
+
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
+
+
+class ForwardOptions(NamedTuple):
+    """How log-probabilities are computed: sampling temperature, tokens per logits chunk, recomputation of layers, and
+    whether the entropy has a gradient."""
+
+    temperature: float
+    chunk: int
+    remat: bool
+    entropy_gradient: bool = False
+
+
+class PromptStates(NamedTuple):
+    """What completions need of their prompts: the hidden state that predicts the first token, and every layer's keys
+    and values."""
+
+    hidden: Float[Array, "p D"]
+    cache: list[KeyValue]
+
+
+class Chunk(NamedTuple):
+    """The completions of one chunk. `group` and `sample` are their places in the batch, `length` is 0 where there is
+    none."""
+
+    lane: Int[AnyArray, "A"] | None
+    group: Int[AnyArray, "A"]
+    sample: Int[AnyArray, "A b r"]
+    start: Int[AnyArray, "A b r"]
+    length: Int[AnyArray, "A b r"]
+
+    @property
+    def mask(self) -> Bool[Array, "A b r"]:
+        return self.length > 0
+
+    def rows_of(self, values: Float[AnyArray, "P G ..."]) -> Array:
+        """What belongs to these completions, out of an array over the batch."""
+        return jnp.asarray(values)[self.group[:, None, None], self.sample]
+
+
+def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
+    """Puts the work of an update on the mesh: the prompts of a set and their lanes split over `data` and `fsdp`."""
+    if mesh is None:
+        return packed
+    numbers = place_replicated({"sets": packed.sets, "chunks": packed.chunks}, mesh)
+    lanes = {name: place_prompts(getattr(packed, name), mesh, axis=2) for name in ("sample", "start", "length")}
+    return packed._replace(prompts=place_prompts(packed.prompts, mesh, axis=1), **numbers, **lanes)
+
+
+def prompt_states(
+    graphdef: Any, params: Any, batch: GroupBatch, prompts: Int[Array, "p"], options: ForwardOptions
+) -> PromptStates:
+    tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
+    return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
+
+
+def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
+    """Chunk `chunk` of set `number`."""
+    packed = jax.tree.map(jnp.asarray, packed)
+    lane = None if packed.lane is None else packed.lane[number, chunk]
+    group = packed.prompts[number] if lane is None else packed.prompts[number][lane]
+    return Chunk(lane, group, *(each[number, chunk] for each in (packed.sample, packed.start, packed.length)))
+
+
+def chunk_logprobs(
+    graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
+) -> tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]]:
+    """Log-probabilities and entropies of a chunk's completion tokens; beyond a completion's length they mean
+    nothing."""
+    model = nnx.merge(graphdef, params)
+    if chunk.lane is not None:
+        states = jax.tree.map(lambda x: _picked(x, chunk.lane), states)
+    tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens))
+    lengths = jnp.asarray(batch.prompt_lengths)[chunk.group]
+    hidden = model.completion_hidden(
+        states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
+    )
+    lanes, _, steps = tokens.shape
+    found = token_logprobs(
+        hidden.reshape(lanes, -1, hidden.shape[-1]),
+        split_columns(model.output_weights()),
+        tokens.reshape(lanes, -1),
+        options.temperature,
+        options.chunk,
+        options.entropy_gradient,
+        model.config.logits_cap,
+    )
+    place = jnp.minimum(chunk.start[..., None] + jnp.arange(steps)[None, None, None], steps - 1)
+    logprobs, entropy = (
+        jnp.take_along_axis(values.reshape(tokens.shape)[:, :, None], place, axis=-1) for values in found
+    )
+    return logprobs, entropy
+
+
+@jax.custom_vjp
+def _picked(x: Float[Array, "p ..."], lane: Int[Array, "A"]) -> Float[Array, "A ..."]:
+    """`x[lane]`, whose gradient is summed in float32 and in a fixed order; a scatter adds in the dtype of `x`, on a GPU
+    in any order."""
+    return x[lane]
+
+
+def _picked_forward(x: Array, lane: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x[lane], (lane, jnp.arange(x.shape[0]))
+
+
+def _picked_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    lane, prompts = saved
+    chosen = (lane[None] == prompts[:, None]).astype(cotangent.dtype)
+    total = jnp.tensordot(chosen, cotangent, axes=1, preferred_element_type=jnp.float32)
+    return total.astype(cotangent.dtype), None
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
+
+
+def _bins(chunk: Chunk, rows: Int[Array, "A b r T"]) -> tuple[Array, Array, Array]:
+    """Tokens, their places in their completions, and which completion of the bin they belong to (-1: none)
+    `[A b T]`."""
+    slots = jnp.arange(rows.shape[-1])[None, None]
+    start, end = chunk.start[..., None], (chunk.start + chunk.length)[..., None]
+    inside = (slots[None] >= start) & (slots[None] < end)
+    owner, real = jnp.argmax(inside, axis=2), inside.any(axis=2)
+    offsets = slots - jnp.take_along_axis(chunk.start, owner, axis=2)
+    tokens = jnp.take_along_axis(rows, jnp.maximum(offsets, 0)[:, :, None], axis=-1)  # of every row, at its own place
+    tokens = jnp.take_along_axis(tokens, owner[:, :, None], axis=2)[:, :, 0]
+    return tuple(jnp.where(real, x, other) for x, other in ((tokens, 0), (offsets, 1), (owner, -1)))  # type: ignore[return-value]
+
+
+def batch_logprobs(
+    graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
+) -> Float[Array, "P G T"]:
+    """Log-probabilities of all packed completions, without gradient; 0 elsewhere."""
+    shape = batch.completion_tokens.shape
+
+    def one_set(number: Array, out: Array) -> Array:
+        states = prompt_states(graphdef, params, batch, jnp.asarray(packed.prompts)[number], options)
+
+        def one_chunk(place: Array, out: Array) -> Array:
+            chunk = chunk_of(packed, number, place)
+            found, _ = chunk_logprobs(graphdef, params, states, batch, chunk, options)
+            found = jnp.where(jnp.arange(shape[-1])[None, None, None] < chunk.length[..., None], found, 0.0)
+            group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # beyond the last: dropped
+            return out.at[group, chunk.sample].set(found, mode="drop")
+
+        return jax.lax.fori_loop(0, jnp.asarray(packed.chunks)[number], one_chunk, out)
+
+    return jax.lax.fori_loop(0, packed.sets, one_set, jnp.zeros(shape, jnp.float32))

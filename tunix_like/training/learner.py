@@ -1,0 +1,399 @@
+"""The learner of reinforcement learning: rollouts, rewards, and the compiled step of advantage and loss together.
+
+`Learner` is the base of every algorithm; `learners.py` declares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import grain.python as grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from tunix_like.algorithms.objective import build_objective, check_takes_negative, trace_own
+from tunix_like.config.load import as_dict
+from tunix_like.config.schema import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.data.shared import warn_shared
+from tunix_like.data.stream import check_prompts
+from tunix_like.errors import UserError, check_type
+from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
+from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.loading import save_description
+from tunix_like.models.lora import save_adapter_config
+from tunix_like.models.sharding import check_batch, place_replicated, scope
+from tunix_like.rewards import close_pools
+from tunix_like.rollout.collection import Collector
+from tunix_like.rollout.rollouts import (
+    FirstFailure,
+    Rollout,
+    RolloutFiles,
+    Task,
+    repeat_columns,
+    saved_on_failure,
+    weighted_rewards,
+)
+from tunix_like.rollout.samples import Samples, pick_samples
+from tunix_like.runtime import progress
+from tunix_like.runtime.processes import by_first
+from tunix_like.runtime.profile import Clock, Compilations, Profile
+from tunix_like.storage.best import Best
+from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.metrics import rows
+from tunix_like.storage.run_lock import owned
+from tunix_like.training.arguments import (
+    check_arguments,
+    check_rows,
+    forward_options,
+    identity_of,
+    resolve_algorithm,
+    source_settings,
+)
+from tunix_like.training.diagnosis import SignalWatch
+from tunix_like.training.engine import make_engine
+from tunix_like.training.guards import cut_run
+from tunix_like.training.reference import Reference, make_reference
+from tunix_like.training.step_metrics import advantage_metrics, speed_metrics
+from tunix_like.training.trainer import Trainer
+from tunix_like.training.updates import Updates
+from tunix_like.types import Engine, GroupBatch, RewardFunction
+
+logger = logging.getLogger("tunix_like")
+
+
+@dataclasses.dataclass
+class _Call:
+    """What one call of `Learner.train` needs besides the state."""
+
+    batch_size: int
+    collector: Collector
+    updates: Updates
+    evaluator: Evaluator | None
+    files: RolloutFiles
+    signal_watch: SignalWatch
+    profile: Profile
+    compilations: Compilations = dataclasses.field(default_factory=Compilations)
+
+
+class Learner(Trainer):
+    """Samples groups, scores them and follows the gradient of its objective.
+
+    Args:
+      model: a `Decoder`. The learner takes the weights that it trains over, all of them or, where there are any, the
+        adapters: they are donated to the compiled step, and `train` puts the trained ones back when it ends.
+      tokenizer: ours, or a transformers fast tokenizer.
+      reward_fns: one function or several (a mapping gives them names),
+        `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
+        is the reward. None or NaN means "could not be scored", and so does a function that fails. They run in this
+        process; those of `tunix_like.rewards.pooled` in others, with a deadline.
+      algo_config: the learner's config class (its defaults when left out).
+      rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
+      ref_model: reference of the KL when `beta > 0`, quantised or not; only what it shares with the trained weights is
+        copied. Left out it is the model as it starts: a copy of its weights; of adapters that have learnt nothing yet,
+        the frozen weights without them and no copy.
+      mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; one device when left out.
+      reward_weights: one factor per reward function; ones when left out.
+      success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
+      source_estimators: `{data source: {"advantage_estimator": ..., <its parameters>}}`: groups whose row has that
+        source in its column `data_source` get that estimator's advantages; loss and aggregation stay the run's.
+      metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
+        every step; `aggregation` reduces the value over completions.
+      engine: generates completions; the in-process sampler of this model when left out.
+      on_row: `f(row, total steps or None)`, called with every row of metrics as it is logged.
+      on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps` with the best and the worst
+        completion of one prompt, a `tunix_like.rollout.samples.Samples`.
+
+    Raises:
+      UserError: a config of another learner, a key nothing reads, a value out of range.
+    """
+
+    name, step_key = "train", "step"
+    config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        tokenizer: Any,
+        reward_fns: RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction],
+        algo_config: AlgorithmConfig | None = None,
+        rollout_config: RolloutConfig | None = None,
+        training_config: RLTrainingConfig | None = None,
+        eval_config: EvalConfig | None = None,
+        ref_model: Decoder | None = None,
+        mesh: Mesh | None = None,
+        reward_weights: Sequence[float] | None = None,
+        success_threshold: float = 1.0,
+        source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
+        metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
+        engine: Engine | None = None,
+        on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
+        on_samples: Callable[[int, Samples], None] | None = None,
+    ):
+        super().__init__(model, tokenizer, rollout_config, training_config, mesh)
+        if ref_model is not None:
+            check_decoder("ref_model", ref_model)
+        check_arguments(
+            eval_config=eval_config,
+            metric_fns=metric_fns,
+            success_threshold=success_threshold,
+            source_estimators=source_estimators,
+        )
+        self.algo = resolve_algorithm(type(self), algo_config)
+        self.eval_config = EvalConfig() if eval_config is None else eval_config
+        self.metric_fns = tuple(metric_fns)
+        self._on_row, self._on_samples = on_row, on_samples
+        self.rewards = weighted_rewards(reward_fns, reward_weights)
+        self.success_threshold = success_threshold
+        self.task = Task(self.algo, self.rollout_config, self.rewards, success_threshold)
+        if self.rollout_config.temperature == 0:
+            raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
+        if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
+            logger.warning("rollout.top_p and top_k cut what the policy can say: samples are no longer from the policy")
+        self.source_estimators = source_settings(source_estimators or {})
+        objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
+        trace_own(objective, 2, self.algo.num_generations)
+        if any(weight < 0 for _, _, weight in self.rewards):
+            check_takes_negative(objective, "reward_weights", "weights of at least 0")
+        self.engine: Engine = engine or make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh)
+        self.options = forward_options(self.rollout_config, self.training, self.algo)
+        self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
+        self.key = jax.random.key(self.training.seed)
+        self.first_failure = FirstFailure()
+        self._call: _Call | None = None
+
+    def train(
+        self,
+        train_ds: Any,
+        eval_ds: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        batch_size: int = 8,
+        shuffle: bool = True,
+        overlong_prompts: str = "skip",
+    ) -> dict[str, Any]:
+        """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
+
+        Args:
+          train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one
+            pass; an incomplete last batch is dropped.
+          eval_ds: held-out rows, evaluated before and after, and every `eval_every_n_steps`.
+          batch_size: prompts per step; a smaller dataset is one batch.
+          shuffle: a sequence or a grain `MapDataset`, anew every epoch; other data come as they come.
+          overlong_prompts: rows whose prompt is longer than `max_prompt_length`, or empty: "skip" leaves them out, with
+            a warning that counts them; "error" refuses the data (`train_ds` if it is a sequence or a grain
+            `MapDataset`: its first 20,000 rows; `eval_ds`: up to the last problem).
+
+        Returns:
+          the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
+          there, and a second call resumes. Without it a second call continues after the first: `max_steps` (or one
+          pass) more, with the step numbers, random numbers and optimizer state that follow, and in the same data (the
+          same object, batch size and shuffling) with the prompts that follow. Learners with equal settings share
+          compiled programs, and so do the calls of one learner; a `linear` or `cosine` schedule is compiled anew when
+          the number of the last step changes.
+
+        Raises:
+          UserError: bad data; reward functions that failed for every completion of the first step (these are in
+            `rollouts/` by then); another process at work in that folder; every checkpoint damaged, or of a run with
+            other settings.
+          NotSaved: the training is done, and its last checkpoint could not be written.
+          Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) asked for the end; the state is saved.
+        """
+        check_type("batch_size", batch_size, int, "give a whole number of at least 1")
+        if batch_size < 1:
+            raise UserError(f"batch_size: got {batch_size}; give a whole number of at least 1.")
+        if eval_ds is not None:
+            check_rows(eval_ds)
+        with owned(self.training.output_dir) as check_owner:
+            if self.folder is None and self.training.best_metric is not None:
+                raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
+            self._begin()
+            call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
+            try:
+                last = self._run(
+                    self._checkpoints(), self._settings(), check_owner, lambda row: self._on_row(row, self.total)
+                )
+            finally:
+                call.profile.close()
+                close_pools(function for _, function, _ in self.rewards)
+        if not last and self.folder is not None:  # the run was finished before
+            folder = self.folder
+            last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
+        return last
+
+    def _checkpoints(self) -> Checkpoints | None:
+        if self.folder is None:
+            return None
+        model, best = self.folder / "model", self.training.best_metric
+        by_first(lambda: self._describe(model))
+        kept = self.training.max_checkpoints_to_keep
+        return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
+
+    def _prepare(self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, overlong: str) -> _Call:
+        """Checks the data, then builds what this call of `train` needs."""
+        training, skipped = self.training, 0
+        sized = isinstance(train_ds, Sequence | grain.MapDataset)
+        if sized:
+            limit = self.rollout_config.max_prompt_length
+            found = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
+            found.warn("training")
+            skipped = found.prompts
+            batch_size = min(batch_size, len(train_ds) - skipped)
+        steps = training.max_steps
+        if steps is None and sized and not self.algo.dynamic_sampling:
+            steps = (len(train_ds) - skipped) // batch_size
+        self.total = None if steps is None else self.done + steps
+        profile = Profile(training.profile_steps, self.folder)
+        mini = min(training.mini_batch_size or batch_size, batch_size)
+        check_batch(self.mesh, "data.batch_size", batch_size)
+        check_batch(self.mesh, "training.mini_batch_size", mini)
+        updates = -(-batch_size // mini) * self.algo.num_iterations
+        lengths = self.rollout_config
+        objective = build_objective(self.algo, lengths.max_tokens_to_generate, updates, self.source_estimators)
+        batches = self._open_stream(train_ds, batch_size, shuffle, training.max_steps is not None)
+        warn_shared(train_ds, eval_ds)
+        evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
+        check_best_metric(training, evaluator)
+        self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()
+        self.identity |= {"rows": len(train_ds)} if sized else {}
+        self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
+        files = RolloutFiles(self.folder / "rollouts" if self.writes_files and self.folder is not None else None)
+        drawn = self._call.collector.drawn if self._call is not None and self.folder is None else 0
+        collector = Collector(
+            self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
+            self.first_failure, drawn,
+        )  # fmt: skip
+        reference = self.reference is not None
+        done = Updates(self, self.algo, objective, mini, reference)
+        return _Call(batch_size, collector, done, evaluator, files, SignalWatch(self.task), profile)
+
+    def to_save(self) -> Any:
+        assert self._call is not None
+        drawn = place_replicated(jnp.asarray(self._call.collector.drawn, jnp.int32), self.mesh)
+        return super().to_save() | {"drawn": drawn}
+
+    def restore(self, saved: Any, step: int) -> None:
+        super().restore(saved, step)
+        assert self._call is not None
+        collector = self._call.collector
+        collector.drawn = int(saved["drawn"])
+        if self.iterator is None:
+            read = collector.drawn // self._call.batch_size
+            next(itertools.islice(collector.batches, read, read), None)
+
+    def cut(self, step: int) -> None:
+        if self.writes_files and self.folder is not None:
+            cut_run(self.folder, step)
+
+    def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
+        assert self._call is not None
+        every, evaluator = self.training.eval_every_n_steps, self._call.evaluator
+        if evaluator is None or not (step == 0 or last or (every is not None and step % every == 0)):
+            return {}
+        files = self._call.files.folder
+        return evaluator(self.params, rollouts=None if files is None else files / "eval", step=step).metrics
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        assert self._call is not None
+        with self._call.profile.around(number), scope(self.mesh):
+            return self._step(self._call, number)
+
+    def _step(self, call: _Call, number: int) -> dict[str, Any] | None:
+        clock, before = Clock(), self.engine.row_steps
+        collected = call.collector(number, self.params, clock.lap)
+        if collected is None:
+            return None
+        rollout, batch, metrics, sampled = collected
+        with progress.task("reference"):
+            batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
+        with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
+            prompts = [problem.text for problem in rollout.problems]
+            advantages, update_metrics = call.updates(number, batch, prompts, ref)
+        clock.lap("update")
+        metrics |= kl_metrics | update_metrics
+        metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
+        metrics |= self._user_metrics(rollout, advantages)
+        self._show(call, number, rollout, batch, advantages)
+        clock.lap("other")
+        known = metrics | clock.seconds
+        row_steps = self.engine.row_steps - before
+        speed = speed_metrics(self.model.config, batch, sampled, row_steps, known, call.compilations)
+        assert self.programs is not None
+        return known | speed | {"perf/update_programs": float(self.programs.traces)}
+
+    def _show(
+        self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
+    ) -> None:
+        """Writes completions, warns where a step taught nothing, and shows samples, where they are due."""
+        if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
+            call.files.write(number, rollout, batch, advantages)
+        call.signal_watch(number, rollout, batch, advantages)
+        every = self.training.log_samples_every_n_steps
+        if self._on_samples is not None and every is not None and (number == 1 or number % every == 0):
+            self._on_samples(number, pick_samples(rollout, advantages))
+
+    def _reference_logprobs(
+        self, updates: Updates, batch: GroupBatch, clock: Clock
+    ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
+        """Returns the reference's log-probabilities where there is one, and the KL in the reward where it belongs."""
+        if self.reference is None:
+            return batch, None, {}
+        ref, metrics = updates.logprobs(*self.reference, batch), {}
+        if self.algo.kl_in_reward:
+            batch, metrics["kl"] = updates.kl_into_reward(batch, ref)
+        clock.lap("reference")
+        return batch, ref, metrics
+
+    def _user_metrics(self, rollout: Rollout, advantages: np.ndarray) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for function in self.metric_fns:
+            prompts, columns = repeat_columns(rollout.problems, self.algo.num_generations)
+            found = function(prompts, rollout.texts, rollout.scores.total, advantages.reshape(-1), **columns)
+            out |= {name: float(aggregate(value)) for name, (value, aggregate) in found.items()}
+        return out
+
+    def _settings(self) -> dict[str, Any]:
+        """What loggers show of a run that has no `config.yaml`."""
+        parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}
+        parts |= {"eval": self.eval_config, "optimizer": self.training.actor_optimizer}
+        return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}
+
+    def _describe(self, folder: Path) -> None:
+        """Writes what the model is, and for adapters what they belong to."""
+        model = self.model
+        save_description(model.config, self.tokenizer, folder, model.param_dtype.name)
+        if model.adapters is not None:
+            save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)
+
+    def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
+        """Samples held-out rows with the current weights; see `tunix_like.evaluation.evaluate`. `overlong_prompts` is as for
+        `train`."""
+        check_rows(eval_ds)
+        try:
+            return self.evaluator(eval_ds, overlong_prompts)(self.params)
+        finally:
+            close_pools(function for _, function, _ in self.rewards)
+
+    def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
+        """An evaluator on rows of the data. Warns of those that are skipped."""
+        limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
+        problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
+        skipped.warn("evaluation")
+        return Evaluator(
+            self.engine,
+            self.tokenizer,
+            problems,
+            self.rewards,
+            self.eval_config,
+            self.success_threshold,
+            jax.random.fold_in(self.key, EVAL_KEY),
+            self.first_failure,
+            skipped,
+        )

@@ -1,0 +1,351 @@
+"""Memory that can be foreseen: the peak of each phase by component, from shapes alone, and the sizes chosen from it.
+
+The estimate counts what the programs of `training/train_step.py` and `rollout/decoding.py` hold at their peak, for rows of
+full length. The constants below were read from the buffers that XLA assigns (`compiled.memory_analysis()` of both
+programs, CPU backend, jax 0.10.2), one dimension varied at a time; `tests/training/test_memory.py` holds the sums to the same
+source. No weights are needed. This module knows no device's memory, and it chooses nothing (`sizes.py` does).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from tunix_like.config.schema import LORA_TARGETS
+from tunix_like.models.attention import SCORES
+from tunix_like.models.attention_blocked import BLOCK
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.shares import Share
+from tunix_like.training.packing import choose_layout
+
+FIRST_CACHE = 128
+"""Columns of the sampler's first cache, from where it doubles (`rollout/sampler.py`)."""
+
+KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
+"""What a layer keeps of every token for its backward pass, in arrays of the MLP's width, the model's, all query heads
+and all key heads. Measured by doubling each: 4.9, 4.6 (and 1 more that does not grow), 4.7 and 3.1. The MLP keeps its
+two products, the sigmoid, the activation and what goes into the last product."""
+
+KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
+"""The same with recomputation on the CPU, where XLA takes out the barriers that keep a recomputed layer apart and then
+finds most of it computed already (1224 of 1696 numbers a token were left, and all scores). Elsewhere a layer keeps its
+input."""
+
+KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
+"""Float32 arrays `[heads, queries, keys]` that a layer keeps: the exponentials (1.21 times the scores at 96 keys, 1.03
+at 1056). Blocks keep none; but where all keys are in one, the loop over them is gone and XLA on the CPU keeps what
+would be recomputed."""
+
+WORKING_SCORES = 2
+"""Such arrays while attention or its backward pass is computed; by then the layer's MLP has let go of its own."""
+
+LANE_COPIES = 4
+"""Copies of a prompt's keys and values per lane and layer: gathered, their gradient, and both in another layout."""
+
+WORKING_INNER = 3
+"""Arrays of the MLP's and of the model's width that the backward pass of one layer needs for itself (3.1 and 2.6)."""
+
+GRADIENT_COPIES = 2
+"""Arrays as large as the weights while chunks are worked on: the sum, and what is added to it."""
+
+STEP_COPIES = {True: 2, False: 3}
+"""Such arrays in the optimizer's step, with and without clipping by the global norm: the new weights and moments exist
+beside the old ones until the norm is known to be finite, moments in the place of those that were donated."""
+
+DEQUANTIZED_COPIES = {False: 1, True: 2}
+"""Float32 arrays as large as the quantised matrices on the CPU, without and with a backward pass (0.99 and 1.98): XLA
+takes out the barriers that hold each until it is used, and begins with all of them."""
+
+LOGITS_COPIES = {"whole": 3, "pieces": 2}
+"""Float32 arrays [tokens, vocabulary] in the forward and backward pass of the log-probabilities, where all tokens are
+one piece, and where pieces follow each other in a loop."""
+
+SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
+"""The same while sampling, without and with top-p or top-k."""
+
+
+OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and new weights", "cast weights")
+"""Components of a phase that no length of texts and no number of completions changes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What memory depends on.
+
+    Attributes:
+      model: the numbers of the decoder.
+      share: what one device holds of its weights.
+      prompts, group: P and G of a rollout batch (1 completion a prompt in supervised fine-tuning).
+      widths: of padded prompts and completions, `(S, T)`.
+      update_prompts: prompts of one optimizer update; None is all.
+      dtype, param_dtype: of the matrix products and of the stored weights.
+      adapters: what is trained alone, if anything is; in float32.
+      quantized: how the projections beside them are held.
+      moments: arrays of the optimizer's state as large as the weights; 2 for AdamW.
+      clipped: the gradient's global norm is clipped.
+      reference: a second model is held for the KL.
+      attention: as `Decoder.attention`. The plain way keeps its scores for the backward pass.
+      filtered: sampling with top-p or top-k.
+      backend: of jax; what `remat` saves depends on it.
+      parts: into which prompts and lanes are split.
+    """
+
+    model: DecoderConfig
+    share: Share
+    prompts: int
+    group: int
+    widths: tuple[int, int]
+    update_prompts: int | None = None
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    adapters: Adapters | None = None
+    quantized: str | None = None
+    moments: int = 2
+    clipped: bool = True
+    reference: bool = False
+    remat: bool = False
+    logits_chunk: int = 1024
+    attention: str = "auto"
+    filtered: bool = False
+    backend: str = "cpu"
+    parts: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights on one device."""
+        return self.share.weights
+
+    @property
+    def trained(self) -> int:
+        """Bytes of those that are trained."""
+        return self.share.trained
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One worst moment: bytes by component, on one device."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that the model alone needs, however little goes through it."""
+        return sum(self.parts.get(name, 0) for name in OF_THE_MODEL)
+
+    def __str__(self) -> str:
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        shown = [f"{name} {amount(size)}" for name, size in parts if size >= 0.01 * self.bytes]
+        return f"{amount(self.bytes)} = {' + '.join(shown)}"
+
+
+def amount(size: float) -> str:
+    """Bytes for people: powers of 1000, two or three digits."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size / 1e3:.3g} kB"
+
+
+def parameter_count(model: DecoderConfig) -> int:
+    """Numbers in all weights of a decoder."""
+    width, head = model.hidden_size, model.head_dim
+    query, key = model.num_heads * head, model.num_kv_heads * head
+    layer = width * (2 * query + 2 * key) + (4 if model.post_norms else 2) * width
+    layer += (query + 2 * key) * model.qkv_bias + 2 * head * model.qk_norm
+    layers = model.num_layers * layer + sum(map(functools.partial(_mlp_count, model), range(model.num_layers)))
+    return layers + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
+
+
+def adapter_count(model: DecoderConfig, adapters: Adapters) -> int:
+    """Numbers in all adapters of a decoder."""
+    return adapters.rank * sum(map(sum, _kernels(model, adapters.targets)))
+
+
+def _kernels(model: DecoderConfig, targets: Sequence[str] = LORA_TARGETS) -> list[tuple[int, int]]:
+    """Inputs and outputs of `Decoder.projections`, those of these names."""
+    width, inner = model.hidden_size, model.intermediate_size
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = {"q_proj": (width, query), "k_proj": (width, key), "v_proj": (width, key), "o_proj": (query, width)}
+    mlp = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
+    layers = (attention if model.has_experts(layer) else attention | mlp for layer in range(model.num_layers))
+    return [shape for layer in layers for name, shape in layer.items() if name in targets]
+
+
+def _mlp_count(model: DecoderConfig, layer: int) -> int:
+    if (experts := model.experts) is None or not model.has_experts(layer):
+        return 3 * model.hidden_size * model.intermediate_size
+    return model.hidden_size * experts.number * (3 * experts.intermediate_size + 1)
+
+
+def _inner(model: DecoderConfig) -> int:
+    """Width of the MLPs that a token goes through, in the widest layer."""
+    return max(map(model.active_width, range(model.num_layers)))
+
+
+def update_phases(work: Work, micro_batch: int) -> list[Phase]:
+    """The two worst moments of an optimizer update whose chunks have about `micro_batch` bins: the backward pass of a
+    chunk, and the optimizer's step."""
+    prompt_width, width = work.widths
+    most = work.update_prompts or work.prompts
+    layout = choose_layout(work.group, most, work.widths, micro_batch, work.parts)
+    lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
+    tokens, prompt_tokens = lanes * layout.bins * width, prompts * prompt_width
+    heads = work.model.num_heads
+    scores = lanes * layout.bins * width * heads * (prompt_width + width)
+    copies = LANE_COPIES * lanes * _key_values(work, prompt_width) * work.model.num_layers
+    held = _held(work)
+    gradient = held | {
+        "gradients": GRADIENT_COPIES * work.trained,
+        "cast weights": _cast_weights(work) + _dequantized(work, backward=True),
+        "prompts": _kept(work, prompt_tokens, prompts * prompt_width**2 * heads),
+        "chunk": _kept(work, tokens, scores) + copies,
+        "logits or a layer's backward": max(_logits(work, tokens), _layer_backward(work, lanes * layout.bins)),
+        "batch": _batch(work),
+    }
+    step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained, "batch": _batch(work)}
+    return [Phase("update", gradient), Phase("optimizer", step)]
+
+
+def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None = None) -> Phase:
+    """The worst moment of sampling with `rows` completions in work beside the prompts of `slots` slots.
+
+    It is one of three: all caches at their full room while a token is sampled; the old and the new cache while it
+    grows, or while live rows are gathered into half as many; the forward pass of the prompts.
+    """
+    rows, slots = -(-rows // work.parts), -(-slots // work.parts)
+    model, (prompt_width, width) = work.model, work.widths
+    cache = rows * _key_values(work, width) * model.num_layers
+    prompt_cache = slots * _key_values(work, prompt_width) * model.num_layers
+    buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
+    logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4
+    scores = rows * model.num_heads * (prompt_width + width) * 4
+    cast, dequantized = _cast_weights(work), _dequantized(work, backward=False)
+    sampling = {"cast weights": cast + dequantized, "logits": logits + scores}
+    old = _room_before(width)
+    moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width), cache // 2)
+    tokens = slots * prompt_width
+    prompt_scores = _made(work, slots, prompt_width, prompt_width)
+    forward = max(prompt_scores, WORKING_INNER * tokens * _inner(model) * work.size)
+    forward += tokens * model.hidden_size * work.size
+    moments = [
+        sampling | {"completion cache": cache},
+        {"completion cache": cache, "cache before growing": moved + prompt_cache},
+        {"forward pass of the prompts": forward + cast * (work.size < 4) + dequantized},
+    ]
+    worst = max(moments, key=lambda parts: sum(parts.values()))
+    held = _held(work) if held is None else held
+    return Phase("rollout", held | {"prompt cache": prompt_cache, "buffers": buffers} | worst)
+
+
+def _held(work: Work) -> dict[str, int]:
+    """What a trainer keeps all the time."""
+    held = {"weights": work.weights, "optimizer": work.moments * work.trained}
+    # the base without its adapters is there already
+    return held | ({"reference": work.weights} if work.reference and work.adapters is None else {})
+
+
+def _key_values(work: Work, width: int) -> int:
+    """Bytes of one layer's keys and values of one row."""
+    return 2 * work.model.num_kv_heads * work.model.head_dim * width * work.size
+
+
+def _cast_weights(work: Work) -> int:
+    """Weights in the compute dtype where it is another one; else the transposed embedding as the head."""
+    if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
+        return work.share.plain * work.size
+    return work.share.embedding * work.size if work.model.tie_embeddings else 0
+
+
+def _dequantized(work: Work, backward: bool) -> int:
+    """Quantised matrices while they are turned back: on the CPU all of them, else the largest, in float32 and cast."""
+    if work.quantized is None:
+        return 0
+    sizes = work.share.quantized
+    return DEQUANTIZED_COPIES[backward] * 4 * sum(sizes) if work.backend == "cpu" else (4 + work.size) * max(sizes)
+
+
+def _kept(work: Work, tokens: int, scores: int) -> int:
+    """What all layers keep of some tokens, with `scores` attention scores a layer, for the backward pass."""
+    model = work.model
+    if work.remat and work.backend != "cpu":
+        key = 2 * model.num_kv_heads * model.head_dim
+        return model.num_layers * tokens * (model.hidden_size + key) * work.size
+    widths = {
+        "inner": _inner(model),
+        "hidden": model.hidden_size,
+        "query": model.num_heads * model.head_dim,
+        "key": model.num_kv_heads * model.head_dim,
+    }
+    per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
+    token = sum(per_token[name] * width for name, width in widths.items()) * work.size
+    return model.num_layers * (tokens * token + int(KEPT_SCORES[_road(work, scores)] * scores * 4))
+
+
+def _road(work: Work, scores: int) -> str:
+    """How a call with so many scores attends: a key of `KEPT_SCORES`."""
+    if work.attention == "plain" or (work.attention == "auto" and scores * work.parts <= SCORES):
+        return "plain"
+    one = work.backend == "cpu" and max(work.widths) <= BLOCK
+    return "one block" if one else "blocks"
+
+
+def _made(work: Work, rows: int, queries: int, keys: int) -> int:
+    """Bytes of the scores that exist at once in a layer, for so many rows."""
+    scores = rows * queries * keys * work.model.num_heads
+    if _road(work, scores) == "blocks":
+        scores = min(scores, rows * BLOCK * BLOCK * work.model.num_heads)
+    return WORKING_SCORES * scores * 4
+
+
+def _layer_backward(work: Work, rows: int) -> int:
+    """What the backward pass of one layer needs for itself; with recomputation, what the layer would have kept, too."""
+    model, (prompt_width, width) = work.model, work.widths
+    tokens = rows * width
+    mlp = WORKING_INNER * tokens * (_inner(model) + model.hidden_size) * work.size
+    made = _made(work, rows, width, prompt_width + width)
+    if _road(work, tokens * model.num_heads * (prompt_width + width)) != "blocks":
+        made -= tokens * (KEPT_PER_TOKEN["inner"] * _inner(model) + 2 * model.hidden_size) * work.size
+    own = max(mlp, made)
+    if work.remat and work.backend != "cpu":
+        one = dataclasses.replace(work, remat=False, model=dataclasses.replace(model, num_layers=1))
+        own += _kept(one, tokens, tokens * model.num_heads * (prompt_width + width))
+    return own
+
+
+def _logits(work: Work, tokens: int) -> int:
+    pieces = -(-tokens // work.logits_chunk)
+    copies = LOGITS_COPIES["whole" if pieces == 1 else "pieces"]
+    return copies * -(-tokens // pieces) * work.model.vocab_size * 4
+
+
+def _batch(work: Work) -> int:
+    """Prompts and completions with up to three log-probabilities a token."""
+    prompt_width, width = work.widths
+    return 4 * (work.prompts * prompt_width + work.rows * width * (3 + work.reference) + 8 * work.rows)
+
+
+def _room_before(width: int) -> int:
+    """Columns of the cache before it grows to its full room for the last time."""
+    room = min(FIRST_CACHE, width)
+    while 2 * room < width:
+        room *= 2
+    return room

@@ -1,0 +1,209 @@
+"""Supervised fine-tuning on the `answer` column: loss on the answer and its end-of-sequence token only.
+
+It is the compiled step of reinforcement learning with one completion a prompt, advantage 1 and no estimator, run by the
+same loop. It needs no reward functions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens, aggregation_weights
+from tunix_like.config.load import as_dict
+from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
+from tunix_like.data.stream import Prompt, check_prompts
+from tunix_like.errors import UserError, check_type
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope
+from tunix_like.rollout.sampler import length_bucket, pad_tokens
+from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.run_lock import owned
+from tunix_like.training.forward import ForwardOptions, place_packed
+from tunix_like.training.guards import SkipWatch
+from tunix_like.training.optimizer import updates_done
+from tunix_like.training.packing import choose_layout, pack
+from tunix_like.training.sizes import chunk_size
+from tunix_like.training.train_step import step_inputs
+from tunix_like.training.trainer import Trainer
+from tunix_like.types import GroupBatch
+
+logger = logging.getLogger("tunix_like")
+
+
+class _Likelihood:
+    """`-log pi` per token, averaged over the tokens of the batch."""
+
+    built_in = True
+
+    def key(self) -> str:
+        return "likelihood"
+
+    def advantages(self, rewards: Array, scored: Array, lengths: Array, ids: Array) -> Array:
+        return rewards
+
+    def weights(
+        self,
+        scored: Bool[Array, "P G"],
+        trained: Bool[Array, "P G"],
+        lengths: Int[Array, "P G"],
+        in_update: Bool[Array, "P"],
+        ids: Int[Array, "P"],
+    ) -> Float[Array, "P G"]:
+        return aggregation_weights("token-mean", lengths, scored, 1)
+
+    def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
+        return jnp.where(tokens.mask, -tokens.logprobs, 0.0), {}
+
+
+class SFTTrainer(Trainer):
+    """Fits a model to the `answer` column of a dataset.
+
+    Args:
+      model: a `Decoder`; its weights, of one with adapters these alone, are donated while training and put back,
+        trained, at the end.
+      tokenizer: ours, or a transformers fast tokenizer.
+      sft_config: steps, batch size, optimizer.
+      rollout_config: `max_prompt_length` (longer prompts are skipped) and `max_tokens_to_generate` (longer answers are
+        cut, and then without an end-of-sequence token).
+      training_config: seed, folder and checkpoints, as for a learner; the folder gets `sft_checkpoints/`.
+      mesh: devices to train on; one when left out.
+      evaluate: `f(params, step) -> metrics` (names as they shall be logged under `sft/`), called every
+        `sft.eval_every_n_steps`; `sft.stop_at_success` looks at its `eval/pass@1`.
+    """
+
+    name, step_key = "sft", "sft/step"
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        tokenizer: Any,
+        sft_config: SFTConfig,
+        rollout_config: RolloutConfig | None = None,
+        training_config: RLTrainingConfig | None = None,
+        mesh: Mesh | None = None,
+        evaluate: Callable[[Any, int], dict[str, float]] | None = None,
+    ):
+        super().__init__(model, tokenizer, rollout_config, training_config, mesh)
+        check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
+        check_batch(mesh, "sft.batch_size", sft_config.batch_size)
+        self.config, self._evaluate = sft_config, evaluate
+        # A tokenizer's own token ends a turn of its chat template, and is always one that ends a completion.
+        own = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        self.eos_id = (self.rollout_config.eos_tokens or own)[0]
+        self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
+
+    def train(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        shuffle: bool = True,
+        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+        another_follows: bool = False,
+    ) -> dict[str, Any]:
+        """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Without a folder a
+        second call trains for as many steps more, as `Learner.train` does. Returns the last row of metrics (`sft/...`).
+        Raises what `Learner.train` raises.
+
+        Args:
+          another_follows: more training comes after this in the same process, so that a signal to stop in the last
+            step raises as in any other; else it changes nothing there.
+        """
+        with owned(self.training.output_dir) as check_owner:
+            self._begin()
+            self._prepare(rows, shuffle)
+            parts = {"sft": self.config, "rollout": self.rollout_config, "training": self.training}
+            settings = {name: as_dict(part) for name, part in parts.items()}
+            # Two, because one may be damaged.
+            checkpoints = None if self.folder is None else Checkpoints(self.folder / "sft_checkpoints", 2)
+            return self._run(checkpoints, settings, check_owner, on_row, another_follows)
+
+    def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
+        """Checks the data, then builds what this call of `train` needs."""
+        limit = self.rollout_config.max_prompt_length
+        check_prompts(rows, self.tokenizer, limit, "skip", "training").warn("training")
+        if "answer" not in rows[0]:
+            columns = ", ".join(map(str, rows[0]))
+            raise UserError(
+                f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template makes it out of others."
+            )
+        for number in range(len(rows)):
+            _check_answer(rows[number], number)
+        self.total = self.done + self.config.max_steps
+        self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True)
+        self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
+        self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
+        self.identity |= {"quantized": self.model.quantized} | self._base()
+        options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
+        self._compile(_Likelihood(), options, self.config.optimizer)
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        with scope(self.mesh):
+            return self._step()
+
+    def _step(self) -> dict[str, float]:
+        batch = self._batch(next(self._batches))
+        widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
+        shape = self.config.batch_size, 1
+        size = chunk_size(self.training, self.model, shape, widths, mesh=self.mesh)
+        layout = choose_layout(1, self.config.batch_size, widths, size, prompt_parts(self.mesh))
+        packed = place_packed(pack(batch.completion_lengths, batch.scored, widths[1], layout), self.mesh)
+        inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(self.config.batch_size, bool), packed)
+        assert self.schedule is not None
+        rate = float(self.schedule(updates_done(self.state.opt_state)))
+        metrics, _ = self.apply(inputs)
+        out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
+        self.watch([out])
+        self.watch.check()
+        return out | {"learning_rate": rate}
+
+    def _batch(self, prompts: list[Prompt]) -> GroupBatch:
+        limit = self.rollout_config.max_tokens_to_generate
+        answers = [self._answer(prompt) for prompt in prompts]
+        lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int32)
+        width = length_bucket(int(lengths.max()), self.rollout_config.max_prompt_length)
+        tokens = pad_tokens(answers, length_bucket(max(map(len, answers)), limit))[:, None]
+        return GroupBatch(
+            prompt_tokens=pad_tokens([prompt.tokens for prompt in prompts], width),
+            prompt_lengths=lengths,
+            completion_tokens=tokens,
+            completion_lengths=np.array([[len(answer)] for answer in answers], np.int32),
+            rollout_logprobs=None,
+            rewards=np.ones((len(answers), 1), np.float32),
+            scored=np.ones((len(answers), 1), bool),
+        )
+
+    def _answer(self, prompt: Prompt) -> list[int]:
+        """Tokens of the answer and its end, as many as a completion may have."""
+        limit = self.rollout_config.max_tokens_to_generate
+        return [*self.tokenizer.encode_data(prompt.columns["answer"], limit), self.eos_id][:limit]
+
+    def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
+        due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
+        if self._evaluate is None or not due:
+            return {}
+        return {f"sft/{name}": value for name, value in self._evaluate(self.params, step).items()}
+
+    def finished(self, row: dict[str, Any]) -> bool:
+        target, success = self.config.stop_at_success, row.get("sft/eval/pass@1", 0.0)
+        if target is None or success < target:
+            return False
+        message = "sft stopped at step %d of %s because success %.3g >= stop_at_success %g"
+        logger.info(message, row["sft/step"], self.total, success, target)
+        return True
+
+
+def _check_answer(row: Mapping[str, Any], number: int) -> None:
+    answer = row.get("answer")
+    if not isinstance(answer, str) or not answer:
+        raise UserError(
+            f"SFT needs text in the 'answer' column; training row {number} of prompt {row.get('prompt')!r:.60} has "
+            f"{answer!r:.60}. Of a number, data.answer_template='{{answer}}' makes text."
+        )

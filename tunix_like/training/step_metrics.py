@@ -1,0 +1,73 @@
+"""Metrics of one training step from its batch, advantages and times; those of the rollout are in `rollouts.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from tunix_like.algorithms.objective import Objective
+from tunix_like.algorithms.pass_rates import count_groups, sum_advantages
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.operations import forward_operations
+from tunix_like.rollout.rollouts import Rollout, pass_rate_bins
+from tunix_like.runtime.profile import Compilations, peak_flops
+from tunix_like.types import GroupBatch
+
+
+def advantage_metrics(
+    rollout: Rollout,
+    batch: GroupBatch,
+    advantages: Float[np.ndarray, "P G"],
+    objective: Objective,
+    success_threshold: float,
+) -> dict[str, Any]:
+    """Returns the size of the advantages, their share by pass rate, and the groups without a signal."""
+    assert batch.estimator_ids is not None
+    bins = pass_rate_bins(rollout, success_threshold)
+    kept = objective.kept_groups(batch.scored, batch.estimator_ids)
+    return {
+        "advantage/abs_mean": float(np.abs(advantages).mean()),
+        "advantage/max": float(advantages.max()),
+        "advantage/min": float(advantages.min()),
+        "advantage/nonzero_frac": float((advantages != 0).mean()),
+        "pass_rate/trained": count_groups(bins),
+        "pass_rate/advantage": sum_advantages(bins, advantages),
+        "groups/dropped_frac": float((~kept).mean()),
+        "groups/zero_signal_frac": float((kept & (advantages == 0).all(axis=1)).mean()),
+    }
+
+
+def speed_metrics(
+    config: DecoderConfig,
+    batch: GroupBatch,
+    sampled: int,
+    row_steps: int,
+    known: dict[str, Any],
+    compilations: Compilations,
+) -> dict[str, float]:
+    """Returns completion tokens a second, the share of the engine's work that was on live rows, what was compiled since
+    the step before (its evaluation and checkpoint included), and the share of the device's peak arithmetic, prompts
+    counted once per group (`*_mfu`, where the peak is known). With dynamic sampling the rollout's share counts the
+    groups that were kept alone.
+
+    Args:
+      sampled: completion tokens of the step.
+      row_steps: growth of `Engine.row_steps` in the step.
+      known: the other metrics of the step, times in seconds among them.
+    """
+    rollout, update = (max(known[f"time/{name}"], 1e-9) for name in ("rollout", "update"))
+    programs, compiling = compilations.take()
+    metrics = {
+        "perf/generation_tokens_per_sec": sampled / rollout,
+        "perf/training_tokens_per_sec": int(batch.completion_lengths.sum()) / update,
+        "perf/rollout_occupancy": sampled / row_steps if row_steps else float("nan"),
+        "perf/programs_compiled": float(programs),
+        "perf/compile_sec": compiling,
+    }
+    if (peak := peak_flops()) is not None:
+        forward = forward_operations(config, batch.prompt_lengths, batch.completion_lengths)
+        done = {"rollout": forward / rollout, "update": known["perf/update_operations"] / update}
+        metrics |= {f"perf/{name}_mfu": rate / peak for name, rate in done.items()}
+    return metrics

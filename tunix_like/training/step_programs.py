@@ -1,0 +1,74 @@
+"""Compiles the functions of a training step, once for all learners with equal settings in a process.
+
+A program depends on the model's graph, the objective, the optimizer and the shardings, and on no weights. Programs that
+contain a function of the user are not shared between learners: the function may read a global that has changed since.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Protocol
+
+import jax
+
+from tunix_like.training.forward import batch_logprobs
+from tunix_like.training.train_step import StepObjective, StepSpec, jit_train_step
+
+KEPT = 16
+"""Programs that are kept for later learners of the process; the least recently used one is dropped."""
+
+
+class SharedObjective(StepObjective, Protocol):
+    """An objective whose programs can be shared."""
+
+    @property
+    def built_in(self) -> bool:
+        """True when no function comes from the user."""
+
+    def key(self) -> Hashable:
+        """Equal for objectives that are traced to the same program."""
+
+
+class StepPrograms:
+    """The compiled functions of a training step.
+
+    Attributes:
+      train_step: see `jit_train_step`.
+      logprobs: `batch_logprobs` of graph, parameters, batch and packing.
+      advantages: `StepObjective.advantages`.
+      traces: how many times `train_step` was traced so far: once for each set of array shapes.
+    """
+
+    def __init__(self, spec: StepSpec):
+        self.traces = 0
+        self.train_step = jit_train_step(spec, self._count)
+        self.logprobs = jax.jit(functools.partial(batch_logprobs, options=spec.options), static_argnums=0)
+        self.advantages = jax.jit(spec.objective.advantages)
+
+    def _count(self) -> None:
+        self.traces += 1
+
+
+ProgramCache = OrderedDict[Hashable, StepPrograms]
+
+_SHARED: ProgramCache = OrderedDict()
+
+
+def step_programs(spec: StepSpec, objective: SharedObjective, own: ProgramCache) -> StepPrograms:
+    """Returns the programs for these settings: those of an earlier call with equal ones, or new ones.
+
+    Args:
+      objective: that of `spec`.
+      own: the learner's own cache, for objectives with a function that is not part of this package.
+    """
+    cache = _SHARED if objective.built_in else own
+    leaves, structure = jax.tree.flatten(spec.shardings)
+    key = (spec.graphdef, objective.key(), spec.optimizer, spec.options, tuple(leaves), structure)
+    if key not in cache:
+        cache[key] = StepPrograms(spec)
+    cache.move_to_end(key)
+    if len(cache) > KEPT:
+        cache.popitem(last=False)
+    return cache[key]

@@ -1,0 +1,242 @@
+"""Trains the weights of a model by a loop of steps: what reinforcement learning and supervised fine-tuning share.
+
+A `Trainer` owns the weights while it trains and writes them back to its model at the end. Its `state` is replaced in
+one place, `Trainer.apply`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import grain.python as grain
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batches
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError, check_type
+from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.loading import check_fit
+from tunix_like.models.lora import fingerprint, join_params, split_params
+from tunix_like.models.sharding import check_divides, place_params, shardings_of
+from tunix_like.runtime.processes import is_first
+from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.loggers import check_loggers, open_metrics
+from tunix_like.training.forward import ForwardOptions
+from tunix_like.training.loop import run
+from tunix_like.training.optimizer import build_optimizer, build_schedule, follows_total, init_optimizer
+from tunix_like.training.step_programs import ProgramCache, SharedObjective, StepPrograms, step_programs
+from tunix_like.training.train_step import StepInputs, StepSpec, TrainState
+
+
+class _Stream(NamedTuple):
+    """The data stream of a call of `train`, and what it was made from."""
+
+    rows: Any
+    settings: tuple[Any, ...]
+    batches: Iterator[list[Prompt]]
+
+
+class Trainer:
+    """Base of `Learner` and `SFTTrainer`. A subclass implements `step`; the loop calls it.
+
+    Attributes:
+      name: prefix of the metrics (`train`, `sft`).
+      step_key: the metrics' step column (`step`, `sft/step`).
+      state: what a step replaces: trained parameters and optimizer state.
+      frozen: the other parameters of the model; empty where all are trained.
+      done: steps done so far; a call of `train` that is not resumed from a checkpoint starts after them.
+      total: number of the last step, or None to go on until the data is used up.
+      rate_follows_total: whether the learning rate of a step depends on `total`.
+      schedule: the learning rate of an update by its number, where that is known.
+      programs: the compiled functions of a step.
+      iterator: the data iterator to save with a checkpoint, or None.
+      identity: what must be the same when a checkpoint is resumed.
+    """
+
+    name: ClassVar[str]
+    step_key: ClassVar[str]
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Any,
+        rollout_config: RolloutConfig | None,
+        training_config: RLTrainingConfig | None,
+        mesh: Mesh | None,
+    ):
+        check_decoder("model", model)
+        self.rollout_config = RolloutConfig() if rollout_config is None else rollout_config
+        self.training = RLTrainingConfig() if training_config is None else training_config
+        check_type("rollout_config", self.rollout_config, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
+        check_type("training_config", self.training, RLTrainingConfig, "give a tunix_like.RLTrainingConfig(...)")
+        check_loggers(self.training.loggers)
+        self.tokenizer = Tokenizer.wrap(tokenizer)
+        check_fit(model.config, self.tokenizer, self.rollout_config)
+        check_divides(mesh, model.config)
+        self.model, self.mesh, self.graphdef = model, mesh, nnx.split(model)[0]
+        self.done, self.total = 0, None  # type: int, int | None
+        self.rate_follows_total = False
+        self.schedule: optax.Schedule | None = None
+        self.programs: StepPrograms | None = None
+        self.iterator: Any = None
+        self.identity: dict[str, Any] = {}
+        self.state = TrainState(None, None)
+        self._own_programs: ProgramCache = OrderedDict()
+        self._stream: _Stream | None = None
+        self._take_weights()
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder, or None."""
+        return None if self.training.output_dir is None else Path(self.training.output_dir)
+
+    @property
+    def writes_files(self) -> bool:
+        """True in the one process of a run that writes its files."""
+        return self.folder is not None and is_first()
+
+    @property
+    def params(self) -> Any:
+        """All weights of the model: those that are trained, and those that stay."""
+        return join_params(self.state.params, self.frozen)
+
+    def _take_weights(self) -> None:
+        """Takes the model's weights as they are now and places them on the mesh; the model keeps pointing at them."""
+        params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
+            raise UserError("the model's weights belong to a trainer that was interrupted; load the model again.")
+        nnx.update(self.model, params)
+        trained, self.frozen = split_params(params)
+        self.state = self.state._replace(params=trained)
+
+    def apply(self, inputs: StepInputs) -> tuple[Any, Any]:
+        """Does one optimizer update. Returns its metrics and advantages, on the device."""
+        assert self.programs is not None
+        self.state, metrics, advantages = self.programs.train_step(self.state, inputs, self.frozen)
+        return metrics, advantages
+
+    # What the loop calls.
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        """Does step `number` (from 1). Returns its metrics without prefix, or None when the data is used up."""
+        raise NotImplementedError
+
+    def to_save(self) -> Any:
+        """Returns the pytree of a checkpoint."""
+        return {"params": self.state.params, "opt_state": self.state.opt_state}
+
+    def restore(self, saved: Any, step: int) -> None:
+        """Continues after `step` from what `to_save` returned there."""
+        self.state = TrainState(saved["params"], saved["opt_state"])
+
+    def cut(self, step: int) -> None:
+        """Removes what the trainer itself wrote of the steps after `step`."""
+
+    def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
+        """Returns the metrics, with prefix, of an evaluation after `step` if one is due, else nothing."""
+        return {}
+
+    def finished(self, row: dict[str, Any]) -> bool:
+        """Returns True when the row just logged ends the training early."""
+        return False
+
+    # What subclasses call at the start of `train`.
+
+    def _compile(
+        self, objective: SharedObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
+    ) -> None:
+        """Builds the optimizer for `total` steps, its state where there is none yet, and the compiled functions.
+
+        Args:
+          optimizer: an `OptimizerConfig` or an optax transformation.
+        """
+        self.rate_follows_total = follows_total(optimizer)
+        if isinstance(optimizer, OptimizerConfig):
+            updates = None if self.total is None else self.total * updates_per_step
+            self.schedule = build_schedule(optimizer, updates)
+            optimizer = build_optimizer(optimizer, updates)
+        if self.state.opt_state is None:
+            self.state = self.state._replace(opt_state=init_optimizer(optimizer, self.state.params))
+        spec = StepSpec(self.graphdef, objective, optimizer, options, shardings_of(self.state, self.mesh))
+        self.programs = step_programs(spec, objective, self._own_programs)
+
+    def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:
+        """Returns the batches of prompts: those that follow the previous call's where the data are the same object and
+        nothing is resumed from a folder, else from the beginning."""
+        size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
+        settings, previous = (size, batch_size, shuffle, forever), self._stream
+        same = previous is not None and previous.rows is rows and previous.settings == settings
+        if previous is not None and same and isinstance(previous.batches, SharedBatches):
+            previous.batches.next_epoch()
+            return previous.batches
+        if previous is not None and same and forever:
+            return previous.batches
+        batches = prompt_batches(
+            rows,
+            self.tokenizer,
+            batch_size=batch_size,
+            max_prompt_length=self.rollout_config.max_prompt_length,
+            seed=self.training.seed,
+            shuffle=shuffle,
+            forever=forever,
+        )
+        # A plain iterable has no place that can be saved; a resumed run reads up to it instead.
+        self.iterator = batches if isinstance(batches, Resumable) else None
+        self._stream = _Stream(rows, settings, batches)
+        return batches
+
+    def _begin(self) -> None:
+        """Forgets the previous call of `train` where there is a folder, from which everything is resumed."""
+        self._take_weights()
+        if self.folder is not None:
+            self.done, self._stream = 0, None
+            self.state = self.state._replace(opt_state=None)
+
+    def _base(self) -> dict[str, Any]:
+        """The part of `identity` that names the frozen weights beside adapters."""
+        if self.model.adapters is None:
+            return {}
+        return {"base": fingerprint(self.model.config, self.frozen, self.mesh)}
+
+    def _run(
+        self,
+        checkpoints: Checkpoints | None,
+        settings: Mapping[str, Any],
+        check_owner: Callable[[], None],
+        on_row: Callable[[dict[str, Any]], None],
+        another_follows: bool = False,
+    ) -> dict[str, Any]:
+        """Runs the loop, closes what was opened and writes the weights back. Returns the last row of metrics.
+
+        Args:
+          settings: what loggers show of a run that has no `config.yaml`.
+          check_owner: raises where another process has taken the folder.
+        """
+        last: dict[str, Any] = {}
+
+        def record(row: dict[str, Any]) -> None:
+            last.update(row)
+            on_row(row)
+
+        try:
+            run(
+                self,
+                checkpoints=checkpoints,
+                log=open_metrics(self.folder, self.training.loggers, settings),
+                checkpoint_every=self.training.checkpoint_every_n_steps,
+                on_row=record,
+                before_save=check_owner,
+                another_follows=another_follows,
+            )
+        finally:
+            if checkpoints is not None:
+                checkpoints.close()
+            nnx.update(self.model, self.params)
+        return last

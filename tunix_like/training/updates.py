@@ -1,0 +1,150 @@
+"""Does the optimizer updates of one rollout batch: packs completions, runs the compiled step, checks the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from tunix_like.algorithms.losses import kl_estimate
+from tunix_like.algorithms.objective import Objective
+from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.errors import UserError
+from tunix_like.models.operations import update_operations
+from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
+from tunix_like.training.forward import place_packed
+from tunix_like.training.guards import GapWatch, Skipped, SkipWatch, guard
+from tunix_like.training.optimizer import updates_done
+from tunix_like.training.packing import Packed, choose_layout, pack, token_places
+from tunix_like.training.sizes import chunk_size
+from tunix_like.training.train_step import MAXIMA, step_inputs
+from tunix_like.training.trainer import Trainer
+from tunix_like.types import GroupBatch
+
+
+class Updates:
+    """Called with each rollout batch of a run. It reads the trainer and changes its weights through `Trainer.apply`.
+
+    Args:
+      mini_batch_size: prompts per optimizer update.
+      reference: whether a reference model is held beside the policy, which takes memory.
+    """
+
+    def __init__(
+        self, trainer: Trainer, algo: AlgorithmConfig, objective: Objective, mini_batch_size: int, reference: bool
+    ):
+        self.trainer, self.algo, self.objective = trainer, algo, objective
+        self.mini_batch_size, self.reference = mini_batch_size, reference
+        self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
+        self.gap_watch = GapWatch(trainer.training.max_logprob_gap)
+
+    def __call__(
+        self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
+    ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
+        """Does all optimizer updates of one rollout batch; returns the advantages, and metrics over the updates.
+
+        Args:
+          prompts: their texts, for error messages.
+          ref: the reference's log-probabilities where there is one.
+
+        Raises:
+          UserError: the estimator gave an advantage that is not finite (the weights are as before), too many updates in
+            a row were skipped, or sampler and trainer disagree.
+        """
+        trainer, count, width = self.trainer, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
+        live, out = self._live_rows(batch)
+        starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
+        parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
+        old = self.logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
+        kept = ref if self.objective.reference_in_loss else None
+        placed, placed_logprobs = self._place(batch), place_replicated((old, kept), trainer.mesh)
+        if trainer.schedule is not None:
+            out["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
+        rows: list[dict[str, Any]] = []
+        advantages: Any = None
+        real, places = 0, 0
+        for in_update in parts:
+            packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
+            inputs = step_inputs(placed, in_update, place_packed(packed, trainer.mesh), *placed_logprobs)
+            metrics, advantages = trainer.apply(inputs)
+            real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
+            rows.append(metrics)
+            if len(rows) == 1:
+                self._check_advantages(fetch(advantages, trainer.mesh), prompts, batch)
+        rows, advantages = fetch((rows, advantages), trainer.mesh)
+        inputs_of = [Skipped(step, i, batch, live, part, old, kept) for i, part in enumerate(parts)]
+        guard(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.folder if trainer.writes_files else None)
+        out["perf/update_occupancy"] = real / places if places else float("nan")
+        computed = np.where(live, batch.completion_lengths, 0)
+        adapters = trainer.model.adapters is not None
+        done = update_operations(trainer.model.config, batch.prompt_lengths, computed, adapters)
+        out["perf/update_operations"] = done * self.algo.num_iterations
+        return np.asarray(advantages), {name: _joined(name, [row[name] for row in rows]) for name in rows[0]} | out
+
+    def logprobs(
+        self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
+    ) -> Float[np.ndarray, "P G T"]:
+        """Returns the log-probabilities of the completions `rows` (None: of all), 0 elsewhere."""
+        assert self.trainer.programs is not None
+        rows = np.ones(batch.scored.shape, bool) if rows is None else rows
+        packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
+        found = self.trainer.programs.logprobs(graphdef, params, self._place(batch), packed)
+        return np.asarray(fetch(found, self.trainer.mesh))
+
+    def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
+        """Returns the batch with rewards `r - beta sum_t kl_t`, with the trainer's own log-probabilities; and the mean
+        KL per token, in nats."""
+        mask = batch.sampled
+        own = self.logprobs(self.trainer.graphdef, self.trainer.params, batch)
+        tokens = kl_estimate(str(self.algo.kl_loss_mode), jnp.asarray(own), jnp.asarray(ref), jnp.asarray(mask))
+        kl = np.where(mask, np.asarray(tokens), 0.0)
+        rewards = (batch.rewards - self.algo.beta * kl.sum(-1)).astype(np.float32)
+        return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
+
+    def _pack(self, batch: GroupBatch, rows: np.ndarray, most_prompts: int) -> Packed:
+        trainer, widths = self.trainer, (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2])
+        shape = most_prompts, self.algo.num_generations
+        size = chunk_size(trainer.training, trainer.model, shape, widths, self.reference, trainer.mesh)
+        layout = choose_layout(self.algo.num_generations, most_prompts, widths, size, prompt_parts(trainer.mesh))
+        return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
+
+    def _place(self, batch: GroupBatch) -> GroupBatch:
+        """Replicates the batch over the mesh: it is small, and chunks take rows out of it."""
+        return place_replicated(batch, self.trainer.mesh)
+
+    def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
+        """Returns the completions that go through the model, and the shares of those that do not."""
+        objective, ids, known = self.objective, batch.estimator_ids, None
+        assert ids is not None and self.trainer.programs is not None
+        if objective.looks_for_zeros:
+            known = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
+            known = fetch(known, self.trainer.mesh)
+        live = objective.live_rows(batch.rewards, batch.scored, ids, known)
+        metrics: dict[str, float] = {}
+        if batch.trained is not None:
+            live = live & batch.trained
+            metrics["overlong/masked_frac"] = float((~batch.trained).mean())
+        return live, metrics | {"update/rows_left_out_frac": float(1 - live.mean())}
+
+    def _check_advantages(self, advantages: np.ndarray, prompts: Sequence[str], batch: GroupBatch) -> None:
+        if np.isfinite(advantages).all():
+            return
+        group, sample = (int(i) for i in np.argwhere(~np.isfinite(advantages))[0])
+        assert batch.estimator_ids is not None
+        name = self.objective.estimators[int(batch.estimator_ids[group])].name
+        raise UserError(
+            f"advantage estimator '{name}' gave {advantages[group, sample]} for completion {sample} of group {group} "
+            f"(prompt {prompts[group]!r:.80}), whose rewards are {batch.rewards[group].tolist()}. "
+            "The weights are as they were before this step."
+        )
+
+
+def _joined(name: str, values: Sequence[Any]) -> float:
+    """Joins one metric of several updates: the largest of maxima, the mean of others; NaN where none is finite."""
+    finite = [float(value) for value in values if np.isfinite(value)]
+    if not finite:
+        return float("nan")
+    return max(finite) if name in MAXIMA else float(np.mean(finite))
