@@ -141,7 +141,8 @@ def compiled():
 
 
 def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
-    """Advantage and loss are one program: the estimator is traced into it, once, and never sees a number."""
+    """Advantage and loss are one program: the estimator is traced into it, once, and never sees a number. It was traced
+    before on shapes alone, when the learner was made."""
     seen, counts = [], []
     monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
 
@@ -158,8 +159,9 @@ def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
         actor_optimizer=OptimizerConfig(learning_rate=1e-3),
         on_row=lambda row, total: counts.append((row["train/perf/update_programs"], len(compiled))),
     )
-    last = learner.train(ROWS, batch_size=4)
     assert seen == [[True, True, True]]
+    last = learner.train(ROWS, batch_size=4)
+    assert seen == [[True, True, True]] * 2
     assert [traced for traced, _ in counts] == [1.0] * 5
     assert counts[0][1] > 0 and len({programs for _, programs in counts}) == 1, f"compiled after step 1: {counts}"
     assert last["train/advantage/max"] == 0.5 and last["train/advantage/min"] == -0.5
@@ -482,8 +484,8 @@ import jax.numpy as jnp
 def mean(rewards, *, scored, lengths, scale=1.0, beta=0.3, epsilon=1e-6):
     return scale * (rewards - rewards.mean(axis=1, keepdims=True))
 
-def by_group(rewards, *, scored, lengths):
-    return rewards.mean(axis=1)
+def first_two(rewards, *, scored, lengths):
+    return rewards[:2] - 0.5  # wrong for more groups than the learner traces it with
 
 def broken(rewards, *, scored, lengths):
     best = rewards.max(axis=1, keepdims=True)
@@ -512,7 +514,7 @@ def test_an_estimator_of_ones_own_by_its_file(tmp_path):
 
 
 BAD_ESTIMATORS = {
-    "by_group": "own.py:by_group' returned .4. for rewards of shape .4, 4.",
+    "first_two": "own.py:first_two' returned an array of shape .2, 4. for rewards of shape .4, 4.",
     "broken": "own.py:broken' gave (inf|nan) for completion 0 of group 2 .prompt '(ab|cd|ef|gh|ba|dc|fe|hg)>'.*"
     "whose rewards are .5.0, 1.0, 0.0, 2.0.*The weights are as they were",
 }
