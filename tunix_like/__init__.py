@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tunix_like.models.lora import merge_lora as merge_lora
     from tunix_like.models.lora import save_adapter as save_adapter
     from tunix_like.rewards import register_reward_fn as register_reward_fn
+    from tunix_like.runs.recipe import run as run
     from tunix_like.training.learner import Learner as Learner
     from tunix_like.training.learners import LEARNERS as LEARNERS
     from tunix_like.training.learners import CustomConfig as CustomConfig
@@ -63,6 +64,7 @@ _HOMES = {
     "tunix_like.models.lora": "add_lora load_adapter merge_lora save_adapter",
     "tunix_like.rewards": "register_reward_fn",
     "tunix_like.algorithms.advantages": "compute_advantages register_advantage_estimator",
+    "tunix_like.runs.recipe": "run",
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (
         "LEARNERS CustomConfig CustomLearner DrGRPOConfig DrGRPOLearner GRPOConfig GRPOLearner MaxPOConfig "

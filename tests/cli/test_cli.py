@@ -24,7 +24,8 @@ import tunix_like
 from tunix_like.cli import main as cli
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
-from tunix_like.runs.build import check_config, run_folder
+from tunix_like.runs.build import check_config
+from tunix_like.runs.folder import run_folder
 from tunix_like.storage import run_lock
 from tunix_like.storage.metrics import rows as metric_rows
 

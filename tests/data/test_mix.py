@@ -28,6 +28,7 @@ from tunix_like.rewards import REWARDS, close_pools
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.rollouts import score_completions
 from tunix_like.runs import build as runs
+from tunix_like.runs import reward_functions
 from tunix_like.runs.trained import open_trained
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem
@@ -177,7 +178,7 @@ def test_rewards_by_source(folder, caplog):
     assert {(row["hint"] is None, row["gold"] is None) for row in data.train} == {(True, False), (False, True)}
 
     config = Config(data=DataConfig(name="mix", sources=[words, asked]))
-    functions = runs.reward_functions(config, data)
+    functions = reward_functions.reward_functions(config, data)
     assert [(name, weight) for name, _, weight in functions] == [("by_source", 1.0)]
     assert isinstance(functions[0][1], PooledFunction), "math-verify is asked in a worker"
     problems = [Problem(i, row["prompt"], [1], {k: v for k, v in row.items() if k != "prompt"})
@@ -192,7 +193,7 @@ def test_rewards_by_source(folder, caplog):
     close_pools([functions[0][1]])
 
     named = Config(data=config.data, rewards=RewardsConfig(functions=[{"name": "exact_match"}]))
-    scores = score_completions(runs.reward_functions(named, data), problems, texts, 3)
+    scores = score_completions(reward_functions.reward_functions(named, data), problems, texts, 3)
     assert scores.total.reshape(-1, 3)[:, 1].tolist() == [float(r["data_source"] == "jsonl") for r in data.train]
 
 
@@ -202,19 +203,19 @@ def test_a_reward_that_some_rows_cannot_have(folder):
     plain = {"name": "jsonl", "path": str(folder / "plain.jsonl"), "label": "plain"}
     config = Config(data=DataConfig(name="mix", sources=[words, plain]))
     with pytest.raises(UserError, match="data source 'plain': Reward function 'by_source' needs an argument 'answer'"):
-        runs.reward_functions(config, load_source(config.data))
+        reward_functions.reward_functions(config, load_source(config.data))
     for name, ok in (("gsm8k", False), ("takes_all", True), ("asks_for_source", True)):
         given = Config(data=config.data, rewards=RewardsConfig(functions=[{"name": name}]))
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(REWARDS, "takes_all", lambda completions, gold=None: [0.0] * len(completions))
             patch.setitem(REWARDS, "asks_for_source", lambda completions, data_source: [0.0] * len(completions))
             if ok:
-                runs.reward_functions(given, load_source(given.data))
+                reward_functions.reward_functions(given, load_source(given.data))
                 continue
             with pytest.raises(
                 UserError, match="data source 'plain': Reward function 'gsm8k' needs an argument 'gold'"
             ):
-                runs.reward_functions(given, load_source(given.data))
+                reward_functions.reward_functions(given, load_source(given.data))
 
 
 def test_what_by_source_hands_on(monkeypatch):

@@ -82,7 +82,7 @@ NOT_RUN = {
     'distributed.md: gcloud compute tpus tpu-vm ssh SLICE --zone ZONE --worker=all --command "cd tunix_like &&': (
         "needs a TPU slice"
     ),
-    "distributed.md: srun --kill-on-bad-exit=1": "needs SLURM; tests/runtime/test_processes.py starts processes as it does",
+    "distributed.md: srun --kill-on-bad-exit=1": "needs SLURM; tests/runtime/test_processes.py starts them",
 } | {
     f"results.md: python examples/maxrl_paper/{script}": "takes minutes; tests/test_maxrl_*.py run it small"
     for script in (

@@ -1,7 +1,7 @@
 """Bad configurations, and what must become of each: taken, or refused in one line of ours that names a key that is set.
 
-The keys are those of the dataclasses of `config.py`, so that a new one is tried by itself. `tests/runs/test_fuzz.py` draws
-some, `tests/stress/fuzz.py` thousands.
+The keys are those of the dataclasses of `config/schema.py`, so that a new one is tried by itself.
+`tests/runs/test_fuzz.py` draws some, `tests/stress/fuzz.py` thousands.
 """
 
 from __future__ import annotations

@@ -756,7 +756,7 @@ def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
     assert rows[0]["train/kl"] == pytest.approx(0.0, abs=1e-6)
     assert 0 < rows[1]["train/kl"] < rows[2]["train/kl"], "k3 is never negative, and the policy moves away"
     assert_same(jax.tree.map(np.asarray, learner.reference.params), start)
-    assert make(GRPOConfig(num_generations=4), learner=GRPOLearner).ref_params is None, "beta 0 holds no reference"
+    assert make(GRPOConfig(num_generations=4), learner=GRPOLearner).reference is None, "beta 0 holds no reference"
 
 
 def test_the_kl_alone_leads_to_the_reference():
@@ -895,7 +895,7 @@ def test_without_shuffling_rows_come_in_order():
 
 def test_small_and_empty_data():
     row = collect(make(max_steps=1), ROWS[:3], batch_size=8)[0]
-    assert row["train/perf/update_programs"] == 1 and row["step"] == 1
+    assert row["step"] == 1
     with pytest.raises(UserError, match="the training data is empty"):
         make().train([])
     with pytest.raises(UserError, match="fewer than 4 usable prompts.*lower the batch size"):

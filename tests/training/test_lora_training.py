@@ -153,9 +153,9 @@ def test_the_reference_is_the_model_as_it_starts():
     np.testing.assert_array_equal(logprobs(*learner.reference, data.batch, data.packed), expected)
     assert differ(logprobs(learner.graphdef, learner.params, data.batch, data.packed), expected)
     again = learner_of(learner.model)
-    assert_same(copied(again.ref_params), copied(again.params))
+    assert_same(copied(again.reference.params), copied(again.params))
     assert again.ref_graphdef == again.graphdef
-    mine, reference = (split_params(params) for params in (again.params, again.ref_params))
+    mine, reference = (split_params(params) for params in (again.params, again.reference.params))
     same = jax.tree.map(lambda a, b: a is b, mine, reference)
     assert not any(jax.tree.leaves(same[0])) and all(jax.tree.leaves(same[1])), "adapters are copied, the base is not"
 
@@ -177,9 +177,9 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     whole.train(ROWS, batch_size=4)
     assert_same(copied(resumed.params), copied(whole.params))
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
-        adapters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole.trained)
+        adapters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole.state.params)
         restored = checkpoints.restore(3, {"params": adapters})[0]["params"]  # refuses what holds more
-    assert_same(copied(restored), copied(whole.trained))
+    assert_same(copied(restored), copied(whole.state.params))
     other = add_lora(make_base(), LoraConfig(rank=4, alpha=9))
     with pytest.raises(UserError, match="(?s)another run.*  adapters: .*alpha 4.*alpha 9"):
         learner_of(other, max_steps=4, **folder).train(ROWS, batch_size=4)
@@ -251,7 +251,7 @@ def test_a_mesh_trains_like_one_device():
         for name in ("loss", "rewards/mean", "completions/mean_length", "grad_norm"):
             assert other[f"train/{name}"] == pytest.approx(one[f"train/{name}"], abs=1e-5), name
     same = lambda a, b: np.testing.assert_allclose(np.array(a), np.array(b), atol=5e-5)  # noqa: E731
-    jax.tree.map(same, alone.trained, many.trained)
+    jax.tree.map(same, alone.state.params, many.state.params)
     projection = many.params["layers"][0]["mlp"]["up_proj"]
     shares = {name: leaf.addressable_shards[0].data.shape for name, leaf in projection.items()}
     # of 64 inputs there is one block, which two devices cannot share
@@ -274,11 +274,11 @@ def test_supervised_fine_tuning_trains_adapters_alone(tmp_path):
     kinds = {"quantize": "int8", "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
     trainer = sft_of(adapted(**kinds), output_dir=str(tmp_path))
     frozen, rows = copied(trainer.frozen), []
-    assert max(leaf.size for leaf in jax.tree.leaves(trainer.opt_state)) == 4 * 64
+    assert max(leaf.size for leaf in jax.tree.leaves(trainer.state.opt_state)) == 4 * 64
     trainer.train(ROWS, on_row=rows.append)
     assert rows[-1]["sft/loss"] < 0.8 * rows[0]["sft/loss"]
     assert_same(copied(trainer.frozen), frozen)
-    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.trained)} == {np.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype("float32")}
     assert trainer.frozen["norm"]["scale"].dtype == jnp.bfloat16
     other = add_lora(tunix_like.load_model(HF, init="random", seed=1, **kinds)[0], LoraConfig(rank=4))
     with pytest.raises(UserError, match="sft_checkpoints: the adapters belong to another base"):

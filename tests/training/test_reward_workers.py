@@ -23,7 +23,7 @@ from tunix_like.data import load_source, reverse_text
 from tunix_like.rewards import Scores, pooled
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.rollouts import FirstFailure, saved_on_failure
-from tunix_like.runs import build as runs
+from tunix_like.runs import reward_functions
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem
 
@@ -154,7 +154,7 @@ def test_which_functions_run_in_workers(tmp_path, monkeypatch):
             data=DataConfig(name="reverse_text", train_size=4, eval_size=2),
             rewards=RewardsConfig(functions=named, **settings),
         )
-        return runs.reward_functions(config, load_source(config.data))
+        return reward_functions.reward_functions(config, load_source(config.data))
 
     def pools(found):
         return [isinstance(function, PooledFunction) for _, function, _ in found]

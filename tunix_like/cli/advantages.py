@@ -6,6 +6,7 @@ It reads the command's words and lays out a table. The numbers are those of the 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import shutil
@@ -26,6 +27,7 @@ from tunix_like.algorithms.registry import (
     check_rewards,
     find_estimator,
 )
+from tunix_like.cli.common import setup_jax
 from tunix_like.cli.weights_figure import curves_of, drawn_estimators, pass_rates, save, weights_figure
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
@@ -305,3 +307,9 @@ def _plain(word: str) -> int | float | bool | str:
 def _extent(values: np.ndarray) -> str:
     count, size = values.shape
     return f"{count} group{'s' if count > 1 else ''} of {size}"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the table and, with `--plot`, draws the picture."""
+    setup_jax()
+    show(arguments.rewards, arguments.overrides, arguments.plot)

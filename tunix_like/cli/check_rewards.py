@@ -5,6 +5,7 @@ Knows rows, their `answer` column and reward functions. Does NOT know a model: n
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import sys
@@ -13,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data import load_source
 from tunix_like.data.source import DataSource
 from tunix_like.rewards.pool import close_pools
 from tunix_like.rewards.scoring import Scores
 from tunix_like.rollout.rollouts import score_completions, succeeds
-from tunix_like.runs.build import reward_functions
+from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
 from tunix_like.types import Problem
@@ -200,3 +202,8 @@ def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> l
                 + ("no reward" if np.isnan(total) else f"reward {total:.3g}")
             )
     return lines
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Checks the reward functions of a config; returns the exit status."""
+    return print_report(load(arguments.config, arguments.overrides))

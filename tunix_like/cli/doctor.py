@@ -5,6 +5,7 @@ Knows package names, devices, memory and the Hugging Face cache. Does NOT know a
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import glob
 import importlib
@@ -16,6 +17,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from tunix_like.config.load import load
+from tunix_like.errors import UserError
 from tunix_like.runtime import console
 
 CORE = {
@@ -159,3 +162,18 @@ def _cache(environment: Mapping[str, str]) -> Check:
         "" if offline or models else "no network? set HF_HUB_OFFLINE=1: a hub id then fails at once, without retries"
     )
     return Check("Hugging Face cache", f"{folder}: {models} models, {'offline' if offline else 'online'}", advice)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Reports on this machine or, with `--config`, on a run's programs on devices that are not here."""
+    if arguments.config is None and arguments.devices is None and not arguments.overrides:
+        return print_report()
+    if arguments.config is None or arguments.devices is None:
+        raise UserError(
+            "doctor: name both or neither: --config FILE --devices v5e-8 (or 8xh100, or 8) [a.b=value ...]."
+        )
+    config = load(arguments.config, arguments.overrides)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever the machine has, these devices are not there
+    from tunix_like.cli import programs
+
+    return programs.print_report(config, arguments.devices)

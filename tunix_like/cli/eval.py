@@ -5,6 +5,7 @@ It knows options, overrides and tables. What is measured is `evaluate`'s, how tw
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tunix_like.cli.common import chosen_source, setup_jax
 from tunix_like.errors import UserError
 from tunix_like.evaluation import compare as eval_compare
 from tunix_like.evaluation.evaluate import Evaluation, Evaluator
@@ -208,3 +210,26 @@ def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: di
 
 def _known(value: float) -> float | None:
     return None if value != value else value
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluates a run or a model, or compares two."""
+    setup_jax()
+    source, overrides = arguments.source, arguments.overrides
+    if arguments.compare is not None and source is not None and "=" in source:  # the first override, taken for it
+        source, overrides = None, [source, *overrides]
+    overrides = [*PRESETS.get(arguments.preset, ()), *overrides]
+    if arguments.compare is None:
+        if source is None:
+            raise UserError("eval: name a run or a model, or two of them: --compare A B.")
+        return evaluate(chosen_source(source, arguments.best), overrides, arguments.out)
+    if arguments.best:
+        raise UserError("eval --compare A B: leave --best out, and write RUN/checkpoints/best for a run.")
+    if source is not None or arguments.out is not None:
+        extra = f"--out {arguments.out}" if source is None else source
+        raise UserError(
+            f"eval --compare A B: leave {extra} out; to keep what is measured, evaluate each with --out and compare "
+            "the files."
+        )
+    a, b = arguments.compare
+    return compare(a, b, overrides)

@@ -5,15 +5,14 @@ Knows where the templates are and what they call the run. Does NOT know any key 
 
 from __future__ import annotations
 
+import argparse
 import importlib.resources
 import json
 import re
 from pathlib import Path
 
 from tunix_like.errors import UserError
-
-KINDS = ("own", "gsm8k", "maze")
-"""What a run may start from: data of one's own, GSM8K, or generated mazes."""
+from tunix_like.runtime import console
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _SUMS = [(7, 5), (12, 9), (30, 14), (8, 8), (21, 17), (40, 2), (13, 13), (6, 19), (25, 4), (11, 22), (9, 33), (50, 16)]
@@ -41,3 +40,9 @@ def write_start(name: str, kind: str, folder: Path) -> list[Path]:
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")
     return list(files)
+
+
+def init(arguments: argparse.Namespace) -> None:
+    """Writes the files of a new run into the current folder."""
+    files = write_start(arguments.name, arguments.like, Path())
+    console.say(f"wrote {', '.join(map(str, files))}; the head of {files[0]} says what to do next")

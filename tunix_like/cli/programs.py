@@ -40,7 +40,8 @@ from tunix_like.models.sharding import (
 from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.sampler import slot_shape
-from tunix_like.runs.build import check_batches, check_config, describe_model, named_model, updates_per_batch
+from tunix_like.runs.build import check_batches, check_config, named_model, updates_per_batch
+from tunix_like.runs.describe import describe_model
 from tunix_like.runtime import console
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed

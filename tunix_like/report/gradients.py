@@ -27,7 +27,8 @@ from tunix_like.report.replay import norms_of, program_of
 from tunix_like.rollout.collection import shape_rewards
 from tunix_like.rollout.rollouts import Rollout, completion_texts, score_completions, succeeds, to_batch
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.runs.build import WeightedReward, check_config, reward_functions
+from tunix_like.runs.build import WeightedReward, check_config
+from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.training.engine import make_engine
 from tunix_like.training.guards import Skipped
@@ -38,8 +39,8 @@ GRADIENT_KEY = 3
 
 
 class Gradients(NamedTuple):
-    """Of each prompt that was measured: its pass rate, the bin of it (`algorithms/pass_rates.py`) and its gradient's norm; and
-    the checkpoint's place."""
+    """Of each prompt that was measured: its pass rate, the bin of it (`algorithms/pass_rates.py`) and its gradient's
+    norm; and the checkpoint's place."""
 
     rates: list[float]
     bins: list[int]

@@ -1,15 +1,9 @@
-"""Runs on disk, and the parts a config names: data, model, tokenizer, rewards, learner.
-
-A run is one folder: `config.yaml` (resolved), `model/` (what the model is, without weights), `metrics.jsonl`,
-`checkpoints/`, `sft_checkpoints/`, `rollouts/`. This module knows which parts belong together; it trains nothing.
-"""
+"""Builds a run from a config: data, model, tokenizer, rewards and the learner class. It trains nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,34 +13,27 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.losses import loss_parameters
 from tunix_like.algorithms.objective import (
-    ESTIMATOR_KEYS,
-    LOSS_KEYS,
     build_objective,
     check_takes_negative,
     resolve,
     trace_own,
 )
 from tunix_like.algorithms.registry import find_estimator
-from tunix_like.config.load import as_dict, differences, read_yaml, save, temporary_of
 from tunix_like.config.schema import (
     AlgorithmConfig,
     Config,
     EvalConfig,
     ModelConfig,
-    RewardsConfig,
-    number_problem,
-    shortened,
 )
 from tunix_like.data import (
     DataSource,
     check_parts,
-    check_rewards,
     load_source,
     source_estimators,
     template_variables,
 )
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, nearest
+from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import (
@@ -54,54 +41,20 @@ from tunix_like.models.loading import (
     load_abstract,
     load_config,
     load_model,
-    save_description,
 )
 from tunix_like.models.lora import (
     add_lora,
     resolve_adapters,
-    save_adapter_config,
 )
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
-from tunix_like.rewards import check_arguments, pooled
-from tunix_like.rewards import resolve as resolve_reward
-from tunix_like.rewards.pool import PooledFunction
-from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.rollouts import WeightedReward
-from tunix_like.rollout.sampler import slot_shape
-from tunix_like.runtime.processes import by_first
+from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
-from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers
-from tunix_like.storage.run_lock import FILE as LOCK
 from tunix_like.training.engine import make_engine
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
-from tunix_like.training.memory import adapter_count, parameter_count
 from tunix_like.training.optimizer import build_schedule
-from tunix_like.training.sizes import Foreseen, foresee
-
-CHANGEABLE = (
-    "training.max_steps",
-    "training.output_dir",
-    "training.eval_every_n_steps",
-    "training.checkpoint_every_n_steps",
-    "training.max_checkpoints_to_keep",
-    "training.best_metric",
-    "training.log_rollouts_every_n_steps",
-    "training.log_samples_every_n_steps",
-    "training.loggers",
-    "training.profile_steps",
-    "training.train_micro_batch_size",
-    "rollout.max_concurrent_rows",
-    "rewards.workers",
-    "rewards.timeout_seconds",
-    "rewards.memory_gb",
-    "eval.",
-)
-"""Keys (or their beginnings) that a run may be resumed with other values of."""
-
-MOST_WORKERS = 4
-"""Processes for rewards when `rewards.workers` is unset."""
 
 
 class Parts(NamedTuple):
@@ -189,56 +142,6 @@ def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
     }
 
 
-def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
-    """Names and weights of `rewards.functions`. Raises UserError naming the entry that is no `{name, weight}`."""
-    entries = config.rewards.functions
-    if entries is None:
-        return [] if default is None else [(default, 1.0)]
-    if not entries:
-        raise UserError("rewards.functions: the list is empty; leave it unset for the data source's own reward.")
-    out = []
-    for i, entry in enumerate(entries):
-        unknown = set(entry) - {"name", "weight"}
-        if unknown or not isinstance(entry.get("name"), str):
-            hint = f" {nearest(str(min(unknown)), ('name', 'weight'))}" if unknown else ""
-            raise UserError(
-                f"rewards.functions[{i}]: expected {{name: ...}} and, if not 1, a weight; got {entry}.{hint}"
-            )
-        weight = entry.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise UserError(f"rewards.functions[{i}].weight: expected a number, got {shortened(weight)}.")
-        if problem := number_problem(weight):
-            raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
-        out.append((entry["name"], float(weight)))
-    if doubled := {name for name, _ in out if [n for n, _ in out].count(name) > 1}:
-        raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is named twice; give it one weight.")
-    return out
-
-
-def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """The functions of `rewards`, which must find what they ask for in the source's rows; those that are to run in
-    workers do (`rewards.workers`)."""
-    functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
-    check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
-    check_rewards(source, functions)
-    return _in_workers(config.rewards, functions)
-
-
-def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
-    """Of functions that may hang or crash (math-verify and what users write), or of all if a number of workers is set,
-    those that run in workers."""
-    workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
-    if not workers:
-        return functions
-
-    risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "gsm8k_lenient", "by_source")}
-    chosen = {name: each for name, each, _ in functions if config.workers is not None or name in risky}
-    if not chosen:
-        return functions
-    apart = pooled(chosen, workers=workers, timeout_seconds=config.timeout_seconds, memory_gb=config.memory_gb)
-    return [(name, apart.get(name, function), weight) for name, function, weight in functions]
-
-
 def assemble(config: Config, *, abstract: bool = False) -> Parts:
     """Checks a config and loads what it names: cheap things first, weights last; an `abstract` model has shapes alone,
     and no weights are read, made or downloaded."""
@@ -266,6 +169,11 @@ def check_batches(config: Config, mesh: Mesh | None) -> None:
     check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
     if config.sft.max_steps:
         check_batch(mesh, "sft.batch_size", config.sft.batch_size)
+
+
+def updates_per_batch(config: Config) -> int:
+    mini = min(config.training.mini_batch_size or config.data.batch_size, config.data.batch_size)
+    return -(-config.data.batch_size // mini) * config.algorithm.num_iterations
 
 
 def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
@@ -307,46 +215,6 @@ def _load_model(
     return model, tokenizer.with_template_variables(template_variables(config.data)), weights
 
 
-def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
-    """`training.output_dir`, or `runs/<config>-<kind>-s<seed>`; an estimator that is named by its place
-    (`FILE.py:function`) is called by its function there."""
-    if config.training.output_dir is not None:
-        return Path(config.training.output_dir)
-    name = kind.replace(":", ".").rpartition(".")[2]
-    return Path("runs") / f"{Path(config_path).stem}-{name}-s{config.training.seed}"
-
-
-def claim(folder: Path, parts: Parts) -> None:
-    """Writes what the run is, or checks that the folder already holds this very run.
-
-    Raises:
-      UserError: the folder holds another config; the keys that differ are named, and which of them may.
-    """
-    begun = newest_checkpoints(folder) is not None
-    by_first(lambda: _claim(folder, parts, begun))
-
-
-def _claim(folder: Path, parts: Parts, begun: bool) -> None:
-    file = folder / "config.yaml"
-    if file.exists():
-        changed = differences(read_yaml(file), as_dict(parts.config))
-        fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
-        free = [line for line in changed if line.startswith(CHANGEABLE)]
-        if fixed and begun:  # without one, nothing is lost by starting over
-            raise UserError(
-                f"{folder} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
-                "Use the same values to resume it, or training.output_dir=<another folder> to start anew."
-                + ("\nThese differ too, and may:\n  " + "\n  ".join(free) if free else "")
-            )
-    elif folder.exists() and any(path.name not in (LOCK, temporary_of(file).name) for path in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no run; choose another training.output_dir.")
-    folder.mkdir(parents=True, exist_ok=True)
-    save(parts.config, file)
-    save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)
-    if parts.model.adapters is not None:
-        save_adapter_config(parts.model, folder / "model")
-
-
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
     section, seed = config.model, config.training.seed
     return load_model(what, init=section.init, seed=seed, quantize=section.quantize, mesh=mesh, **kinds_of(config))
@@ -385,114 +253,3 @@ def make_evaluator(
         jax.random.fold_in(jax.random.key(config.training.seed), EVAL_KEY),
         skipped=skipped,
     )
-
-
-def newest_checkpoints(run: Path) -> Path | None:
-    for name in ("checkpoints", "sft_checkpoints"):
-        checkpoints = Checkpoints(run / name)
-        found = checkpoints.latest_step()
-        checkpoints.close()
-        if found is not None:
-            return run / name
-    return None
-
-
-def describe(parts: Parts) -> list[tuple[str, str]]:
-    """What is about to run, for the screen: learner, loss, aggregation, KL, and what the batch sizes mean."""
-    config, algorithm = parts.config, parts.config.algorithm
-    prompts, size = config.data.batch_size, algorithm.num_generations
-    updates = updates_per_batch(config)
-    place = "reward" if algorithm.kl_in_reward else "loss"
-    kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
-    lengths = config.rollout
-    way = "plain, or blocked where calls are large" if parts.model.attention == "auto" else parts.model.attention
-    kind = f"{jnp.dtype(parts.model.dtype).name} on {jax.default_backend()}, attention {way}"
-    return [
-        ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
-        *_describe_sources(parts),
-        ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
-        ("options", _describe_options(algorithm)),
-        ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
-        ("rewards", ", ".join(map(_describe_reward, parts.rewards))),
-        ("model", f"{describe_model(parts.model)}, {kind}"),
-        *([("weights", parts.weights)] if parts.weights else []),
-        ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
-        *_foreseen(parts).lines(),
-    ]
-
-
-def _foreseen(parts: Parts) -> Foreseen:
-    """What the run will hold. Of a model of shapes alone everything can be said, though it does not fit; with weights
-    there is something to run, and sizes that do not fit are refused."""
-    return foresee(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
-
-
-def check_memory(parts: Parts) -> bool:
-    """Whether the memory of this machine's devices is known.
-
-    Raises:
-      UserError: it is, and the run of these parts is foreseen to need more.
-    """
-    found = _foreseen(parts)
-    if problems := found.problems():
-        raise UserError(
-            f"dry run: {found.peak_line()}. {' '.join(problems).rstrip('.')}. For other devices than this machine's: "
-            "tunix-like doctor --config CONFIG --devices v5e-8."
-        )
-    return found.known
-
-
-def _describe_reward(reward: WeightedReward) -> str:
-    name, function, weight = reward
-    place = f" (in {function.pool.workers} workers)" if isinstance(function, PooledFunction) else ""
-    return f"{weight:g} x {name}{place}"
-
-
-def describe_model(model: Decoder) -> str:
-    """How many parameters there are, which of them are trained, and how the others are held."""
-    text = f"{parameter_count(model.config) / 1e6:.2f} M parameters"
-    if model.adapters is None:
-        return text
-    count = adapter_count(model.config, model.adapters)
-    held = model.quantized or model.param_dtype.name
-    return f"{text} frozen in {held}, {count / 1e6:.2f} M trained ({model.adapters})"
-
-
-def _describe_options(algorithm: AlgorithmConfig) -> str:
-    """Every parameter of estimator and loss, and whatever else changes the objective."""
-    said = [
-        f"{key} {value:g}" for key in (*ESTIMATOR_KEYS, *LOSS_KEYS) if (value := getattr(algorithm, key)) is not None
-    ]
-    given = (algorithm.estimator_params or {}) | (algorithm.loss_params or {})
-    said += [f"{key} {value}" for key, value in given.items()]
-    if algorithm.binarize:
-        said.append("rewards binarized")
-    if algorithm.overlong == "mask":
-        said.append("completions cut at the limit masked")
-    if algorithm.overlong == "penalty":
-        most = 1.0 if algorithm.overlong_penalty is None else algorithm.overlong_penalty
-        said.append(f"penalty up to {most:g} over the last {algorithm.overlong_buffer} tokens")
-    if algorithm.sampler_is:
-        bound = 2.0 if algorithm.sampler_is_threshold is None else algorithm.sampler_is_threshold
-        said.append(f"sampler correction by {algorithm.sampler_is}, at most {bound:g}")
-    if algorithm.entropy_coef:
-        said.append(f"entropy bonus {algorithm.entropy_coef:g}")
-    if algorithm.dynamic_sampling:
-        said.append(f"dynamic sampling, up to {algorithm.max_extra_batches or EXTRA_BATCHES} more batches a step")
-    return ", ".join(said) or "none"
-
-
-def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
-    """Of a mix, each source's share of the prompts and its estimator; of any other source nothing."""
-    told, out = parts.source_estimators, []
-    for label, part in parts.source.parts.items():
-        given = dict(told.get(label, {}))
-        name = given.pop("advantage_estimator", parts.config.algorithm.advantage_estimator)
-        estimator = ", ".join([str(name), *(f"{key} {value}" for key, value in given.items())])
-        out.append(f"{label} {len(part.train) / len(parts.source.train):.0%} ({estimator})")
-    return [("sources", "; ".join(out))] if out else []
-
-
-def updates_per_batch(config: Config) -> int:
-    mini = min(config.training.mini_batch_size or config.data.batch_size, config.data.batch_size)
-    return -(-config.data.batch_size // mini) * config.algorithm.num_iterations

@@ -33,7 +33,9 @@ from tunix_like.models.lora import (
     split_params,
 )
 from tunix_like.models.sharding import build_mesh, place_params
-from tunix_like.runs.build import kinds_of, loaded, make_evaluator, newest_checkpoints, reward_functions
+from tunix_like.runs.build import kinds_of, loaded, make_evaluator
+from tunix_like.runs.folder import newest_checkpoints
+from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.storage.best import best_of
 from tunix_like.storage.checkpoints import Checkpoints
 

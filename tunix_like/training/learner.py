@@ -373,8 +373,8 @@ class Learner(Trainer):
             save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
-        """Samples held-out rows with the current weights; see `tunix_like.evaluation.evaluate`. `overlong_prompts` is as for
-        `train`."""
+        """Samples held-out rows with the current weights; see `tunix_like.evaluation.evaluate.Evaluator`.
+        `overlong_prompts` is as for `train`."""
         check_rows(eval_ds)
         try:
             return self.evaluator(eval_ds, overlong_prompts)(self.params)

@@ -1,9 +1,9 @@
-"""Memory that can be foreseen: the peak of each phase by component, from shapes alone, and the sizes chosen from it.
+"""Estimates peak memory per phase, by component, from shapes alone.
 
-The estimate counts what the programs of `training/train_step.py` and `rollout/decoding.py` hold at their peak, for rows of
-full length. The constants below were read from the buffers that XLA assigns (`compiled.memory_analysis()` of both
-programs, CPU backend, jax 0.10.2), one dimension varied at a time; `tests/training/test_memory.py` holds the sums to the same
-source. No weights are needed. This module knows no device's memory, and it chooses nothing (`sizes.py` does).
+The estimate counts what the programs of `training/train_step.py` and `rollout/decoding.py` hold at their peak, for rows
+of full length. The constants below were read from the buffers that XLA assigns (`compiled.memory_analysis()` of both
+programs, CPU backend, jax 0.10.2), one dimension varied at a time; `tests/training/test_memory.py` compares the sums
+with the same source. No weights are needed. Sizes are chosen in `sizes.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,34 @@
+"""The command `export`: writes a Hugging Face folder, or the adapters for PEFT."""
+
+from __future__ import annotations
+
+import argparse
+
+from tunix_like.cli.common import chosen_source
+from tunix_like.models.loading import export_model
+from tunix_like.models.lora import save_adapter
+from tunix_like.runs.trained import open_trained
+from tunix_like.runtime import console
+from tunix_like.storage.output_folder import check_folder
+
+
+def export(arguments: argparse.Namespace) -> None:
+
+    check_folder(arguments.out, arguments.overwrite, arguments.source)  # before weights are read, which takes minutes
+    overrides = [*arguments.overrides, "model.attention=auto"]  # the run's own may need the run's devices
+    trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, whole=True)
+    if arguments.adapter:
+        save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite)
+        console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft loads them")
+        if trained.config.model.init == "random":
+            console.say("their base was drawn at random and is written nowhere: beside any other they mean nothing")
+        if trained.model.quantized is not None:
+            console.say(
+                f"they were trained beside a base in {trained.model.quantized}: beside the original weights they "
+                "are off by the error of the quantisation; the merged export is not"
+            )
+        return
+    ends = trained.config.rollout.eos_tokens
+    tokenizer = trained.tokenizer if ends is None else trained.tokenizer.with_eos_ids(ends)
+    export_model(trained.model, tokenizer, arguments.out, overwrite=arguments.overwrite)
+    console.say(f"wrote {trained.origin} to {arguments.out}: transformers and tunix-like load it")

@@ -1,0 +1,16 @@
+"""The command `report`."""
+
+from __future__ import annotations
+
+import argparse
+
+from tunix_like.cli.common import setup_jax
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Writes the page of one or several runs, and the figures where they are asked for."""
+    if arguments.gradients is not None:
+        setup_jax()
+    from tunix_like.report.command import write
+
+    write(arguments.runs, arguments.out, arguments.png, arguments.gradients)

@@ -1,0 +1,111 @@
+"""What `train` and `sft` print: the announcement, samples, the closing table and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tunix_like.cli.generate import complete
+from tunix_like.data.stream import check_prompts, render, usable
+from tunix_like.rollout.samples import Samples
+from tunix_like.runs.build import Parts
+from tunix_like.runs.describe import describe
+from tunix_like.runtime import console, processes, progress
+from tunix_like.storage import metrics
+from tunix_like.storage.best import best_of
+from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.training.learner import Learner
+from tunix_like.types import SamplingParams
+
+
+def announce(parts: Parts, folder: Path) -> None:
+    """What is about to run, and one prompt as the model will see it."""
+
+    for name, value in [*describe(parts), ("folder", str(folder))]:
+        console.say(f"{name:>9}: {value}")
+    config = parts.config
+    for rows, what in ((parts.source.train, "training"), (parts.source.eval, "evaluation")):
+        if len(rows):
+            limit, policy = config.rollout.max_prompt_length, config.data.overlong_prompts
+            with progress.task(f"reading the {what} prompts"):
+                skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
+            console.say(f"{what:>10}: {len(rows)} prompts{skipped and f', {skipped}'}")
+    rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
+    first = next(prompt for prompt in rendered if usable(prompt, limit))
+    console.say(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
+    console.say(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
+
+
+def _both_ends(values: str | list[int], most: int) -> str:
+    """All, or the two ends of what is longer: there stands what a chat template adds."""
+    half = most // 2
+    return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
+
+
+def show_samples(step: int, samples: Samples) -> None:
+    """A prompt's best and worst completion."""
+    chosen = {"best": samples.best, "worst": samples.worst}
+    if samples.scored == 0 or samples.best.reward == samples.worst.reward:
+        names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} alike"}
+        chosen = {names.get(samples.scored, f"{samples.scored} scored, alike"): samples.best}
+    rows = [
+        (name, f"{each.reward:g}" if samples.scored else "-", f"{each.advantage:.3g}",
+         f"{each.length}{'' if each.finished else ' (cut)'}", console.excerpt(each.text, 600))
+        for name, each in chosen.items()
+    ]  # fmt: skip
+    prompt = console.excerpt(samples.prompt, 300).replace("\n", "\\n")
+    known = "" if samples.scored == samples.size else f", {samples.scored} of {samples.size} completions scored"
+    columns = ["", "reward", "advantage", "tokens", "completion"]
+    console.table(f'step {step}, prompt "{prompt}"{known}', columns, rows, texts=columns[-1:])
+
+
+def closing_table(folder: Path, parts: Parts) -> None:
+    """The evaluations before and after RL, from the run's own metrics."""
+
+    if not processes.is_first():  # whose file it is
+        return
+    found = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]
+    if len(found) > 1:
+        _before_and_after(found[0], found[-1], parts)
+    elif not found:
+        console.say("no evaluation: the data has no held-out rows")
+    if (metric := parts.config.training.best_metric) is not None:
+        _say_best(folder, metric)
+    console.say(
+        f"run folder: {folder} (tunix-like eval | generate | export | report {folder}). To go on, raise "
+        "training.max_steps; to start anew, give another training.output_dir or delete the folder."
+    )
+
+
+def _say_best(folder: Path, metric: str) -> None:
+    """Which checkpoint is kept as the best."""
+
+    best = best_of(folder, metric)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        kept = best.among(checkpoints.steps())
+    if kept is None:
+        console.say(f"best: no checkpoint of a step with {metric} is there")
+    else:
+        console.say(f"best: {best.said(kept)}, kept in {folder}/checkpoints/{kept} (--best takes it)")
+
+
+def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
+    limit, settings = len(parts.source.eval), parts.config.eval
+    first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
+    rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
+    skipped = int(after.get("eval/skipped_prompts", 0))  # a row of an earlier version has no count
+    size = min(settings.max_problems or limit, limit - skipped)
+    number = console.problems(size, skipped, "held-out problems")
+    title = f"{parts.learner.__name__}, {number}, {console.samples_each(settings.samples)}, with 95% intervals"
+    console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
+
+
+def picture(parts: Parts, learner: Learner) -> None:
+    """One held-out problem drawn with the model's most likely answer, where the data can be drawn."""
+    if parts.source.draw is None or not len(parts.source.eval):
+        return
+
+    row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
+    answer = complete(learner.engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
+    console.say("the first held-out problem with the model's most likely answer:")
+    console.say(parts.source.draw(row, answer))

@@ -1,0 +1,88 @@
+"""The commands `train` and `sft`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from tunix_like.cli.common import setup_jax
+from tunix_like.config.load import load
+from tunix_like.errors import UserError
+from tunix_like.runtime import console, output
+
+if TYPE_CHECKING:
+    from tunix_like.rollout.samples import Samples
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Trains from a YAML: SFT if `sft.max_steps` is set, then RL; the same command resumes."""
+    config = load(arguments.config, arguments.overrides)
+    setup_jax()
+    from tunix_like.cli import screen
+    from tunix_like.data.shared import warn_shared
+    from tunix_like.runs import build, recipe
+    from tunix_like.runs.describe import check_memory
+    from tunix_like.runs.folder import run_folder
+    from tunix_like.runtime import processes
+
+    parts = build.assemble(config, abstract=arguments.dry_run)
+    folder = run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
+    screen.announce(parts, folder)
+    if arguments.dry_run:
+        warn_shared(parts.source.train, parts.source.eval)
+        checked = "" if check_memory(parts) else ", but for memory, of which the device says nothing"
+        print(
+            f"dry run: everything above was checked{checked}, the model by its description alone; nothing was trained."
+        )
+        return
+    held: list[tuple[int, Samples]] = []  # until the line of their step is printed
+
+    def on_row(row: dict[str, Any], total: int | None) -> None:
+        if "sft/step" in row:
+            return _show_sft(row, total)
+        console.say(console.step_line("train", row["step"], total, row))
+        while held:
+            screen.show_samples(*held.pop())
+
+    def on_claim() -> None:
+        if processes.is_first():  # the only one to write there
+            output.keep_in(folder)
+
+    trained = recipe.train(parts, folder, on_row, lambda step, samples: held.append((step, samples)), on_claim)
+    screen.closing_table(folder, parts)
+    screen.picture(parts, trained.learner)
+    if trained.unsaved is not None:
+        raise trained.unsaved
+
+
+def sft(arguments: argparse.Namespace) -> None:
+    """Fine-tunes on the `answer` column only."""
+    config = load(arguments.config, arguments.overrides)
+    if not config.sft.max_steps:
+        raise UserError("sft.max_steps: 0 trains nothing; set it, e.g. sft.max_steps=300.")
+    setup_jax()
+    from tunix_like.cli import screen
+    from tunix_like.data.shared import warn_shared
+    from tunix_like.runs import build, recipe
+    from tunix_like.runs.folder import claim, run_folder
+    from tunix_like.runtime import processes
+    from tunix_like.storage.run_lock import owned
+
+    parts = build.assemble(config)
+    folder = run_folder(config, arguments.config, "sft")
+    screen.announce(parts, folder)
+    warn_shared(parts.source.train, parts.source.eval)
+    with owned(folder):
+        claim(folder, parts)
+        if processes.is_first():
+            output.keep_in(folder)
+        unsaved = recipe.fine_tune(parts, folder, _show_sft, another_follows=False)
+    if unsaved is not None:
+        raise unsaved
+    console.say(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")
+
+
+def _show_sft(row: dict[str, Any], total: int | None) -> None:
+    step = row["sft/step"]
+    if step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
+        console.say(console.step_line("sft", step, total, row))

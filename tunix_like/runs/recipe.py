@@ -1,0 +1,146 @@
+"""A run from its config to trained weights: supervised fine-tuning, then reinforcement learning.
+
+`run` is `tunix-like train` in Python; the command line calls the same functions and prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunix_like.config.load import load
+from tunix_like.config.schema import Config
+from tunix_like.errors import NotSaved
+from tunix_like.rollout.samples import Samples
+from tunix_like.runs.build import Parts, assemble
+from tunix_like.runs.folder import claim, run_folder
+from tunix_like.runtime import processes
+from tunix_like.storage.run_lock import owned
+from tunix_like.training.learner import Learner
+from tunix_like.training.sft import SFTTrainer
+
+OnRow = Callable[[dict[str, Any], int | None], None]
+"""`f(row of metrics, total steps or None)`."""
+
+
+class Trained(NamedTuple):
+    """The learner after its run, its last row of metrics, and the reason why the last checkpoint is not written."""
+
+    learner: Learner
+    last: dict[str, Any]
+    unsaved: NotSaved | None
+
+
+def run(
+    config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: OnRow = lambda row, total: None
+) -> dict[str, Any]:
+    """Trains what a config describes, as `tunix-like train` does: SFT, RL and evaluations, into a run folder. A second
+    call resumes.
+
+    Args:
+      config: a YAML file, or a `tunix_like.config.schema.Config`.
+      overrides: `key=value` strings, e.g. `["training.seed=1"]`; only with a file.
+      on_row: called with every row of metrics as it is logged.
+
+    Returns:
+      the last row of metrics.
+
+    Raises:
+      UserError: bad input, before anything is compiled; and whatever `Learner.train` raises.
+    """
+    name = "run" if isinstance(config, Config) else config
+    config = config if isinstance(config, Config) else load(config, overrides)
+    parts = assemble(config)
+    folder = run_folder(config, name, str(parts.config.algorithm.advantage_estimator))
+    trained = train(parts, folder, on_row)
+    if trained.unsaved is not None:
+        raise trained.unsaved
+    return trained.last
+
+
+def train(
+    parts: Parts,
+    folder: Path,
+    on_row: OnRow,
+    on_samples: Callable[[int, Samples], None] | None = None,
+    on_claim: Callable[[], None] = lambda: None,
+) -> Trained:
+    """Runs SFT, if the config asks for it, and RL in `folder`.
+
+    Args:
+      on_samples: see `Learner`.
+      on_claim: called once the folder is this run's.
+    """
+    with owned(folder):
+        claim(folder, parts)
+        on_claim()
+        unsaved = fine_tune(parts, folder, on_row, another_follows=True) if parts.config.sft.max_steps else None
+        learner, data, last = make_learner(parts, folder, on_row, on_samples), parts.config.data, {}
+        try:
+            last = learner.train(
+                parts.source.train,
+                parts.source.eval,
+                batch_size=data.batch_size,
+                shuffle=data.shuffle,
+                overlong_prompts=data.overlong_prompts,
+            )
+        except NotSaved as error:
+            unsaved = error
+    return Trained(learner, last, unsaved)
+
+
+def make_learner(
+    parts: Parts, folder: Path, on_row: OnRow, on_samples: Callable[[int, Samples], None] | None = None
+) -> Learner:
+    """Returns the learner that the config names, which trains the run's model in place."""
+    config = parts.config
+    return parts.learner(
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+        reward_fns={name: function for name, function, _ in parts.rewards},
+        reward_weights=[weight for _, _, weight in parts.rewards],
+        algo_config=config.algorithm,
+        rollout_config=config.rollout,
+        training_config=dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer),
+        eval_config=config.eval,
+        mesh=parts.mesh,
+        success_threshold=config.rewards.success_threshold,
+        source_estimators=parts.source_estimators,
+        on_row=on_row,
+        on_samples=on_samples,
+    )
+
+
+def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
+    """Fine-tunes the run's model in place, into the run's folder. Returns the reason why the last checkpoint could not
+    be written, which does not end the run; a signal does."""
+    config, evaluate = parts.config, None
+    if len(parts.source.eval):
+        quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
+        evaluator = parts.evaluator(quick)
+        kept = folder / "rollouts" / "eval" if processes.is_first() else None
+        evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
+    trainer = SFTTrainer(
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+        sft_config=config.sft,
+        rollout_config=config.rollout,
+        training_config=dataclasses.replace(config.training, output_dir=str(folder)),
+        mesh=parts.mesh,
+        evaluate=evaluate,
+    )
+    total = config.sft.max_steps
+    try:
+        trainer.train(
+            parts.source.train,
+            on_row=lambda row: on_row(row, total),
+            shuffle=config.data.shuffle,
+            another_follows=another_follows,
+        )
+    except NotSaved as error:
+        if error.stopped:
+            raise
+        return error
+    return None

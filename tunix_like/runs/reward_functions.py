@@ -1,0 +1,73 @@
+"""The reward functions that a config names, and which of them run in worker processes."""
+
+from __future__ import annotations
+
+import os
+
+from tunix_like.config.schema import (
+    Config,
+    RewardsConfig,
+    number_problem,
+    shortened,
+)
+from tunix_like.data import (
+    DataSource,
+    check_rewards,
+)
+from tunix_like.errors import UserError, nearest
+from tunix_like.rewards import check_arguments, pooled
+from tunix_like.rewards import resolve as resolve_reward
+from tunix_like.rollout.rollouts import WeightedReward
+
+MOST_WORKERS = 4
+"""Processes for rewards when `rewards.workers` is unset."""
+
+
+def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
+    """Names and weights of `rewards.functions`. Raises UserError naming the entry that is no `{name, weight}`."""
+    entries = config.rewards.functions
+    if entries is None:
+        return [] if default is None else [(default, 1.0)]
+    if not entries:
+        raise UserError("rewards.functions: the list is empty; leave it unset for the data source's own reward.")
+    out = []
+    for i, entry in enumerate(entries):
+        unknown = set(entry) - {"name", "weight"}
+        if unknown or not isinstance(entry.get("name"), str):
+            hint = f" {nearest(str(min(unknown)), ('name', 'weight'))}" if unknown else ""
+            raise UserError(
+                f"rewards.functions[{i}]: expected {{name: ...}} and, if not 1, a weight; got {entry}.{hint}"
+            )
+        weight = entry.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise UserError(f"rewards.functions[{i}].weight: expected a number, got {shortened(weight)}.")
+        if problem := number_problem(weight):
+            raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
+        out.append((entry["name"], float(weight)))
+    if doubled := {name for name, _ in out if [n for n, _ in out].count(name) > 1}:
+        raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is named twice; give it one weight.")
+    return out
+
+
+def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
+    """The functions of `rewards`, which must find what they ask for in the source's rows; those that are to run in
+    workers do (`rewards.workers`)."""
+    functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
+    check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
+    check_rewards(source, functions)
+    return _in_workers(config.rewards, functions)
+
+
+def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
+    """Of functions that may hang or crash (math-verify and what users write), or of all if a number of workers is set,
+    those that run in workers."""
+    workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
+    if not workers:
+        return functions
+
+    risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "gsm8k_lenient", "by_source")}
+    chosen = {name: each for name, each, _ in functions if config.workers is not None or name in risky}
+    if not chosen:
+        return functions
+    apart = pooled(chosen, workers=workers, timeout_seconds=config.timeout_seconds, memory_gb=config.memory_gb)
+    return [(name, apart.get(name, function), weight) for name, function, weight in functions]
