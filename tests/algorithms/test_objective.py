@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tunix_like.algorithms import losses
+from tunix_like.algorithms import registry as estimators
 from tunix_like.algorithms.advantages import compute_advantages
 from tunix_like.algorithms.losses import (
     POLICY_LOSSES,
@@ -26,7 +28,6 @@ from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator, register_advantage_estimator
 from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
 from tunix_like.errors import UserError
-from tunix_like.training import estimators, losses
 
 PLAIN = {
     "advantage_estimator": "rloo",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tunix_like.algorithms import losses
 from tunix_like.algorithms.losses import (
     POLICY_LOSSES,
     find_policy_loss,
@@ -21,7 +22,6 @@ from tunix_like.algorithms.losses import (
     sampler_correction,
 )
 from tunix_like.errors import UserError
-from tunix_like.training import losses
 
 RNG = np.random.default_rng(0)
 STEPS = 8

@@ -9,6 +9,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from tunix_like.algorithms import population_weights as module
 from tunix_like.algorithms.advantages import compute_advantages
 from tunix_like.algorithms.objective import GroupEstimator
 from tunix_like.algorithms.population_weights import (
@@ -19,7 +20,6 @@ from tunix_like.algorithms.population_weights import (
     weights_of,
 )
 from tunix_like.errors import UserError
-from tunix_like.training import population_weights as module
 
 RATES = np.array([1e-4, 0.01, 0.2, 0.5, 0.77, 0.99, 0.9999])
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tunix_like.algorithms import advantages
+from tunix_like.algorithms import registry as estimators
 from tunix_like.algorithms.advantages import compute_advantages
 from tunix_like.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
@@ -20,7 +22,6 @@ from tunix_like.algorithms.registry import (
     register_advantage_estimator,
 )
 from tunix_like.errors import UserError
-from tunix_like.training import advantages, estimators
 
 from .oracles import NAN
 

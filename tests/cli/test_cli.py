@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 import tunix_like
 from tunix_like.cli import main as cli
+from tunix_like.cli import screen
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.runs.build import check_config
@@ -318,12 +319,12 @@ def test_the_closing_table_counts_the_problems_that_were_evaluated(capsys):
     parts = types.SimpleNamespace(source=types.SimpleNamespace(eval=range(10)), config=Config(), learner=int)
     for skipped, title in ((3, "7 held-out problems (3 prompts skipped)"), (0, "10 held-out problems,")):
         row = {"step": 1, "eval/pass@1": 0.5, "eval/skipped_prompts": skipped}
-        cli._before_and_after(row, row, parts)
+        screen._before_and_after(row, row, parts)
         assert title in capsys.readouterr().out
 
 
 def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
-    cli._closing_table(tmp_path, types.SimpleNamespace(config=Config()))
+    screen.closing_table(tmp_path, types.SimpleNamespace(config=Config()))
     said = capsys.readouterr().out
     assert "no evaluation" in said and f"run folder: {tmp_path}" in said
 

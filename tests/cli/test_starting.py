@@ -11,6 +11,7 @@ import tunix_like
 from tests.tiny_model import HF
 from tunix_like.cli import init as starting
 from tunix_like.cli import main as cli
+from tunix_like.cli.commands import KINDS
 from tunix_like.config.load import load
 from tunix_like.data import gsm8k, reverse_text
 from tunix_like.runs.build import check_config
@@ -23,7 +24,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("kind", starting.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_files_of_a_new_run(kind, capsys):
     assert cli.main(["init", "my-run", "--like", kind]) == 0
     names = {"my-run.yaml", "my-run_rewards.py"} | ({"my-run.jsonl"} if kind == "own" else set())

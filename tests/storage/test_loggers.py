@@ -14,12 +14,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tunix_like
 from tests.tiny_model import HF
 from tests.training.test_loop import Counting, fail
-from tunix_like import EvalConfig, MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, loggers
+from tunix_like import EvalConfig, MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.config.load import load
 from tunix_like.config.schema import SFTConfig
 from tunix_like.data import reverse_text
 from tunix_like.errors import UserError
 from tunix_like.runs.build import check_config
+from tunix_like.storage import loggers
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import open_metrics, trackers
 from tunix_like.storage.metrics import MetricsLog, rows

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tunix_like import AlgorithmConfig, RolloutConfig
-from tunix_like.cli import main as cli
+from tunix_like.cli import screen
 from tunix_like.config.load import keys
-from tunix_like.config.schema import Config
 from tunix_like.rewards import REWARDS, Scores
 from tunix_like.rollout.rollouts import Rollout, Task, to_batch
 from tunix_like.rollout.samples import pick_samples
@@ -172,21 +170,17 @@ def test_samples_are_the_best_and_the_worst_of_a_group_whose_rewards_differ():
 )
 def test_samples_say_how_many_are_scored(capsys, rewards, known, lines):
     rollout, _, advantages = made([rewards])
-    cli._show_samples(3, pick_samples(rollout, advantages))
+    screen.show_samples(3, pick_samples(rollout, advantages))
     title, *table = capsys.readouterr().out.splitlines()
     assert title == f'step 3, prompt "prompt 0\\x1b[2J"{known}'
     cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table if "│" in line]
     assert [", ".join(row) for row in cells] == lines
 
 
-def test_samples_stand_below_the_line_of_their_step(capsys, tmp_path):
-    parts = SimpleNamespace(
-        config=Config(), learner=lambda **arguments: arguments, model=None, tokenizer=None, rewards=[], mesh=None,
-        source_estimators=None,
-    )  # fmt: skip
-    hooks, (rollout, _, advantages) = cli._task_of(parts, tmp_path), made(TIED)
-    hooks["on_samples"](1, pick_samples(rollout, advantages))
+def test_samples_stand_below_the_line_of_their_step(capsys):
+    lines, (rollout, _, advantages) = screen.StepLines(), made(TIED)
+    lines.on_samples(1, pick_samples(rollout, advantages))
     for step in (1, 2):
-        hooks["on_row"]({"step": step}, 2)
+        lines.on_row({"step": step}, 2)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("train", "step"))]
     assert [line.split(",")[0] for line in said] == ["train 1/2", "step 1", "train 2/2"]

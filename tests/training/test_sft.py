@@ -26,14 +26,13 @@ from tunix_like import (
     UserError,
 )
 from tunix_like.algorithms.losses import aggregation_weights
-from tunix_like.cli import main as cli
 from tunix_like.config.schema import Config
 from tunix_like.data import reverse_text
 from tunix_like.data.stream import render
 from tunix_like.errors import NotSaved
+from tunix_like.runs import recipe
 from tunix_like.runtime import processes
 from tunix_like.storage.metrics import rows as metric_rows
-from tunix_like.training import sft
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.loop import Stopped
 from tunix_like.training.packing import Layout, pack
@@ -240,10 +239,10 @@ def command(monkeypatch, tmp_path):
         if seen.ends is not None:
             raise seen.ends
 
-    monkeypatch.setattr(sft, "SFTTrainer", made)
+    monkeypatch.setattr(recipe, "SFTTrainer", made)
     parts = SimpleNamespace(model=None, tokenizer=None, mesh=None, config=Config(sft=SFTConfig(max_steps=1)))
     parts.source = SimpleNamespace(train=ROWS, eval=[])
-    seen.run = lambda follows: cli._fine_tune(parts, tmp_path, another_follows=follows)
+    seen.run = lambda follows: recipe.fine_tune(parts, tmp_path, lambda row, total: None, another_follows=follows)
     seen.parts = parts
     return seen
 

@@ -9,10 +9,12 @@ import numpy as np
 import optax
 import pytest
 
+from tunix_like.algorithms import losses
+from tunix_like.algorithms import registry as estimators
 from tunix_like.algorithms.losses import TokenInputs
 from tunix_like.algorithms.objective import build_objective
 from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
-from tunix_like.training import estimators, losses, packing
+from tunix_like.training import packing
 from tunix_like.training.packing import Layout
 
 from .repeated_prompts import (

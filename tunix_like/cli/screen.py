@@ -42,6 +42,24 @@ def _both_ends(values: str | list[int], most: int) -> str:
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
+class StepLines:
+    """Prints a line for each row of metrics, and samples below the line of their step."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[int, Samples]] = []
+
+    def on_row(self, row: dict[str, Any], total: int | None) -> None:
+        if (step := row.get("sft/step")) is None:
+            console.say(console.step_line("train", row["step"], total, row))
+        elif step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
+            console.say(console.step_line("sft", step, total, row))
+        while self._samples:
+            show_samples(*self._samples.pop())
+
+    def on_samples(self, step: int, samples: Samples) -> None:
+        self._samples.append((step, samples))
+
+
 def show_samples(step: int, samples: Samples) -> None:
     """A prompt's best and worst completion."""
     chosen = {"best": samples.best, "worst": samples.worst}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from tunix_like.cli.common import setup_jax
 from tunix_like.config.load import load
 from tunix_like.errors import UserError
 from tunix_like.runtime import console, output
-
-if TYPE_CHECKING:
-    from tunix_like.rollout.samples import Samples
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -35,20 +31,13 @@ def train(arguments: argparse.Namespace) -> None:
             f"dry run: everything above was checked{checked}, the model by its description alone; nothing was trained."
         )
         return
-    held: list[tuple[int, Samples]] = []  # until the line of their step is printed
-
-    def on_row(row: dict[str, Any], total: int | None) -> None:
-        if "sft/step" in row:
-            return _show_sft(row, total)
-        console.say(console.step_line("train", row["step"], total, row))
-        while held:
-            screen.show_samples(*held.pop())
 
     def on_claim() -> None:
         if processes.is_first():  # the only one to write there
             output.keep_in(folder)
 
-    trained = recipe.train(parts, folder, on_row, lambda step, samples: held.append((step, samples)), on_claim)
+    lines = screen.StepLines()
+    trained = recipe.train(parts, folder, lines.on_row, lines.on_samples, on_claim)
     screen.closing_table(folder, parts)
     screen.picture(parts, trained.learner)
     if trained.unsaved is not None:
@@ -76,13 +65,7 @@ def sft(arguments: argparse.Namespace) -> None:
         claim(folder, parts)
         if processes.is_first():
             output.keep_in(folder)
-        unsaved = recipe.fine_tune(parts, folder, _show_sft, another_follows=False)
+        unsaved = recipe.fine_tune(parts, folder, screen.StepLines().on_row, another_follows=False)
     if unsaved is not None:
         raise unsaved
     console.say(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")
-
-
-def _show_sft(row: dict[str, Any], total: int | None) -> None:
-    step = row["sft/step"]
-    if step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
-        console.say(console.step_line("sft", step, total, row))
