@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
-import tempfile
+import time
+from pathlib import Path
 
 # Set before jax is imported, and inherited by the other worker and by the programs that tests start.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -16,11 +18,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # unknown flag would end the process, so other versions than these go without.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
-# One program is compiled once for all of them; the process that makes the folder removes it.
+# Compiled programs are kept between runs, since most of a test's time is compilation.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _cache = tempfile.TemporaryDirectory(prefix="tunix_like_tests_", ignore_cleanup_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+    _cache = Path.home() / ".cache" / "tunix_like" / "tests"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_cache)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    for _file in _cache.glob("*") if "PYTEST_XDIST_WORKER" not in os.environ else ():
+        with contextlib.suppress(OSError):  # another run may remove it too
+            if _file.stat().st_mtime < time.time() - 14 * 24 * 3600:
+                _file.unlink()
 
 import jax
 
