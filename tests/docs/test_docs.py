@@ -74,6 +74,21 @@ def test_commands_parse(text):
             load(ROOT / named, [each for each in arguments.overrides if not each.startswith("rewards")])
 
 
+def anchors(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = [re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[- ]+", "-", title) for title in titles}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 @pytest.mark.parametrize("name", sorted(cli._parser()._subparsers._group_actions[0].choices))
 def test_the_page_of_commands_has_every_option(name):
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
