@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tunix_like.cli import main as cli
+from tunix_like.cli.commands import function_of
 from tunix_like.config.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,33 @@ def test_commands_parse(text):
             continue
         inside = shown.replace('"', "") if shown.count('"') % 2 else shown  # a command within the quotes of another
         arguments = cli._parse(shlex.split(inside, comments=True))
-        assert callable(arguments.run), "anything it does not know ends in a status"
+        assert callable(function_of(arguments.function)), "anything it does not know ends in a status"
         named = getattr(arguments, "config", None)
         if named and named.startswith("examples/"):
             load(ROOT / named, [each for each in arguments.overrides if not each.startswith("rewards")])
+
+
+def anchors(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = [re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[- ]+", "-", title) for title in titles}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("name", sorted(cli._parser()._subparsers._group_actions[0].choices))
+def test_the_page_of_commands_has_every_option(name):
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    actions = cli._parser()._subparsers._group_actions[0].choices[name]._actions
+    options = {option for action in actions for option in action.option_strings if option.startswith("--")} - {"--help"}
+    assert section and not [option for option in options if f"`{option}" not in section and f"{option} " not in section]
+    several = text.partition("\n## Several processes\n")[2]
+    assert all(f"| `{option}" in several for option in options if "process" in option or option == "--coordinator")

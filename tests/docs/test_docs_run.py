@@ -182,8 +182,8 @@ def registries():
 
 def one_device(patch) -> None:
     """Programs for eight take several times as long to compile."""
-    for module in ("runs", "trained"):
-        patch.setattr(f"tunix_like.{module}.build_mesh", lambda config: None)
+    for module in ("build", "trained"):
+        patch.setattr(f"tunix_like.runs.{module}.build_mesh", lambda config: None)
 
 
 @pytest.fixture
@@ -204,15 +204,15 @@ def local(text: str) -> str:
 
 
 def base() -> dict:
-    """The config that README explains, which is whole; a block that shows a part is put into it."""
-    (whole,) = (text for text in blocks(ROOT / "README.md", "yaml") if "optimizer" in text)
+    """The complete config of docs/cli.md; a block that shows a part is put into it."""
+    (whole,) = (text for text in blocks(ROOT / "docs" / "cli.md", "yaml") if "optimizer" in text)
     return yaml.safe_load(local(whole))
 
 
 def shrunk(arguments: list[str]) -> list[str]:
     """The same command on something small."""
     kind, config = arguments[0], next((word for word in arguments if word.endswith(".yaml")), "")
-    if kind == "train":
+    if kind in ("train", "sft"):
         small = (*SMALL, *SMALL_MAZE) if config == "examples/maze.yaml" else (*SMALL, *SMALL_GSM8K)
         return [*arguments, *small]
     if kind == "eval" and "data.name=gsm8k" in arguments:
@@ -245,8 +245,9 @@ def test_configs_would_run(page, place, capsys):
 
 
 @pytest.mark.parametrize("page", with_blocks("python"))
-def test_code_runs(page, place):
+def test_code_runs(page, place, monkeypatch):
     """In one namespace, as a reader would paste it."""
+    one_device(monkeypatch)
     namespace: dict = {"__name__": "shown"}
     for text in blocks(page, "python"):
         try:

@@ -113,7 +113,7 @@ def test_the_documentation_has_these_tables(tmp_path, capsys):
     """All lines of all three tables, in order; numbers to the rounding of their third digit."""
     variance.main(["--json", str(tmp_path / "out" / "variance.json")])
     said = [cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    documented = [cells(line) for line in (ROOT / "docs" / "algorithms.md").read_text().splitlines() if line[:1] == "|"]
+    documented = [cells(line) for line in (ROOT / "docs" / "variance.md").read_text().splitlines() if line[:1] == "|"]
     start = documented.index(said[0])
     blocks = [line for line in documented[start:] if line[0] in ("G", "---:", "--:") or line[0].isdigit()]
     assert len(said) > 60 and len(blocks) == len(said)
