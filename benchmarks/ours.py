@@ -112,7 +112,9 @@ def _rollout(case: Case, model: Decoder, gate: Gate) -> None:
 
 
 class _Given:
-    """Stands in for a learner's sampler: the completions are there already."""
+    """An engine whose completions are given."""
+
+    max_prompt_length = 1 << 30
 
     def __init__(self, completions: Completions):
         self.completions = completions

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tunix_like.algorithms.advantages import compute_advantages
@@ -290,6 +290,9 @@ def test_order_shift_and_scale(name, params, batch, seed, shift, scale):
     if not algorithm_1 and (name, params) != ("pkpo", {"k": 1}):
         assert_close(estimate(rewards + shift, name, lengths, **params), values, 2e-5)
     cancels = algorithm_1 or name in ("grpo", "reinforce_pp")
+    if name == "reinforce_pp":  # a factor cancels up to the 1e-8 beside the variance over tokens
+        tokens = np.repeat((rewards - np.nanmean(rewards, axis=1, keepdims=True)).reshape(-1), lengths.reshape(-1))
+        assume(np.nanvar(tokens) * min(scale, 1) ** 2 > 1e-4 or not np.nanvar(tokens))
     scaled = estimate(scale * rewards, name, lengths, **params)
     assert_close(scaled, values if cancels else scale * values, 1e-3 if name == "reinforce_pp" else 2e-5)
 

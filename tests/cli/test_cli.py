@@ -25,7 +25,7 @@ from tunix_like.cli import main as cli
 from tunix_like.cli import screen
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
-from tunix_like.runs.build import check_config
+from tunix_like.runs.build import Parts, check_config
 from tunix_like.runs.folder import run_folder
 from tunix_like.storage import run_lock
 from tunix_like.storage.metrics import rows as metric_rows
@@ -315,8 +315,13 @@ def test_raising_max_steps_goes_on(home, resumed):
     assert re.search(r"step 0 .*step 5", more)
 
 
+def make_parts(source) -> Parts:
+    """Parts of which only config and source are read."""
+    return Parts(Config(), int, source, None, None, [], None)
+
+
 def test_the_closing_table_counts_the_problems_that_were_evaluated(capsys):
-    parts = types.SimpleNamespace(source=types.SimpleNamespace(eval=range(10)), config=Config(), learner=int)
+    parts = make_parts(types.SimpleNamespace(eval=range(10)))
     for skipped, title in ((3, "7 held-out problems (3 prompts skipped)"), (0, "10 held-out problems,")):
         row = {"step": 1, "eval/pass@1": 0.5, "eval/skipped_prompts": skipped}
         screen._before_and_after(row, row, parts)
@@ -324,7 +329,7 @@ def test_the_closing_table_counts_the_problems_that_were_evaluated(capsys):
 
 
 def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
-    screen.closing_table(tmp_path, types.SimpleNamespace(config=Config()))
+    screen.closing_table(tmp_path, make_parts(None))
     said = capsys.readouterr().out
     assert "no evaluation" in said and f"run folder: {tmp_path}" in said
 

@@ -24,7 +24,9 @@ TAGS = (
     "!!set {{a}}",
     "!!str 010",
 )
-CALLERS = {name: {"pickle"} for name in ("rewards/pool", "rewards/worker", "chat_templates", "template_worker")}
+CALLERS = {
+    name: {"pickle"} for name in ("rewards/pool", "rewards/worker", "data/chat_templates", "data/template_worker")
+}
 """Who imports what reads objects: the two ends of what connects a run to the workers that it started itself. A worker
 reads them, the run does not."""
 

@@ -50,6 +50,7 @@ class Scripted(Sampler):
 
     def __init__(self):
         self.calls: list[tuple] = []
+        self.max_prompt_length, self.row_steps = 99, 0
 
     def generate(self, params, prompts, numbers, num_generations, key, sampling):
         self.calls.append((params, [list(p) for p in prompts], list(numbers), num_generations, key, sampling))

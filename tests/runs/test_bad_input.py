@@ -24,6 +24,7 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.loading import save_model
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runs import build as runs
+from tunix_like.runs.folder import claim
 from tunix_like.storage.metrics import rows as metric_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -618,7 +619,7 @@ def test_a_start_that_is_cut_short_loses_no_config(tmp_path, monkeypatch):
     assert (file.read_text(), file.stat().st_mtime_ns) == before and len(listing(file.parent)) == 2
     file.unlink()
     parts = runs.assemble(load(REVERSE, ["training.seed=7"]), abstract=True)
-    runs.claim(file.parent, parts)
+    claim(file.parent, parts)
     assert load(file).training.seed == 7 and not any(name.endswith(".tmp") for name in listing(file.parent))
 
 

@@ -329,7 +329,8 @@ def serve(answer):
 
 
 LATE = (
-    "import sys; from tunix_like import cli, processes; processes.START_SECONDS = 3; sys.exit(cli.main(sys.argv[1:]))"
+    "import sys; from tunix_like.cli.main import main; from tunix_like.runtime import processes; "
+    "processes.START_SECONDS = 3; sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -110,7 +110,7 @@ def test_of_an_evaluation_that_comes_when_the_data_has_ended(tmp_path):
 
     class Ending(Measured):
         def evaluate_if_due(self, step, last):
-            return super().evaluate(step, last) if last or step != 4 else {}
+            return super().evaluate_if_due(step, last) if last or step != 4 else {}
 
     def phase(data):
         ending = Ending({1: 0.1, 4: 0.5, 6: 0.2}, data=data)
@@ -239,8 +239,8 @@ def place(tmp_path_factory):
 @pytest.fixture
 def call(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
-    for module in ("runs", "trained"):  # one device: programs for eight take several times as long to compile
-        monkeypatch.setattr(f"tunix_like.{module}.build_mesh", lambda config: None)
+    for module in ("build", "trained"):  # one device: programs for eight take several times as long to compile
+        monkeypatch.setattr(f"tunix_like.runs.{module}.build_mesh", lambda config: None)
 
     def call(*argv, status=0):
         found, said = cli.main(list(argv)), capsys.readouterr()

@@ -17,6 +17,7 @@ import tunix_like
 from tests.data.test_chat import make_tokenizer
 from tests.tiny_model import HF as TINY
 from tunix_like import (
+    MaxRLLearner,
     OptimizerConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -31,6 +32,7 @@ from tunix_like.data import reverse_text
 from tunix_like.data.stream import render
 from tunix_like.errors import NotSaved
 from tunix_like.runs import recipe
+from tunix_like.runs.build import Parts
 from tunix_like.runtime import processes
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training.forward import ForwardOptions
@@ -240,10 +242,9 @@ def command(monkeypatch, tmp_path):
             raise seen.ends
 
     monkeypatch.setattr(recipe, "SFTTrainer", made)
-    parts = SimpleNamespace(model=None, tokenizer=None, mesh=None, config=Config(sft=SFTConfig(max_steps=1)))
-    parts.source = SimpleNamespace(train=ROWS, eval=[])
-    seen.run = lambda follows: recipe.fine_tune(parts, tmp_path, lambda row, total: None, another_follows=follows)
-    seen.parts = parts
+    source = SimpleNamespace(train=ROWS, eval=[])
+    parts = seen.parts = Parts(Config(sft=SFTConfig(max_steps=1)), MaxRLLearner, source, None, None, [], None)
+    seen.run = lambda follows: recipe.fine_tune(seen.parts, tmp_path, lambda row, total: None, another_follows=follows)
     return seen
 
 
@@ -267,7 +268,8 @@ def test_an_evaluation_of_a_command_knows_its_step(command, monkeypatch, tmp_pat
         asked.append((params, rollouts, step))
         return SimpleNamespace(metrics={"eval/pass@1": 0.5})
 
-    command.parts.source.eval, command.parts.evaluator = ROWS, lambda config: evaluator
+    command.parts.source.eval = ROWS
+    monkeypatch.setattr(Parts, "evaluator", lambda self, config: evaluator)
     for first, folder in ((True, tmp_path / "rollouts" / "eval"), (False, None)):
         monkeypatch.setattr(processes, "is_first", lambda first=first: first)
         command.run(False)

@@ -29,6 +29,7 @@ CORE = {
     "grain": "grain",
     "ml-collections": "ml_collections",
     "numpy": "numpy",
+    "scipy": "scipy",
     "jaxtyping": "jaxtyping",
     "safetensors": "safetensors",
     "tokenizers": "tokenizers",

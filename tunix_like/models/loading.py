@@ -23,7 +23,7 @@ from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest, one_line
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.lora import merge_lora, source_of
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
@@ -151,6 +151,7 @@ def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path
     Raises:
       UserError: the folder cannot be written or replaced (`output_folder.check_folder`).
     """
+    check_decoder("model", model)
     with written_whole(folder, overwrite, source_of(model.config)) as part:
         merged = merge_lora(model)
         save_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, tokenizer, part)

@@ -259,6 +259,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False)
     Raises:
       UserError: the model has no adapters, or the folder cannot be written or replaced (`output_folder.check_folder`).
     """
+    check_decoder("model", model)
     with written_whole(folder, overwrite, source_of(model.config)) as part:
         save_adapter_config(model, part)
         tensors = {

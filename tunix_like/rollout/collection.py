@@ -67,6 +67,7 @@ class Collector:
       key: random key that all completions of the run are drawn from.
       rollouts: folder for completions that cannot be scored, or None.
       drawn: prompts taken from the stream so far: the number of the next problem, so that none repeats in a run.
+      started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
     """
 
     task: Task
@@ -79,7 +80,7 @@ class Collector:
     rollouts: Path | None = None
     first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
     drawn: int = 0
-    _first: bool = True
+    started: bool = False
     _warned: bool = False
 
     def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
@@ -156,14 +157,14 @@ class Collector:
         """Returns the next batch of prompts, sampled and scored, and its shaped rewards (NaN where unscored)."""
         size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
-        if prompts is None and self._first:
+        if prompts is None and not self.started:
             raise UserError(
                 f"the training data has fewer than {self.batch_size} usable prompts, which make one step; lower the "
                 "batch size (data.batch_size). An iterator that was read before is empty."
             )
         if prompts is None:
             return None
-        self._first = False
+        self.started = True
         problems = [Problem(self.drawn + i, *prompt) for i, prompt in enumerate(prompts)]
         self.drawn += len(problems)
         lap("data")

@@ -283,7 +283,7 @@ class Learner(Trainer):
         super().restore(saved, step)
         assert self._call is not None
         collector = self._call.collector
-        collector.drawn = int(saved["drawn"])
+        collector.drawn, collector.started = int(saved["drawn"]), True
         if self.iterator is None:
             read = collector.drawn // self._call.batch_size
             next(itertools.islice(collector.batches, read, read), None)
