@@ -243,7 +243,7 @@ def command(monkeypatch, tmp_path):
 
     monkeypatch.setattr(recipe, "SFTTrainer", made)
     source = SimpleNamespace(train=ROWS, eval=[])
-    parts = seen.parts = Parts(Config(sft=SFTConfig(max_steps=1)), MaxRLLearner, source, None, None, [], None)
+    seen.parts = Parts(Config(sft=SFTConfig(max_steps=1)), MaxRLLearner, source, None, None, [], None)
     seen.run = lambda follows: recipe.fine_tune(seen.parts, tmp_path, lambda row, total: None, another_follows=follows)
     return seen
 
