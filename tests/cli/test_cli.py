@@ -580,7 +580,7 @@ def test_commands_whose_output_cannot_be_written(home, made):
     *said, codes = done.stderr.splitlines()
     assert json.loads(codes) == [141] * 6 + [74] and done.returncode == 0
     assert [line for line in said if not line.startswith("INFO")] == [
-        "error: standard output cannot be written (No space left on device): write it to another place."
+        "error: standard output cannot be written (No space left on device): redirect it to another file."
     ]
     assert len((home / "unread.jsonl").read_text().splitlines()) == 8 and (home / "unread.summary.json").exists()
     assert "</html>" in (home / "unread.html").read_text()

@@ -238,7 +238,7 @@ MISTAKES = {
     "model path with NUL": ((*OWN, "model.path=a\0b"), ["model.path", "NUL character"]),
     "reward file with NUL": (
         (*REVERSED, "rewards.functions=[{name: \"a\\0b.py:f\"}]"),
-        ["Reward", "b.py", "is no name that a file can have"],
+        ["Reward", "b.py", "is not a valid file name"],
     ),
     "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
     "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
