@@ -566,7 +566,7 @@ MISTAKES = {
     "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Set both"]),
     "greedy, and sampled": (
         ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.temperature=0.5"),
-        ["--greedy is rollout.temperature=0", "leave rollout.temperature=0.5 out"],
+        ["--greedy sets rollout.temperature=0", "remove rollout.temperature=0.5 or --greedy"],
     ),
     "greedy, of some tokens": (
         ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.top_k=2"), ["leave rollout.top_k=2 out"],

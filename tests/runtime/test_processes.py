@@ -294,7 +294,7 @@ def test_what_processes_tell_each_other(tmp_path):
 
 
 SOME = {
-    "go together": [["--coordinator", "localhost:1"], ["--process-id", "0", "--num-processes", "2"]],
+    "must be given together": [["--coordinator", "localhost:1"], ["--process-id", "0", "--num-processes", "2"]],
     "host and port of process 0": [["--coordinator", "localhost", "--process-id", "0", "--num-processes", "2"]],
 }
 
