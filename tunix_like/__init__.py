@@ -1,6 +1,6 @@
-"""RL post-training of language models in JAX/Flax: exact estimators, the group as the unit of compute.
+"""RL post-training of language models in JAX and Flax NNX, with group-based advantage estimators.
 
-The names below are loaded when first used: importing the package imports neither jax nor a model.
+Public names are imported lazily on first access, so `import tunix_like` does not import jax.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import RLOOLearner as RLOOLearner
     from tunix_like.training.sft import SFTTrainer as SFTTrainer
 
-_HOMES = {
+_NAMES_OF_MODULE = {
     "tunix_like.config.schema": (
         "AlgorithmConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig SFTConfig"
     ),
@@ -75,14 +75,14 @@ _HOMES = {
     "tunix_like.training.sft": "SFTTrainer",
     "tunix_like.data.tokenizer": "Tokenizer",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-__all__ = [*_HOME_OF, "__version__"]
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names.split()}
+__all__ = [*_MODULE_OF_NAME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'tunix_like' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The one exception for what a user can put right: a key, a file, a row, a function of theirs."""
+"""Exceptions for errors that the user can fix, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Bad input. The message names the key, file, row or function and says what to do; the CLI prints it without a
-    traceback and exits with `status`."""
+    """Invalid input: a config key, a file, a data row or a user function. The message names it and the remedy; the CLI
+    prints the message without a traceback and exits with `status`."""
 
     status = 2
 
 
 class NotSaved(UserError):
-    """The newest checkpoint could not be written; those before it are whole.
+    """The newest checkpoint could not be written; earlier checkpoints are complete.
 
     Attributes:
-      stopped: a signal had asked for the end.
+      stopped: True if a signal had requested the run to stop.
     """
 
     status = 74  # EX_IOERR of sysexits.h
@@ -26,20 +26,20 @@ class NotSaved(UserError):
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) -> None:
-    """Raises UserError where the argument `name` of a Python call is no `kind`; `cure` says what to give."""
+    """Raises UserError if `value`, the argument `name` of a Python call, is not a `kind`; `cure` is the remedy."""
     if not isinstance(value, kind):
         raise UserError(f"{name}: got {type(value).__name__}; {cure}.")
 
 
 def one_line(error: Exception) -> str:
-    """What another library raised, cut to a line."""
+    """Formats an exception of another library as one line of at most 200 characters."""
     first = str(error).strip().partition("\n")[0]
     text = f"{type(error).__name__}: {first}".strip(" .")
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint for a misspelt name: the closest valid spelling if one is close, and always the list."""
+    """Returns a hint for a misspelt name: the closest valid name, if one is close, and the list of valid names."""
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean '{close[0]}'? " if close else ""

@@ -1,8 +1,7 @@
-"""The nouns every room shares: what a problem, a rollout batch and the user's functions are.
+"""Types shared by all packages: problems, rollout batches, the engine protocol and the signatures of user functions.
 
-Axes used everywhere: `P` prompts (groups), `G` completions of one prompt, `S` prompt positions, `T` completion
-positions, `V` vocabulary, `D` model width, `H`/`K` query/key heads, `h` head width. This module knows no model and
-no training.
+Array axes used in the whole library: `P` prompts (groups), `G` completions per prompt, `S` prompt positions, `T`
+completion positions, `V` vocabulary, `D` model width, `H`/`K` query/key heads, `h` head width.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 if TYPE_CHECKING:
-    AnyArray = Any  # numpy on the host, jax on the device, a tracer in between
+    AnyArray = Any  # a numpy array on the host, a jax array on the device, or a tracer
 
 Message = Mapping[str, str]
 """One chat turn: `{"role": "system" | "user" | "assistant", "content": text}`."""
@@ -23,13 +22,13 @@ Message = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One row of the data stream, ready to be sampled from.
+    """One row of the data stream with its rendered and tokenized prompt.
 
     Attributes:
-      number: running number in the data stream; it never repeats within a run, so random keys made from it do not.
-      text: the rendered prompt, as the model sees it and as reward functions receive it.
-      tokens: its token ids.
-      columns: every other column of the row, handed to reward functions by name.
+      number: running number in the data stream. It is unique within a run, so random keys derived from it are too.
+      text: the rendered prompt, as the model and the reward functions receive it.
+      tokens: the token ids of the prompt.
+      columns: all other columns of the row, passed to reward functions by name.
     """
 
     number: int
@@ -39,16 +38,16 @@ class Problem:
 
 
 class GroupBatch(NamedTuple):
-    """The rollouts of one step. Prompts and completions stay apart because a prompt is computed once per group.
+    """The rollouts of one step. Prompts and completions are separate, because a prompt is computed once per group.
 
-    Padding is to the right everywhere; masks come from lengths, never from token values. A completion's end-of-sequence
-    token belongs to it and is counted in its length.
+    All arrays are padded on the right. Masks are derived from lengths, never from token values. The end-of-sequence
+    token is part of a completion and counts in its length.
 
     Attributes:
-      trained: False for completions that count in their group's statistics but not in the loss (None: all are trained).
-      estimator_ids: which of the objective's estimators a group has (None: the run's own).
-      token_mask: True where the policy sampled a token, which may be trained on; False for padding and for tokens that
-        something else wrote (None: the policy sampled every token of each completion).
+      trained: False for completions that count in the group statistics but not in the loss (None: all are trained).
+      estimator_ids: index of each group's advantage estimator in the objective (None: the estimator of the run).
+      token_mask: True for tokens sampled by the policy, which can be trained on; False for padding and for tokens from
+        another source (None: the policy sampled every token of each completion).
     """
 
     prompt_tokens: Int[AnyArray, "P S"]
@@ -64,20 +63,20 @@ class GroupBatch(NamedTuple):
 
     @property
     def sampled(self) -> Bool[AnyArray, "P G T"]:
-        """`token_mask`, filled in where it is None."""
+        """Returns `token_mask`, or the mask derived from the lengths if it is None."""
         if self.token_mask is not None:
             return self.token_mask
         return np.arange(self.completion_tokens.shape[-1])[None, None] < self.completion_lengths[..., None]
 
     @property
     def sampled_lengths(self) -> Int[AnyArray, "P G"]:
-        """Tokens of each completion that the policy sampled."""
+        """Returns the number of tokens in each completion that the policy sampled."""
         return self.completion_lengths if self.token_mask is None else self.token_mask.sum(axis=-1, dtype=np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to choose a token. `temperature` 0 is greedy; `top_p` 1 and `top_k` None keep every token."""
+    """Sampling parameters. `temperature` 0 is greedy decoding; `top_p` 1 and `top_k` None keep every token."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -85,9 +84,9 @@ class SamplingParams:
 
 
 class Completions(NamedTuple):
-    """What was sampled, on the host. Entries at or beyond a row's length are 0.
+    """Sampled completions, as numpy arrays on the host. Entries at or beyond a row's length are 0.
 
-    `lengths` counts the end-of-sequence token; `finished` is False where the token limit cut the row.
+    `lengths` includes the end-of-sequence token; `finished` is False if the token limit truncated the completion.
     """
 
     tokens: Int[np.ndarray, "P G T"]
@@ -98,12 +97,12 @@ class Completions(NamedTuple):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates completions; `rollout.sampler.Sampler` is the one that runs in the process.
+    """Generates completions. `rollout.sampler.Sampler` is the in-process implementation.
 
     Attributes:
-      max_prompt_length: the longest prompt that `generate` takes, in tokens.
-      row_steps: token positions computed so far, used or not. Tokens sampled over the growth of this number is the
-        share of the work that was useful.
+      max_prompt_length: maximum prompt length of `generate`, in tokens.
+      row_steps: number of token positions computed so far, whether used or not. The number of sampled tokens divided
+        by the increase of `row_steps` is the utilisation.
     """
 
     max_prompt_length: int
@@ -121,24 +120,24 @@ class Engine(Protocol):
         """Samples `num_generations` completions of each prompt with the weights `params`.
 
         Args:
-          prompts: token ids, each with 1 to `max_prompt_length` tokens.
-          numbers: one distinct number per prompt; the random numbers of a completion depend on it, on its place in the
-            group and on `key`, and on nothing else.
+          prompts: token ids, each prompt with 1 to `max_prompt_length` tokens.
+          numbers: one distinct number per prompt. The random numbers of a completion depend only on this number, on
+            the index of the completion in its group and on `key`.
         """
 
 
 AdvantageEstimator = Callable[..., Float[Array, "P G"]]
-"""`f(rewards: Float[P G], *, scored: Bool[P G], lengths: Int[P G], <its own>) -> Float[P G]`.
+"""`f(rewards: Float[P G], *, scored: Bool[P G], lengths: Int[P G], <parameters>) -> Float[P G]`.
 
-Rewards of whole groups to advantages, traced once inside the training step. `scored` is False where a completion could
-not be scored: it gets advantage 0 and takes no part in its group's statistics. `lengths` counts completion tokens.
-Parameters of the estimator's own are keyword-only and are read from the config's keys of the same name.
+Maps the rewards of whole groups to advantages; traced once inside the training step. `scored` is False for completions
+that could not be scored: they get advantage 0 and are excluded from the group statistics. `lengths` are completion
+lengths in tokens. Further parameters are keyword-only and are read from the config keys of the same name.
 """
 
 
 RewardFunction = Callable[..., Sequence[float | None]]
-"""`f(prompts, completions, **columns) -> one number (or None: could not be scored) per completion`.
+"""`f(prompts, completions, **columns) -> one number per completion (None: could not be scored)`.
 
-It is called once with every completion of a rollout batch or, in a worker, once for each group; when it fails, again
-with fewer of them. Each column arrives as a list as long as `completions`.
+The function is called once with all completions of a rollout batch or, in a worker, once per group. If the call fails,
+it is called again with fewer completions. Each column is a list of the same length as `completions`.
 """

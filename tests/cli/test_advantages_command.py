@@ -134,8 +134,8 @@ def test_unscored_completions(command):
     assert columns["reward"] == ["1", "none", "0", "none", "1", "0.5", "none", "1", "none", "none", "1", "1"]
     assert columns["rloo"][:4] == ["1", "0", "-1", "0"]
     assert all(set(cells[6:]) == {"0"} for name, cells in columns.items() if name == "rloo" or "k=" in name)
-    assert "group 1 has 2 scored, too few for maxpo k=2: dropped." in notes
-    assert "group 2 has 1 scored, too few for every estimator: dropped." in notes
+    assert "group 1 has 2 scored completions, too few for maxpo k=2: dropped." in notes
+    assert "group 2 has 1 scored completions, too few for every estimator: dropped." in notes
 
 
 def test_rewards_below_zero(command):

@@ -263,7 +263,7 @@ def test_an_export_is_a_model_like_any_other(home, made):
 def test_generate_says_on_stderr_how_it_sampled(home, made):
     """The completion alone is on stdout; greedy is the argmax of the plain forward pass, token by token."""
     for name in ("generate", "generate greedy"):
-        assert "greedy: the most likely token at every place" in made[name][2] and "--greedy" not in made[name][2]
+        assert "greedy: the most likely token at every position" in made[name][2] and "--greedy" not in made[name][2]
     code, said, error = made["generate sampled"]
     assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
     assert "sampled at temperature 0.5, top-p 0.9, seed 0; --greedy takes the most likely token" in error
@@ -585,7 +585,7 @@ def test_commands_whose_output_cannot_be_written(home, made):
     *said, codes = done.stderr.splitlines()
     assert json.loads(codes) == [141] * 6 + [74] and done.returncode == 0
     assert [line for line in said if not line.startswith("INFO")] == [
-        "error: standard output cannot be written (No space left on device): write it to another place."
+        "error: standard output cannot be written (No space left on device): redirect it to another file."
     ]
     assert len((home / "unread.jsonl").read_text().splitlines()) == 8 and (home / "unread.summary.json").exists()
     assert "</html>" in (home / "unread.html").read_text()

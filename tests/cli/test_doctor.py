@@ -104,8 +104,8 @@ def test_a_jax_that_cannot_start(monkeypatch):
 
 def test_device_memory_in_gib():
     assert doctor._memory("gpu", {"bytes_limit": 4 * 2**30, "bytes_in_use": 2**30}) == "3.0 of 4.0 GiB free"
-    assert doctor._memory("cpu", None) == "the host's memory"
-    assert doctor._memory("tpu", None) == "memory unknown (the device does not say)"
+    assert doctor._memory("cpu", None) == "host memory"
+    assert doctor._memory("tpu", None) == "memory unknown (not reported by the device)"
 
 
 def test_the_hub_cache(tmp_path):

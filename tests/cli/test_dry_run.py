@@ -89,7 +89,7 @@ def test_where_the_memory_is_not_known_nothing_is_refused(monkeypatch, capsys):
     code, said, error = dry(capsys)
     assert code == 0 and not error
     assert re.search(r"memory: [\d.]+ [MGkB]+ at most \(\w+\); the device does not say how much it has\n", said)
-    assert "but for memory" in said
+    assert "except memory" in said
 
 
 def test_adapters_beside_four_bits(home, monkeypatch, capsys, caplog):

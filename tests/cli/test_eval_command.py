@@ -113,8 +113,8 @@ def test_prompts_that_are_too_long(place, monkeypatch, capsys, caplog):
     ("argv", "words"),
     [
         (("--out", "a.json"), ["--out a.json", "a name that ends in .jsonl"]),
-        (("--out", "there.jsonl"), ["there.summary.json is there already", "delete it"]),
-        (("--out", "early.py/a.jsonl"), ["early.py is no folder that can be written to"]),
+        (("--out", "there.jsonl"), ["there.summary.json exists already", "delete it"]),
+        (("--out", "early.py/a.jsonl"), ["early.py is not a writable folder"]),
         (("data.split=valid",), ["data.eval_split is not read by data.name=reverse_text"]),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_k_of_the_run_that_does_not_fit(place, monkeypatch, capsys):
         config = dataclasses.replace(found.config, eval=dataclasses.replace(found.config.eval, k=k))
         changed = eval_command._with_fitting_k(found._replace(config=config), ["eval.samples=2"])
         assert changed.config.eval.k == kept
-        assert f"eval.k of the run: {said} left out, beyond eval.samples=2" in capsys.readouterr().out
+        assert f"eval.k of the run: {said} left out, above eval.samples=2" in capsys.readouterr().out
     assert cli.main(["eval", "model", *SETTINGS, "eval.samples=2", "eval.k=[1, 4]"]) == 2
     assert "eval.k: got 4" in capsys.readouterr().err
 

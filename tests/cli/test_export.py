@@ -138,16 +138,16 @@ def make_run(folder):
     [
         ("run", "is the folder of a run"),
         ("run/model", "belongs to the run"),
-        ("run/checkpoints", "holds checkpoints"),
-        ("run/checkpoints/3", "holds checkpoints"),
-        ("run/checkpoints/4", "holds checkpoints"),
+        ("run/checkpoints", "contains checkpoints"),
+        ("run/checkpoints/3", "contains checkpoints"),
+        ("run/checkpoints/4", "contains checkpoints"),
         ("bare", "is the folder of a run"),
         ("link", "is the folder of a run"),
-        ("nested", "holds the folder original"),
-        ("linked", "holds the link model.safetensors"),
-        ("notes", "holds no config.json"),
+        ("nested", "contains the folder original"),
+        ("linked", "contains the link model.safetensors"),
+        ("notes", "contains no config.json"),
         ("file", "is a file"),
-        ("base", "is what would be exported"),
+        ("base", "is the model to export"),
     ],
 )
 def test_what_is_never_replaced(tmp_path, monkeypatch, capsys, out, said):
@@ -183,9 +183,9 @@ def test_export_of_a_folder(tmp_path, model, monkeypatch, capsys):
     loaded, _ = tunix_like.load_model("out")
     same = lambda one, two: np.testing.assert_array_equal(np.asarray(one), np.asarray(two))  # noqa: E731
     jax.tree.map(same, nnx.state(loaded), nnx.state(model))
-    with pytest.raises(UserError, match="is what would be exported"):
+    with pytest.raises(UserError, match="is the model to export"):
         tunix_like.export_model(loaded, TOKENIZER, tmp_path / "out", overwrite=True)
-    with pytest.raises(UserError, match="is what would be exported"):
+    with pytest.raises(UserError, match="is the model to export"):
         tunix_like.save_adapter(tunix_like.add_lora(loaded, LoraConfig(rank=2)), "out", overwrite=True)
 
 

@@ -104,10 +104,10 @@ def test_the_report(tmp_path):
     done = python("-m", "tunix_like", *argv, *own, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = done.stdout
-    assert "v5e-8: fsdp 8, tp 1; 16 GB a device; bfloat16" in said
-    for name in ("arguments", "temporaries", "together", "foreseen", "FLOPs by XLA", "FLOPs of a step", "seconds"):
+    assert "v5e-8: fsdp 8, tp 1; 16 GB per device; bfloat16" in said
+    for name in ("arguments", "temporaries", "sum", "estimated", "FLOPs by XLA", "FLOPs of a step", "seconds"):
         assert re.search(rf"{name}.*\d", said), name
-    assert "upper bound" in said and "body counts once" in said
+    assert "upper bound" in said and "the body of a loop counts once" in said
     again = [*argv[:3], "--devices", "v5e-3", "mesh.shape=[2, 1]"]
     done = python("-m", "tunix_like", *again, cwd=tmp_path)
     assert done.returncode == 2 and re.fullmatch(r"error: mesh.shape: \[2, 1\] needs 2 .* there are 3.*\n", done.stderr)

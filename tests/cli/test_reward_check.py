@@ -41,7 +41,7 @@ SUSPICIOUS = {
     "always": ["another row's answer: succeeds in 50 of 50", "no text: succeeds in 50 of 50", "prompt again: succeeds"],
     "not_empty": ["another row's answer: succeeds", "'I do not know.': succeeds in 50 of 50"],
     "unsure": ["gold answer: not scored in 50 of 50 rows"],
-    "broken": ["gold answer: the function failed or was late in 50 of 50 rows", "ZeroDivisionError"],
+    "broken": ["gold answer: the function failed or timed out in 50 of 50 rows", "ZeroDivisionError"],
 }
 
 
@@ -99,7 +99,7 @@ def test_what_functions_print(workers, capsys):
     assert status == 0 and "called for" not in said.out
     shown = [line for line in said.err.splitlines() if "[reward worker" in line]  # one that is cut in two counts twice
     assert len(shown) == 20 if workers else said.err.count("called for") == 5
-    assert ("more lines that the functions printed are not shown)" in said.err) == bool(workers)
+    assert ("more lines printed by the functions are not shown)" in said.err) == bool(workers)
 
 
 def test_in_workers_and_with_several_functions(capsys):

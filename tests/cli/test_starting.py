@@ -38,7 +38,7 @@ def test_files_of_a_new_run(kind, capsys):
 def test_nothing_is_overwritten(capsys):
     Path("mine_rewards.py").write_text("mine")
     assert cli.main(["init", "mine"]) == 2
-    assert "mine_rewards.py: there already" in capsys.readouterr().err
+    assert "mine_rewards.py: exists already" in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["mine_rewards.py"]
     assert Path("mine_rewards.py").read_text() == "mine"
 

@@ -72,7 +72,7 @@ def test_free_mapping_by_file_and_by_sub_key(tmp_path):
     algorithm = from_text(tmp_path, "algorithm: {estimator_params: {power: 1, top: true}}", *own).algorithm
     assert algorithm.advantage_estimator == "../my own.py:best"
     assert algorithm.estimator_params == {"power": 0.5, "top": True}
-    assert "model.config.hidden_size holds 32" in message(tmp_path, text, "model.config.hidden_size.x=1")
+    assert "model.config.hidden_size is 32" in message(tmp_path, text, "model.config.hidden_size.x=1")
 
 
 def test_text_keys_take_overrides_as_typed():
@@ -140,7 +140,7 @@ def test_bad_files(tmp_path, text, words):
         ("trainng.max_steps=20", ["'trainng.max_steps'", "Did you mean 'training.max_steps'?"]),
         ("algorithm.k=four", ["algorithm.k", "'four'", "integer"]),
         ("algorithm.k=", ["algorithm.num_generations", "integer"]),
-        ("rewards.functions=[{", ["rewards.functions", "not YAML"]),
+        ("rewards.functions=[{", ["rewards.functions", "not valid YAML"]),
         ("algorithm.k=0", ["algorithm.k: got 0", "at least 1"]),
     ],
 )

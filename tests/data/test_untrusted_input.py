@@ -35,10 +35,10 @@ reads them, the run does not."""
 def test_yaml_makes_no_objects(tag, tmp_path):
     value = tag.format(tmp_path / "made")
     (tmp_path / "a.yaml").write_text(f"model: {{config: {{x: {value} }}}}\n")
-    with pytest.raises(UserError, match=r"a\.yaml, line 1: a tag "):
+    with pytest.raises(UserError, match=r"a\.yaml, line 1: tags "):
         load(tmp_path / "a.yaml")
     for key in ("model.config.x", "data.sources", "training.max_steps"):
-        with pytest.raises(UserError, match=r"a tag \(!...\) is not taken"):
+        with pytest.raises(UserError, match=r"tags \(!...\) are not supported"):
             load(None, [f"{key}={value}"])
     assert load(None, [f"model.path={value}"]).model.path == value, "a key of text holds it as text"
     assert not (tmp_path / "made").exists()
@@ -47,7 +47,7 @@ def test_yaml_makes_no_objects(tag, tmp_path):
 @pytest.mark.parametrize("text", ["!!binary aGk=", "\n!!set {a}", "!!map {model: {}}"])
 def test_a_yaml_that_is_one_tag(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(UserError, match=rf"a\.yaml, line {text.count(chr(10)) + 1}: a tag .* write a plain value"):
+    with pytest.raises(UserError, match=rf"a\.yaml, line {text.count(chr(10)) + 1}: tags .* write a plain value"):
         load(tmp_path / "a.yaml")
 
 
@@ -59,7 +59,7 @@ ALIASES = {"endless": "&a {x: *a}", "bomb": BOMB, "merged": "{k: &a {b: 1}, <<: 
 def test_yaml_that_repeats_itself(name, tmp_path):
     """Ten to the ninth elements in 400 characters, or one that holds itself."""
     (tmp_path / "a.yaml").write_text(f"model:\n  config: {ALIASES[name]}\n")
-    with pytest.raises(UserError, match=r"a\.yaml, line 2: '\*a' is an alias; write the value out"):
+    with pytest.raises(UserError, match=r"a\.yaml, line 2: '\*a' is an alias, .* write the value itself"):
         load(tmp_path / "a.yaml")
     with pytest.raises(UserError, match=r"model\.config=.*'\*a' is an alias"):
         load(None, [f"model.config={ALIASES[name]}"])

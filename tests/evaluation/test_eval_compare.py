@@ -123,10 +123,10 @@ def test_settings_that_differ_are_told(tmp_path, capsys):
         (("--compare", "a.jsonl", "empty.jsonl"), ["empty.jsonl is empty"]),
         (("--compare", "a.jsonl", "b.jsonl"), ["problem 0 is not the same in a.jsonl and b.jsonl"]),
         (("--compare", "a.jsonl", "avg.jsonl"), ["have no metric in common"]),
-        (("--compare", "a.jsonl", "a.jsonl", "eval.samples=4"), ["eval.samples=4 changes nothing in files"]),
+        (("--compare", "a.jsonl", "a.jsonl", "eval.samples=4"), ["eval.samples=4 has no effect on files"]),
         (("a.jsonl", "--compare", "a.jsonl", "a.jsonl"), ["leave a.jsonl out"]),
         (("--compare", "a.jsonl", "a.jsonl", "--out", "c.jsonl"), ["leave --out c.jsonl out", "with --out"]),
-        ((), ["name a run or a model, or two of them"]),
+        ((), ["give a run or a model, or two of them"]),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, argv, words):

@@ -193,7 +193,7 @@ def test_what_cannot_have_adapters(model, tmp_path):
     with pytest.raises(UserError, match=r"lora\.targets: unknown projection 'q_prj'\. Did you mean 'q_proj'"):
         LoraConfig(rank=2, targets=["q_prj"])
     for bad in ([], ["q_proj", "q_proj"]):
-        with pytest.raises(UserError, match=r"lora\.targets: name at least one projection, each once"):
+        with pytest.raises(UserError, match=r"lora\.targets: list at least one projection, each once"):
             LoraConfig(rank=2, targets=bad)
     with pytest.raises(UserError, match="has no adapters"):
         save_adapter(model, tmp_path)

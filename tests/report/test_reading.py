@@ -86,7 +86,10 @@ def test_names_tell_runs_apart(tmp_path):
         (lambda run: (run / "metrics.jsonl").write_text('{"step": "one"}\n'), "metrics.jsonl: a row has step = 'one'"),
         (lambda run: (run / "config.yaml").write_text("a: [1"), "config.yaml, line 1: expected"),
         (lambda run: (run / "config.yaml").write_text("- 1"), "config.yaml: a config file is a mapping of sections"),
-        (lambda run: (run / "config.yaml").write_text(""), "config.yaml: this file is empty. A run writes this file"),
+        (
+            lambda run: (run / "config.yaml").write_text(""),
+            "config.yaml: this file is empty. This file is written by the run",
+        ),
         (lambda run: (run / "rollouts/step_000002.jsonl").write_text("1\n{}\n"), "step_000002.jsonl, line 1"),
         (lambda run: (run / "rollouts/step_000004.jsonl").write_text('{"problem": 1}\n'), "step_000004.jsonl, line 1"),
         (lambda run: (run / "rollouts/step_last.jsonl").write_text("{}\n"), "step_last.jsonl: expected step_<number>"),

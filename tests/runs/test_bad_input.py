@@ -190,7 +190,7 @@ def listing(folder):
 
 REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
-EMPTIED = ["emptied/config.yaml: this file is empty", "A run writes this file itself", "put a copy of it back"]
+EMPTIED = ["emptied/config.yaml: this file is empty", "This file is written by the run", "restore a copy of it"]
 
 # what is typed -> what must be in the one line that comes back
 MISTAKES = {
@@ -204,7 +204,7 @@ MISTAKES = {
     "wrong type": ((*REVERSED, "data.batch_size=four"), ["data.batch_size", "'four' (string)", "expected: integer"]),
     "wrong type in a file": (("train", "wrong_type.yaml"), ["wrong_type.yaml", "data.batch_size", "expected: integer"]),
     "no value": ((*REVERSED, "data.batch_size"), ["override 'data.batch_size'", "write it as section.key=value"]),
-    "no YAML file": (("train", "nowhere.yaml"), ["nowhere.yaml", "cannot read", "name a YAML file"]),
+    "no YAML file": (("train", "nowhere.yaml"), ["nowhere.yaml", "cannot read", "the path of a YAML file"]),
     "no YAML": (("train", "torn.yaml"), ["torn.yaml, line"]),
     "no space after a colon": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.estimator_params={power:0.8}"),
@@ -225,7 +225,7 @@ MISTAKES = {
     ),
     "config file that is a loop": (("train", "round.yaml"), ["round.yaml", "loop of symbolic links"]),
     "config file that is a pipe": (("train", "pipe.yaml"), ["pipe.yaml", "named pipe", "write its content to a file"]),
-    "config file that is a folder": (("train", "splits"), ["splits", "is a folder", "name a YAML file"]),
+    "config file that is a folder": (("train", "splits"), ["splits", "is a folder", "the path of a YAML file"]),
     "config file that is compressed": (("train", "packed.yaml"), ["packed.yaml", "is compressed (gzip)", "gunzip"]),
     "output_dir that no folder can be called": (
         ("train", "nul.yaml"), ["training.output_dir", "'a\\x00b'", "NUL character", "take it out"],
@@ -239,7 +239,7 @@ MISTAKES = {
     "model path with NUL": ((*OWN, "model.path=a\0b"), ["model.path", "NUL character"]),
     "reward file with NUL": (
         (*REVERSED, "rewards.functions=[{name: \"a\\0b.py:f\"}]"),
-        ["Reward", "b.py", "is no name that a file can have"],
+        ["Reward", "b.py", "is not a valid file name"],
     ),
     "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
     "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
@@ -558,7 +558,7 @@ MISTAKES = {
     "run whose config is empty, evaluated": (("eval", "emptied"), EMPTIED),
     "run whose config is cut": (
         (*OWN, "training.output_dir=cut"),
-        ["cut/config.yaml, line 1: ", "A run writes this file itself", "put a copy of it back"],
+        ["cut/config.yaml, line 1: ", "This file is written by the run", "restore a copy of it"],
     ),
     "run without a checkpoint": (("eval", "run_without_checkpoint"), ["no checkpoint yet", "checkpoint_every_n_steps"]),
     "no run": (("eval", "nowhere", "data.name=maze"), ["nowhere: no such folder", "Give a model folder"]),
@@ -567,7 +567,7 @@ MISTAKES = {
     "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Set both"]),
     "greedy, and sampled": (
         ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.temperature=0.5"),
-        ["--greedy is rollout.temperature=0", "leave rollout.temperature=0.5 out"],
+        ["--greedy sets rollout.temperature=0", "remove rollout.temperature=0.5 or --greedy"],
     ),
     "greedy, of some tokens": (
         ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.top_k=2"), ["leave rollout.top_k=2 out"],

@@ -61,7 +61,7 @@ print("no newline", end="")
         said = process.communicate(timeout=60)[1]
     log = tmp_path / output.FILE
     assert process.returncode == 0
-    assert said == f"WARNING: standard output cannot be written (Broken pipe): what follows goes to {log}\n"
+    assert said == f"WARNING: standard output cannot be written (Broken pipe): further output goes to {log}\n"
     assert log.read_text() == "early\ncaf\u00e9\nfrom C\nno newline"
 
 

@@ -233,7 +233,7 @@ def test_a_stopped_and_a_killed_run_of_two_ends_as_the_run_of_one(alone, tmp_pat
     (tmp_path / "SIGKILL").write_text("3")  # steps 3, 4 and 5, whose rewards are not there yet
     (code, _, error), (killed, _, _) = two(tmp_path)
     assert killed == -9 and code != 0
-    assert code == -6 or "Start all of them again with the same command" in error  # jax ends it, or we do
+    assert code == -6 or "Start all processes again with the same command" in error  # jax ends it, or we do
     assert what_counts(tmp_path / "run")[-1]["step"] == 4
 
     finished = two(tmp_path)
@@ -294,7 +294,7 @@ def test_what_processes_tell_each_other(tmp_path):
 
 
 SOME = {
-    "go together": [["--coordinator", "localhost:1"], ["--process-id", "0", "--num-processes", "2"]],
+    "must be given together": [["--coordinator", "localhost:1"], ["--process-id", "0", "--num-processes", "2"]],
     "host and port of process 0": [["--coordinator", "localhost", "--process-id", "0", "--num-processes", "2"]],
 }
 
@@ -338,9 +338,14 @@ def test_processes_that_do_not_find_each_other_end_with_a_message(tmp_path):
     """Where jax alone ends with a segmentation fault (a port in use) or aborts after five minutes."""
     taken, there = serve(b"HTTP/1.1 400 Bad request\r\n\r\n")
     cases = [
-        (["-m", "tunix_like"], there, "0", f"--coordinator {there}: port {there[10:]} is in use on this machine"),
-        (["-m", "tunix_like"], there, "1", f"--coordinator {there}: what answers there is no process 0"),
-        (["-c", LATE], f"127.0.0.1:{free_port()}", "1", "nothing answers there after 3 seconds"),
+        (
+            ["-m", "tunix_like"],
+            there,
+            "0",
+            f"--coordinator {there}: port {there[10:]} is in use by another run or program",
+        ),
+        (["-m", "tunix_like"], there, "1", f"--coordinator {there}: the server at this address is not process 0"),
+        (["-c", LATE], f"127.0.0.1:{free_port()}", "1", "no answer after 3 seconds"),
         (["-c", LATE], f"127.0.0.1:{free_port()}", "0", "did not find each other"),
     ]
     options = ["--num-processes", "2", "--coordinator"]

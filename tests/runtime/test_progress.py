@@ -36,7 +36,7 @@ def clock(monkeypatch):
     own = Clock()
     monkeypatch.setattr(progress, "time", own)
     monkeypatch.setattr(console, "time", own)
-    monkeypatch.setattr(console, "_said", 0.0)
+    monkeypatch.setattr(console, "_last_printed", 0.0)
     return own
 
 

@@ -184,8 +184,8 @@ def test_a_damaged_best_is_noticed_at_the_next_start(tmp_path, caplog):
     assert saved(tmp_path) == [1, 5]
     flip(tmp_path, 1)
     go(Measured({1: 0.5, 3: 0.3, 6: 0.2, 7: 0.1}, 8), tmp_path)
-    assert "1: this checkpoint is damaged" in caplog.text and "it is now 1.damaged" in caplog.text
-    assert "It was the best by eval/x; now none is" in caplog.text
+    assert "1: this checkpoint is damaged" in caplog.text and "it was renamed to 1.damaged" in caplog.text
+    assert "It was the best checkpoint by eval/x; there is no other" in caplog.text
     assert saved(tmp_path) == [6, 8] and (tmp_path / "checkpoints" / "1.damaged").is_dir()
 
 
@@ -194,7 +194,10 @@ def test_the_old_one_stays_until_the_new_one_reads_back(tmp_path, monkeypatch, c
     damage = checksums.damage
     monkeypatch.setattr(checksums, "damage", lambda step: "all wrong" if step.name == "3" else damage(step))
     go(Measured({1: 0.3, 3: 0.5, 4: 0.2}), tmp_path)
-    assert saved(tmp_path) == [1, 4] and "3: this checkpoint is damaged: all wrong; it is now 3.damaged" in caplog.text
+    assert (
+        saved(tmp_path) == [1, 4]
+        and "3: this checkpoint is damaged: all wrong; it was renamed to 3.damaged" in caplog.text
+    )
     with pytest.raises(NotSaved, match=r"3: this checkpoint is damaged"):
         go(Measured({1: 0.3, 3: 0.5}), tmp_path / "last")
 
@@ -303,7 +306,7 @@ def test_a_best_that_is_damaged_or_unknown_is_said(place, call):
     assert "of no step that is there eval/pass@9 is known" in call(
         "export", "whole", "x", "--best", "training.best_metric=eval/pass@9", status=2
     )
-    assert "no folder of a run" in call("generate", "elsewhere", "--best", "--prompt", "a", status=2)
+    assert "not a run folder" in call("generate", "elsewhere", "--best", "--prompt", "a", status=2)
     assert "--best out" in call("eval", "--compare", "whole", "plain", "--best", status=2)
 
 

@@ -179,7 +179,7 @@ def test_a_damaged_step_is_named(tmp_path):
 def test_what_is_absent_is_said(tmp_path):
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(1, {"x": jnp.ones(2)})
-        with pytest.raises(UserError, match="holds no place in the data stream"):
+        with pytest.raises(UserError, match="has no position in the data stream"):
             checkpoints.restore(1, {"x": jnp.ones(2)}, numbers())
         with pytest.raises(UserError, match=r"no checkpoint of step 9; there are: \[1\]"):
             checkpoints.restore(9, {"x": jnp.ones(2)})
@@ -290,7 +290,7 @@ def test_a_writer_sets_a_damaged_step_aside(tmp_path, caplog):
         flip(next((tmp_path / "2" / "state" / "d").iterdir()))
         with Checkpoints(tmp_path, 2) as checkpoints:
             assert checkpoints.newest() == 1
-            assert f"it is now {name}" in caplog.text and "step 1 is used instead" in caplog.text
+            assert f"it was renamed to {name}" in caplog.text and "step 1 is used instead" in caplog.text
             checkpoints.save(2, state)
             checkpoints.wait()
             assert checkpoints.newest() == 2

@@ -82,7 +82,7 @@ def test_a_full_disk_while_cutting_leaves_the_old_file_and_says_what_to_do(tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5, before[1]))
     try:
-        with pytest.raises(UserError, match=r"metrics\.jsonl cannot be cut .*Make room and start again"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl cannot be cut .*Free disk space and start again"):
             log.cut("step", 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -105,7 +105,7 @@ def test_rows_that_cannot_be_written_are_kept_until_they_can(tmp_path, caplog):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     log.write({"step": 4})
     assert rows(tmp_path) == [{"step": step} for step in (1, 2, 3, 4)]
-    assert caplog.text.count("rows are kept until it can") == 1 and "with the 2 rows that were kept" in caplog.text
+    assert caplog.text.count("rows are kept until it can") == 1 and "the 2 rows that were kept" in caplog.text
     caplog.clear()
     log.close()
     assert not caplog.text

@@ -349,7 +349,7 @@ def test_a_run_outlives_a_full_disk(tmp_path, caplog, disk):
     assert saved(tmp_path) == [1, 4, 5] and sums(tmp_path) == ALL
     for step, lost in enumerate([False, True, True, False, False], 1):
         assert (f"the checkpoint of step {step} could not be written" in caplog.text) == lost
-    assert caplog.text.count("rows are kept until it can") == 1 and "with the 2 rows that were kept" in caplog.text
+    assert caplog.text.count("rows are kept until it can") == 1 and "the 2 rows that were kept" in caplog.text
 
 
 @pytest.mark.parametrize("stop", [False, True])

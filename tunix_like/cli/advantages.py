@@ -1,7 +1,6 @@
-"""What `tunix-like advantages` says: every estimator's advantages for the same rewards, side by side.
+"""The command `advantages`: prints the advantages of every estimator for the same rewards.
 
-It reads the command's words and lays out a table. The numbers are those of the training step; the picture is
-`weights_figure.py`.
+The advantages are computed by the code of the training step. The figure is drawn by `weights_figure.py`.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from tunix_like.runtime import console
 
 _BUILT_IN = "tunix_like.algorithms.advantages"  # the module whose estimators are always shown
 _NUMBERS = ("k", "truncation_order", "ddof")
-_LONG_GROUP = 16  # beyond this, completions whose rows look the same share one
-_LOG_WIDTH = 140  # columns where there is no terminal to ask
+_LONG_GROUP = 16  # in larger groups, completions with identical rows share one row
+_LOG_WIDTH = 140  # columns if the output is not a terminal
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The command's words, read.
+    """The parsed arguments of the command.
 
     Attributes:
-      rewards: NaN is unscored.
-      lengths: completion lengths in tokens; None: not given.
-      numbers: those of `k`, `truncation_order`, `ddof` that were given.
-      own: an estimator of the user's own, with its parameters.
+      rewards: NaN means unscored.
+      lengths: completion lengths in tokens; None if not given.
+      numbers: the given values of `k`, `truncation_order` and `ddof`.
+      own: a user-defined estimator with its parameters, or None.
     """
 
     rewards: Float[np.ndarray, "P G"]
@@ -57,32 +56,32 @@ class Request:
 
     @property
     def k(self) -> int:
-        """`k`, or 2 where it was not given and the group allows it."""
+        """Returns `k`; if it was not given, 2, or 1 for a group that is too small."""
         return self.numbers.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
 
 
 def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
-    """Prints the table, and what could not be in it and why; draws the weights where `plot` names a file.
+    """Prints the table and notes on omitted estimators; draws the population weights if `plot` is a file.
 
     Args:
-      rewards: `1,0,0,0`, several groups of one size separated by `;`, `none` for what could not be scored.
-      options: `key=value` words: `k`, `truncation_order`, `ddof`, `lengths`, `estimator` and its own parameters.
+      rewards: `1,0,0,0`; groups of the same size are separated by `;`; `none` marks an unscored completion.
+      options: `key=value` arguments: `k`, `truncation_order`, `ddof`, `lengths`, `estimator` and its parameters.
 
     Raises:
-      UserError: a word that cannot be read, an own estimator that fails, a file that cannot be written.
+      UserError: an argument cannot be parsed, a user-defined estimator fails, or the file cannot be written.
     """
     request = read_request(rewards, options)
     count, size = request.rewards.shape
     if plot is not None and size == 1:
-        raise UserError("--plot: a group of one has no advantages, so no weights to draw; give two rewards or more.")
+        raise UserError("--plot: a group of one has no advantages, so there are no weights; give two rewards or more.")
     shown, notes = columns(request)
     results = advantages_of(shown, request.rewards, request.lengths)
     if plot is not None:
         notes += draw(request, plot)
     title = f"advantages of {'a group' if count == 1 else f'{count} groups'} of {size}"
-    named = {header(each): result for each, result in zip(shown, results, strict=True)}
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else _LOG_WIDTH
-    for part in side_by_side(*_cells(request, named), room):
+    named = {header(estimator): result for estimator, result in zip(shown, results, strict=True)}
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _LOG_WIDTH
+    for part in side_by_side(*_cells(request, named), width):
         console.table(title, part[0], part[1:])
         title = "continued"
     for note in notes:
@@ -90,7 +89,7 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
 
 
 def draw(request: Request, path: str) -> list[str]:
-    """Writes the figure of the population weights. Returns what there is to say about it."""
+    """Writes the figure of the population weights. Returns the notes to print."""
     size = request.rewards.shape[1]
     rates = pass_rates(size)
     order, ddof = request.numbers.get("truncation_order"), request.numbers.get("ddof")
@@ -99,7 +98,7 @@ def draw(request: Request, path: str) -> list[str]:
     try:
         own = [] if request.own is None else [(header(request.own), "other", request.own)]
         curves = curves_of([*lines, *own], size, rates)
-    except UserError as error:  # the built-in ones have weights; advantages of the user's own were computed before
+    except UserError as error:  # raised for the user-defined estimator only; the built-in ones have weights
         notes.append(f"not drawn: {error}")
         curves = curves_of(lines, size, rates)
     save(weights_figure(curves, size, rates), path)
@@ -107,14 +106,14 @@ def draw(request: Request, path: str) -> list[str]:
 
 
 def read_request(rewards: str, options: Sequence[str]) -> Request:
-    """The words as values, each checked."""
+    """Parses and checks the arguments."""
     groups = _groups("reward", rewards, _reward)
     words: dict[str, str] = {}
     for word in options:
         key, equals, value = word.partition("=")
         if not equals:
             raise UserError(
-                f"'{word}': expected key=value after the rewards, which are one word: 1,0,0,0 or '1,0;1,1'."
+                f"'{word}': expected key=value after the rewards, which are one argument: 1,0,0,0 or '1,0;1,1'."
             )
         if key in words:
             raise UserError(f"{key}: given twice.")
@@ -129,9 +128,9 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
     if "lengths" in words:
         lengths = _groups("length", words["lengths"], _length).astype(np.int32)
         if lengths.shape != groups.shape:
-            raise UserError(f"lengths: one per reward, {_extent(groups)}; got {_extent(lengths)}.")
+            raise UserError(f"lengths: expected one per reward, {_extent(groups)}; got {_extent(lengths)}.")
     numbers: dict[str, Any] = {key: _whole(key, words[key]) for key in _NUMBERS if key in words}
-    AlgorithmConfig(**numbers)  # refuses what a config may not say
+    AlgorithmConfig(**numbers)  # raises for values that are invalid in a config
     own = None
     if place is not None:
         params = {key: numbers[key] if key in numbers else _plain(words[key]) for key in declared if key in words}
@@ -141,7 +140,7 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
 
 
 def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
-    """The estimators that take these rewards, and a line for each thing that a reader should know."""
+    """Returns the estimators that support these rewards, and notes for the reader."""
     size = request.rewards.shape[1]
     scored = ~np.isnan(request.rewards)
     shown: list[GroupEstimator] = []
@@ -157,29 +156,32 @@ def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
                 notes.append(f"{estimator.name} is not shown: {str(error).removeprefix('algorithm.')}")
             continue
         shown.append(estimator)
-    for group, found in enumerate(scored.sum(axis=1) if size > 1 else ()):
-        short = [header(each) for each in shown if found < each.registered.least_scored(each.params)]
-        if short:
-            which = "every estimator" if len(short) == len(shown) else ", ".join(short)
-            notes.append(f"group {group + 1} has {found} scored, too few for {which}: dropped.")
+    for group, count in enumerate(scored.sum(axis=1) if size > 1 else ()):
+        dropping = [
+            header(estimator) for estimator in shown if count < estimator.registered.least_scored(estimator.params)
+        ]
+        if dropping:
+            which = "every estimator" if len(dropping) == len(shown) else ", ".join(dropping)
+            notes.append(f"group {group + 1} has {count} scored completions, too few for {which}: dropped.")
     if size == 1:
-        notes.append("a group of one has no advantage: there is nothing to compare its completion with.")
+        notes.append("a group of one has no advantage: there is no other completion to compare with.")
     elif "k" not in request.numbers:
         notes.append(f"k is not given: k={request.k} is shown.")
     if request.lengths is None and size > 1:
-        notes.append("lengths are not given: opo and reinforce_pp take all completions as equally long.")
+        notes.append("lengths are not given: opo and reinforce_pp assume that all completions are equally long.")
     return shown, notes
 
 
 def header(estimator: GroupEstimator) -> str:
-    """The name of a column: the estimator, a file without its folder, and the parameters that were set."""
+    """Returns the name of a column: the estimator (a file without its folder) and the parameters that were set."""
     return " ".join([Path(estimator.name).name, *(f"{key}={value}" for key, value in estimator.params.items())])
 
 
 def _candidates(request: Request) -> list[GroupEstimator]:
-    """Every built-in estimator with what was given of its parameters; `maxrl` without its order and, if set, with."""
+    """Returns every built-in estimator with its given parameters; `maxrl` without `truncation_order` and, if it is
+    given, also with it; and the user-defined estimator."""
     given = {**request.numbers, "k": request.k}
-    found: list[GroupEstimator] = []
+    candidates: list[GroupEstimator] = []
     seen = set()
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
         if estimator.function in seen or estimator.function.__module__ != _BUILT_IN:
@@ -187,15 +189,16 @@ def _candidates(request: Request) -> list[GroupEstimator]:
         seen.add(estimator.function)
         params = {key: given[key] for key in estimator.parameters() if key in given}
         if "truncation_order" in params:
-            found.append(GroupEstimator(name, {}))
-        found.append(GroupEstimator(name, params))
-    if request.own is not None and request.own not in found:
-        found.append(request.own)
-    return found
+            candidates.append(GroupEstimator(name, {}))
+        candidates.append(GroupEstimator(name, params))
+    if request.own is not None and request.own not in candidates:
+        candidates.append(request.own)
+    return candidates
 
 
 def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
-    """How many columns stand on the left of the estimators', and the lines of the table, the header first."""
+    """Returns the number of columns to the left of the estimators, and the rows of the table, starting with the
+    header."""
     rewards, lengths = request.rewards, request.lengths
     count, size = rewards.shape
     values = {"reward": rewards} | ({} if lengths is None else {"length": lengths.astype(np.float64)}) | dict(named)
@@ -203,25 +206,25 @@ def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> t
     left = left if count == 1 else ["group", *left]
     rows = [[*left, *values]]
     for group in range(count):
-        taken = {name: array[group] for name, array in values.items()}
+        of_group = {name: array[group] for name, array in values.items()}
         label = [] if count == 1 else [str(group + 1)]
-        shown = (_column(column, 1e-6 if name in named else 0.0) for name, column in taken.items())
-        lines = list(zip(*shown, strict=True))
+        texts = (_column(column, 1e-6 if name in named else 0.0) for name, column in of_group.items())
+        lines = list(zip(*texts, strict=True))
         if size <= _LONG_GROUP:
             rows += [[*label, str(sample + 1), *line] for sample, line in enumerate(lines)]
         else:
-            order = np.argsort(-taken["reward"], kind="stable")  # NaN last
+            order = np.argsort(-of_group["reward"], kind="stable")  # NaN last
             tally: dict[tuple[str, ...], int] = {}
             for sample in order:
                 tally[lines[sample]] = tally.get(lines[sample], 0) + 1
             rows += [[*label, str(number), *line] for line, number in tally.items()]
-        rows.append([*label, "sum", *(_total(column) for column in taken.values())])
-        rows.append([*label, "mean size", *(_number(_mean_size(column)) for column in taken.values())])
+        rows.append([*label, "sum", *(_total(column) for column in of_group.values())])
+        rows.append([*label, "mean size", *(_number(_mean_size(column)) for column in of_group.values())])
     return len(left) + (1 if lengths is None else 2), rows
 
 
 def _column(values: Float[np.ndarray, "G"], rounding: float) -> list[str]:
-    """Four digits each; what is within `rounding` of the largest is the rest of a zero."""
+    """Formats values with four digits; values below `rounding` times the largest are rounding errors and shown as 0."""
     small = rounding * np.nanmax(np.abs(values), initial=0.0)
     return ["none" if math.isnan(value) else _number(0.0 if abs(value) <= small else value) for value in values]
 
@@ -239,12 +242,12 @@ def _number(value: float) -> str:
     return f"{value + 0.0:.4g}"  # + 0.0: no "-0"
 
 
-def side_by_side(left: int, rows: list[list[str]], room: int) -> list[list[list[str]]]:
-    """The table in as many parts as a width of `room` characters needs; each repeats the `left` columns."""
+def side_by_side(left: int, rows: list[list[str]], width: int) -> list[list[list[str]]]:
+    """Splits the table into parts of at most `width` characters; each part repeats the first `left` columns."""
     widths = [max(len(row[at]) for row in rows) + 3 for at in range(len(rows[0]))]
     parts, part = [], list(range(left))
     for at in range(left, len(rows[0])):
-        if len(part) > left and sum(widths[i] for i in part) + widths[at] + 1 > room:
+        if len(part) > left and sum(widths[i] for i in part) + widths[at] + 1 > width:
             parts.append(part)
             part = list(range(left))
         part.append(at)
@@ -252,7 +255,7 @@ def side_by_side(left: int, rows: list[list[str]], room: int) -> list[list[list[
 
 
 def _groups(what: str, text: str, read: Callable[[str, str], float]) -> Float[np.ndarray, "P G"]:
-    """`1,0;1,1` as an array, each value read by `read`, all groups of one size."""
+    """Parses `1,0;1,1` to an array with the parser `read` for each value; all groups must have the same size."""
     groups: list[list[float]] = []
     for number, part in enumerate(text.split(";"), 1):
         if not part.strip():
@@ -261,8 +264,8 @@ def _groups(what: str, text: str, read: Callable[[str, str], float]) -> Float[np
         groups.append([read(word, f"{what} {place} of group {number}") for place, word in enumerate(words, 1)])
         if len(groups[-1]) != len(groups[0]):
             raise UserError(
-                f"group {number} of the {what}s has {len(groups[-1])}, group 1 has {len(groups[0])}; all groups of a "
-                "run have the same size."
+                f"group {number} of the {what}s has {len(groups[-1])}, group 1 has {len(groups[0])}; all groups must "
+                "have the same size."
             )
     return np.array(groups, np.float64)
 
@@ -274,16 +277,16 @@ def _reward(word: str, place: str) -> float:
         value = float(word)
     except ValueError:
         raise UserError(
-            f"{place}: {word!r} is no number; write numbers, or none for what could not be scored."
+            f"{place}: {word!r} is not a number; write numbers, or none for an unscored completion."
         ) from None
     if not abs(value) <= LARGEST_REWARD:
-        raise UserError(f"{place}: {word} is beyond {LARGEST_REWARD:g}.")
+        raise UserError(f"{place}: {word} is out of range; the largest magnitude is {LARGEST_REWARD:g}.")
     return value
 
 
 def _length(word: str, place: str) -> float:
     if not word.isdecimal() or int(word) >= 2**31:
-        raise UserError(f"{place}: {word!r} is no number of tokens; write whole numbers, e.g. lengths=3,1,2,5.")
+        raise UserError(f"{place}: {word!r} is not a number of tokens; write integers, e.g. lengths=3,1,2,5.")
     return float(word)
 
 
@@ -291,11 +294,11 @@ def _whole(key: str, word: str) -> int:
     try:
         return int(word)
     except ValueError:
-        raise UserError(f"{key}: expected a whole number, got {word!r}.") from None
+        raise UserError(f"{key}: expected an integer, got {word!r}.") from None
 
 
 def _plain(word: str) -> int | float | bool | str:
-    """The value of an own estimator's parameter: a number or a truth value where it reads as one, else text."""
+    """Parses a parameter of a user-defined estimator as an int, float or bool if possible, else as text."""
     for kind in (int, float):
         try:
             return kind(word)
@@ -310,6 +313,6 @@ def _extent(values: np.ndarray) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the table and, with `--plot`, draws the picture."""
+    """Prints the table and, with `--plot`, writes the figure."""
     setup_jax()
     show(arguments.rewards, arguments.overrides, arguments.plot)

@@ -1,6 +1,6 @@
-"""`tunix-like check-rewards`: what the reward functions of a config give to gold answers and to wrong ones.
+"""The command `check-rewards`: scores gold answers and wrong answers with the reward functions of a config.
 
-Knows rows, their `answer` column and reward functions. Does NOT know a model: nothing is sampled.
+No model is needed: the completions come from the data and are not sampled.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tunix_like.runtime.visible import visible
 from tunix_like.types import Problem
 
 ROWS = 256
-"""Training rows that are looked at: the first."""
+"""Number of training rows to check, from the first."""
 
 GOLD, OTHER = "gold answer", "another row's answer"
 NONSENSE = "I do not know."
 
 SAME = 0.1
-"""Share of rows where another row's answer may succeed: two rows may have the same right answer."""
+"""Share of rows in which another row's answer may succeed, since two rows may have the same answer."""
 
 PRINTED = 20
-"""Lines that functions print and that are shown: the first."""
+"""Maximum number of lines printed by reward functions that are shown."""
 
 
 class Tried(NamedTuple):
-    """What completions of one kind got."""
+    """Completions of one kind and their scores."""
 
     kind: str
     texts: list[str]
@@ -48,12 +48,13 @@ class Tried(NamedTuple):
 
 
 def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, float]]:
-    """Scores completions of several kinds for the first training rows: each row's own `answer` (where all have one),
-    the next row's other answer, no text at all, the prompt itself, and a sentence. The weights of the functions come
-    last.
+    """Scores completions of several kinds for the first training rows.
+
+    The kinds are: the `answer` of the row (if all rows have one), a different answer of another row, an empty text, the
+    prompt itself, and a nonsense sentence. Returns the problems, the scores and the weights of the functions.
 
     Raises:
-      UserError: what is wrong with the data or the functions, as `tunix-like train` would say.
+      UserError: the data or the functions are invalid, as in `tunix-like train`.
     """
     source = load_source(config.data)
     rewards = reward_functions(config, source)
@@ -64,7 +65,7 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, f
     if len(answers) == len(problems):
         others = [_other(answers, number) for number in range(len(answers))]
         kinds = {GOLD: answers} | ({OTHER: others} if len(set(answers)) > 1 else {}) | kinds
-    with _few_lines():  # what workers print last comes when they end
+    with _few_lines():  # includes the closing of the pools, since the last output of workers arrives when they exit
         try:
             tried = [
                 Tried(kind, texts, score_completions(rewards, problems, texts, 1)) for kind, texts in kinds.items()
@@ -75,7 +76,7 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, f
 
 
 class _Few(io.TextIOBase):
-    """Passes on what is written, with `visible`, up to `PRINTED` lines, and counts them all."""
+    """Writes up to `PRINTED` lines to standard error, escaped with `visible`, and counts all lines."""
 
     def __init__(self) -> None:
         self.to, self.lines = sys.stderr, 0
@@ -90,14 +91,15 @@ class _Few(io.TextIOBase):
 
 @contextlib.contextmanager
 def _few_lines() -> Iterator[None]:
-    """What functions print, here or in workers, goes to standard error: the first lines and how many more there are."""
+    """Redirects the output of reward functions and workers to standard error: the first lines and the number of further
+    lines."""
     few = _Few()
     try:
         with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
             yield
     finally:
         if few.lines > PRINTED:
-            print(f"({few.lines - PRINTED} more lines that the functions printed are not shown)", file=sys.stderr)
+            print(f"({few.lines - PRINTED} more lines printed by the functions are not shown)", file=sys.stderr)
 
 
 def _problem(number: int, source: DataSource) -> Problem:
@@ -108,13 +110,13 @@ def _problem(number: int, source: DataSource) -> Problem:
 
 
 def _other(answers: Sequence[str], number: int) -> str:
-    """The next answer that differs, the first following the last; the same where all are equal."""
+    """Returns the next answer that differs, cyclically; the same answer if all are equal."""
     following = (*answers[number + 1 :], *answers[:number])
     return next((answer for answer in following if answer != answers[number]), answers[number])
 
 
 def print_report(config: Config) -> int:
-    """Prints the table and what is suspicious in it; returns 1 where something is, else 0."""
+    """Prints the table and the suspicious results; returns 1 if a function is likely wrong, else 0."""
     problems, tried, weights = try_rewards(config)
     threshold = config.rewards.success_threshold
     names = list(weights)
@@ -122,15 +124,15 @@ def print_report(config: Config) -> int:
     console.table(
         f"{len(problems)} training rows; a completion succeeds when its reward reaches {threshold:g}",
         columns,
-        [_row(each, threshold, names if len(names) > 1 else []) for each in tried],
+        [_row(kind, threshold, names if len(names) > 1 else []) for kind in tried],
     )
-    wrong = [line for each in tried for line in _suspicions(each, problems, threshold)] + _failures(tried)
+    wrong = [line for kind in tried for line in _suspicions(kind, problems, threshold)] + _failures(tried)
     if tried[0].kind != GOLD:
         console.say(
-            "no column `answer` with a text in every row: no gold answer was tried. data.answer_template makes one out "
-            "of the row's columns."
+            "no column `answer` with a text in every row: gold answers were not checked. data.answer_template builds "
+            "the column from other columns."
         )
-    if not any(_passed(each.scores, threshold).any() for each in tried):
+    if not any(_passed(kind.scores, threshold).any() for kind in tried):
         wrong.append(f"nothing succeeds: no completion above reaches rewards.success_threshold={threshold:g}")
     cheap = _cheap(tried, weights)
     for line in wrong + cheap:
@@ -141,26 +143,28 @@ def print_report(config: Config) -> int:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """The first failure of each kind of completion; one that is the same but for prompt and completion once."""
-    found: dict[str, str] = {}
-    for each in tried:
-        if each.scores.first_failure is not None:
-            found.setdefault(each.scores.first_failure.rpartition("\nPrompt: ")[0], each.scores.first_failure)
-    return list(found.values())
+    """Returns the first failure of each kind of completion; failures that differ only in the prompt and completion are
+    listed once."""
+    failures: dict[str, str] = {}
+    for kind in tried:
+        if kind.scores.first_failure is not None:
+            failures.setdefault(kind.scores.first_failure.rpartition("\nPrompt: ")[0], kind.scores.first_failure)
+    return list(failures.values())
 
 
 def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
-    """Of several functions those that give nonsense all that they give to anything. It may be meant: no error."""
+    """Lists the functions, if there are several, that give nonsense their maximum reward. This may be intended and does
+    not change the exit status."""
     lines = []
-    nonsense = next(each for each in tried if NONSENSE in each.kind)
+    nonsense = next(kind for kind in tried if NONSENSE in kind.kind)
     for name, weight in weights.items() if len(weights) > 1 else ():
-        given = weight * np.concatenate([each.scores.by_function[name] for each in tried])
-        most = np.nanmax(given, initial=0)
+        rewards = weight * np.concatenate([kind.scores.by_function[name] for kind in tried])
+        most = np.nanmax(rewards, initial=0)
         rows = weight * nonsense.scores.by_function[name] >= most if most > 0 else np.zeros(1, bool)
         if rows.any():
             lines.append(
                 f"{nonsense.kind}: gets the full reward of {name} in {int(rows.sum())} of {len(rows)} rows; a model "
-                "can learn that instead of the task"
+                "can learn to exploit this instead of the task"
             )
     return lines
 
@@ -181,10 +185,10 @@ def _passed(scores: Scores, threshold: float) -> np.ndarray:
 
 
 def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> list[str]:
-    """What a user should look at, each with its first case."""
+    """Describes suspicious scores of one kind of completion, each with its first case."""
     scores, gold = each.scores, each.kind == GOLD
-    found = [
-        (scores.timeouts | scores.errors, "the function failed or was late"),
+    checks = [
+        (scores.timeouts | scores.errors, "the function failed or timed out"),
         (~scores.scored & ~scores.timeouts & ~scores.errors if gold else np.zeros(len(problems), bool), "not scored"),
         (
             scores.scored & ~_passed(scores, threshold) if gold else _passed(scores, threshold),
@@ -192,7 +196,7 @@ def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> l
         ),
     ]
     lines = []
-    for rows, what in found:
+    for rows, what in checks:
         if rows.mean() > (SAME if each.kind == OTHER and what == "succeeds" else 0):
             first = int(np.flatnonzero(rows)[0])
             total = scores.total[first]

@@ -1,4 +1,4 @@
-"""The commands and their options. The function of a command is named `file:function` and loaded when it is run."""
+"""Declares the commands and their options. The function of a command, `file:function`, is imported when it runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/config/base_config.yaml for all of them"
 
 KINDS = ("own", "gsm8k", "maze")
-"""What `init --like` takes; each is a YAML and a reward file in `starts/`."""
+"""Values of `init --like`; each has a YAML and a reward file in `starts/`."""
 
 ON_CPU = ("export", "check-rewards", "advantages")
-"""Commands that compute little: they leave accelerators to other processes."""
+"""Commands that run on the CPU by default, since they compute little."""
 
 AddCommand = Callable[[str, str, str, str], argparse.ArgumentParser]
 """`f(name, function, summary, example)` adds a command."""
@@ -34,20 +34,20 @@ def add_commands(commands: Any) -> None:
         return sub
 
     _add_training(command)
-    _add_trained(command)
-    _add_looking(command)
-    _add_checking(command)
+    _add_inference(command)
+    _add_analysis(command)
+    _add_checks(command)
 
 
 def _add_training(command: AddCommand) -> None:
-    """The commands that begin and make a run."""
+    """Adds the commands that create and train a run."""
     init = command(
         "init", "init:init", "write a commented YAML and a reward file to start from", "init mine --like gsm8k"
     )
-    init.add_argument("name", help="what the files and the run are called")
-    init.add_argument("--like", choices=KINDS, default="own", help="own: a JSONL file of yours (the default)")
+    init.add_argument("name", help="name of the files and of the run")
+    init.add_argument("--like", choices=KINDS, default="own", help="own: a JSONL file of your own (the default)")
     train = command("train", "train:train", "train from a YAML; the same command resumes", "train examples/maze.yaml")
-    train.add_argument("--dry-run", action="store_true", help="check everything but the weights, show what would run")
+    train.add_argument("--dry-run", action="store_true", help="check everything but the weights, and print the plan")
     sft = command("sft", "train:sft", "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
@@ -55,8 +55,8 @@ def _add_training(command: AddCommand) -> None:
         add_processes(sub)
 
 
-def _add_trained(command: AddCommand) -> None:
-    """The commands that use what was trained."""
+def _add_inference(command: AddCommand) -> None:
+    """Adds the commands that use a trained model."""
     source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder or hub id"
     evaluate = command(
         "eval",
@@ -65,18 +65,18 @@ def _add_trained(command: AddCommand) -> None:
         "eval runs/maze-maxrl-s0 eval.samples=64",
     )
     evaluate.add_argument(
-        "--out", metavar="FILE.jsonl", help="write every problem with its completions; the summary goes beside it"
+        "--out", metavar="FILE.jsonl", help="write every problem with its completions, and a summary file next to it"
     )
     evaluate.add_argument(
         "--preset",
         choices=("greedy", "sampled"),
-        help="greedy: the most likely completion alone; sampled: 16 at temperature 1; unset: the run's `eval` section",
+        help="greedy: one greedy completion; sampled: 16 at temperature 1; unset: the `eval` section of the run",
     )
     evaluate.add_argument(
         "--compare",
         nargs=2,
         metavar=("A", "B"),
-        help="instead of one source two, or two files of --out: what B does better, problem by problem",
+        help="compare two sources, or two files of --out, problem by problem, instead of evaluating one source",
     )
     evaluate.add_argument("source", nargs="?", help=source)
     generate = command(
@@ -85,49 +85,51 @@ def _add_trained(command: AddCommand) -> None:
     generate.add_argument(
         "--prompt",
         required=True,
-        help="text; a chat message where the run has a system prompt or data.apply_chat_template; no prompt_template",
+        help="text; a chat message if the run has a system prompt or data.apply_chat_template; prompt_template is not "
+        "applied",
     )
     generate.add_argument(
         "--greedy",
         action="store_true",
-        help="the most likely token at every place, as eval --preset greedy, instead of one drawn at the run's "
-        "rollout.temperature; the same as rollout.temperature=0",
+        help="greedy decoding, as eval --preset greedy, instead of sampling at the rollout.temperature of the run; the "
+        "same as rollout.temperature=0",
     )
     generate.add_argument("source", help=source)
     export = command("export", "export:export", "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
     export.add_argument("source", help=source)
     export.add_argument("out", help="folder to write")
-    export.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, in PEFT's format")
-    export.add_argument("--overwrite", action="store_true", help="replace OUT, all of it, if it is an earlier export")
+    export.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in the PEFT format")
+    export.add_argument("--overwrite", action="store_true", help="replace the whole folder OUT if it is an export")
     for sub in (evaluate, generate, export):
         sub.add_argument(
-            "--best", action="store_true", help="of a run the best checkpoint by training.best_metric, not the newest"
+            "--best", action="store_true", help="use the best checkpoint by training.best_metric instead of the newest"
         )
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
     add_processes(evaluate)
 
 
-def _add_looking(command: AddCommand) -> None:
-    """The commands that show what a run did, or an estimator would do."""
+def _add_analysis(command: AddCommand) -> None:
+    """Adds the commands that analyse runs and estimators."""
     report = command(
         "report",
         "report:report",
-        "one HTML file of one or several runs: curves, pass rates, time, rollouts",
+        "write an HTML report of one or several runs: curves, pass rates, time, rollouts",
         "report runs/maze-maxrl-s0 runs/maze-grpo-s0 --out both.html",
     )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are laid over each other")
-    report.add_argument("--out", metavar="FILE", help="where to write it (default: report.html in the first RUN)")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several runs share the plots")
+    report.add_argument("--out", metavar="FILE", help="output file (default: report.html in the first RUN)")
     report.add_argument(
         "--gradients",
         type=int,
         metavar="N",
-        help="measure the gradient norms of the prompts of N batches, by pass rate, under each newest checkpoint",
+        help="measure the gradient norms of the prompts of N batches, by pass rate, with the newest checkpoint of each "
+        "run",
     )
-    report.add_argument("--png", metavar="FOLDER", help="write the figures too, as PNG files for papers")
+    report.add_argument("--png", metavar="FOLDER", help="also write the figures as PNG files")
     replay = command(
         "replay",
         "replay:replay",
-        "look again at an update that was skipped because it was no number",
+        "recompute an update that was skipped because it was non-finite",
         "replay runs/maze-maxrl-s0/skipped/step_000012_update_0.npz",
     )
     replay.add_argument("file", help="RUN/skipped/step_N_update_M.npz")
@@ -135,44 +137,47 @@ def _add_looking(command: AddCommand) -> None:
     advantages = command(
         "advantages",
         "advantages:run",
-        "what every estimator makes of a group's rewards",
+        "print the advantages of every estimator for given rewards",
         "advantages 1,0,0,0 k=2 --plot w.png",
     )
-    advantages.add_argument("rewards", help="1,0,0,0; more groups of the same size after ';'; none: not scored")
+    advantages.add_argument("rewards", help="1,0,0,0; separate groups of the same size by ';'; none: not scored")
     advantages.add_argument(
         "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
     )
     advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
 
 
-def _add_checking(command: AddCommand) -> None:
-    """The commands that look at a config or a machine before anything is trained."""
+def _add_checks(command: AddCommand) -> None:
+    """Adds the commands that check a config or a machine before training."""
     rewards = command(
         "check-rewards",
         "check_rewards:run",
-        "what the reward functions give to gold answers and to wrong ones; no model is needed",
+        "score gold answers and wrong answers with the reward functions; no model is needed",
         "check-rewards examples/maze.yaml",
     )
     rewards.add_argument("config", help="a YAML file")
     doctor = command(
         "doctor",
         "doctor:run",
-        "versions, devices, memory, extras, and what to do about them; with --config, what a run's programs hold on "
-        "devices that are not here",
+        "check versions, devices, memory and extras; with --config, estimate the memory of a run on devices that this "
+        "machine does not have",
         "doctor --config examples/gsm8k/qwen3_1.7b.yaml --devices v5e-8",
     )
-    doctor.add_argument("--config", help="a YAML file whose programs are compiled from shapes alone")
+    doctor.add_argument("--config", help="a YAML file whose programs are compiled from shapes, without weights")
     doctor.add_argument("--devices", help="KIND-N, NxKIND or N: v5e-8, 8xh100, 8")
     for sub in (rewards, doctor):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of several processes."""
+    """Adds the options for a run of several processes."""
     several = parser.add_argument_group(
-        "several processes", "start the same command in each; under SLURM and on a GKE TPU slice nothing is needed"
+        "several processes",
+        "start the same command in every process; under SLURM and on a GKE TPU slice no option is needed",
     )
-    several.add_argument("--distributed", action="store_true", help="ask the cluster (Cloud TPU, Open MPI) for them")
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all")
-    several.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
-    several.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
+    several.add_argument(
+        "--distributed", action="store_true", help="detect the processes from the cluster (Cloud TPU, Open MPI)"
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same for all processes")
+    several.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    several.add_argument("--process-id", type=int, metavar="I", help="index of this process, from 0")

@@ -1,4 +1,4 @@
-"""What several commands share."""
+"""Helpers shared by several commands."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from tunix_like.errors import UserError
 
 
 def setup_jax() -> None:
-    """Keeps compiled programs between runs; JAX_COMPILATION_CACHE_DIR chooses where."""
+    """Enables the persistent compilation cache of jax; JAX_COMPILATION_CACHE_DIR sets its folder."""
     import jax
 
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "tunix_like" / "xla"))
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the many small ones add up to seconds
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs add up to seconds
 
 
 def chosen_source(source: str, best: bool) -> str:
-    """Returns what `open_trained` takes. Raises UserError where the best checkpoint of something other than a run folder
-    is asked for."""
+    """Returns the source for `open_trained`: `source`, or the path of its best checkpoint if `best` is True.
+
+    Raises:
+      UserError: `best` is True and `source` is not a run folder with checkpoints.
+    """
     from tunix_like.runs.trained import BEST
 
     if not best:
         return source
     if not (Path(source) / "checkpoints").is_dir():
-        raise UserError(f"--best: {source} is no folder of a run with checkpoints.")
+        raise UserError(f"--best: {source} is not a run folder with checkpoints; name a run, or leave --best out.")
     return str(Path(source) / "checkpoints" / BEST)

@@ -1,7 +1,4 @@
-"""What this machine has, what it lacks, and what to do about it.
-
-Knows package names, devices, memory and the Hugging Face cache. Does NOT know any model or run.
-"""
+"""The command `doctor`: checks packages, devices, memory and the Hugging Face cache, and gives advice."""
 
 from __future__ import annotations
 
@@ -40,10 +37,10 @@ CORE = {
     "matplotlib": "matplotlib",
     "tensorboard": "tensorboard",
 }
-"""Every required package with the module it is imported as."""
+"""Import name of every required package."""
 
 TESTED_JAX = ("0.10.2", "0.11.2", "0.12.0.1")
-"""The versions of jax that tests were run with (docs/contributing.md says how many), in their order."""
+"""Tested versions of jax, ascending (see docs/contributing.md)."""
 
 HUB = ("huggingface_hub", "datasets")
 
@@ -53,10 +50,10 @@ class Check:
     """One line of the report.
 
     Attributes:
-      name: what was looked at.
-      found: what was seen there.
-      advice: what to do; empty where nothing needs doing.
-      works: False where training cannot run without it.
+      name: what was checked.
+      found: the result.
+      advice: what to do; empty if nothing is needed.
+      works: False if training cannot run without it.
     """
 
     name: str
@@ -66,7 +63,7 @@ class Check:
 
 
 def report() -> list[Check]:
-    """Looks at everything; never raises for what is missing."""
+    """Runs all checks; missing packages and devices do not raise."""
     checks = [Check("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     checks += [_core(name, module) for name, module in CORE.items()]
     if all(check.works for check in checks):
@@ -75,7 +72,7 @@ def report() -> list[Check]:
 
 
 def print_report() -> int:
-    """Prints the report as a table. Returns the exit status: 0 when the core works, else 1."""
+    """Prints the report as a table. Returns the exit status: 0 if the required packages work, else 1."""
     checks = report()
     console.table("tunix-like doctor", ("what", "found", "what to do"), [(c.name, c.found, c.advice) for c in checks])
     return 0 if all(check.works for check in checks) else 1
@@ -86,13 +83,13 @@ def _core(name: str, module: str) -> Check:
         importlib.import_module(module)
         version = importlib.metadata.version(name)
         return _jax(version) if name == "jax" else Check(name, version)
-    except Exception as error:  # a broken package can raise anything while it is imported
+    except Exception as error:  # the import of a broken package can raise anything
         advice = f"pip install --upgrade '{name}'"
         return Check(name, f"cannot be imported ({type(error).__name__}: {error})", advice, works=False)
 
 
 def _jax(version: str) -> Check:
-    """The version of jax beside those that were tested; advice where it is older, or of a later minor version."""
+    """Checks the version of jax; gives advice if it is older than the tested versions or of a later minor version."""
     first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
     found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
     tested = first <= found and found[:2] <= last
@@ -101,7 +98,7 @@ def _jax(version: str) -> Check:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (0, 12, 0) of 0.12.0.dev1."""
+    """Returns the leading numbers of a version: (0, 12, 0) for 0.12.0.dev1."""
     parts = itertools.takewhile(str.isdigit, version.split("."))
     return tuple(map(int, parts))
 
@@ -110,18 +107,18 @@ def _extra(name: str) -> Check:
     try:
         return Check(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "not installed", "only to load models or data by hub id: pip install 'tunix-like[hub]'")
+        return Check(name, "not installed", "needed only for models or data by hub id: pip install 'tunix-like[hub]'")
 
 
 def _devices() -> list[Check]:
-    """The devices jax sees, a tiny program on the first, and an accelerator that jax does not see."""
-    import jax  # only here: the report must also run where jax does not
+    """Lists the devices of jax, runs a small program on the first, and looks for accelerators that jax does not see."""
+    import jax  # not at the top, because the report must work without jax
 
     try:
         devices = jax.devices()
         total = int(jax.jit(lambda x: (x * 2).sum())(jax.numpy.arange(4)))
     except RuntimeError as error:
-        advice = "set JAX_PLATFORMS=cpu to go on without the accelerator, or reinstall the matching extra"
+        advice = "set JAX_PLATFORMS=cpu to run without the accelerator, or reinstall the matching extra"
         return [Check("devices", f"jax cannot start ({error})", advice, works=False)]
     works = total == 12
     checks = []
@@ -136,7 +133,7 @@ def _devices() -> list[Check]:
 
 def _memory(platform: str, stats: Mapping[str, int] | None) -> str:
     if not stats or "bytes_limit" not in stats:
-        return "the host's memory" if platform == "cpu" else "memory unknown (the device does not say)"
+        return "host memory" if platform == "cpu" else "memory unknown (not reported by the device)"
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     return f"{free / 2**30:.1f} of {stats['bytes_limit'] / 2**30:.1f} GiB free"
 
@@ -160,21 +157,21 @@ def _cache(environment: Mapping[str, str]) -> Check:
     models = len(list(folder.glob("models--*"))) if folder.is_dir() else 0
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     advice = (
-        "" if offline or models else "no network? set HF_HUB_OFFLINE=1: a hub id then fails at once, without retries"
+        "" if offline or models else "without network access, set HF_HUB_OFFLINE=1: hub ids then fail without retries"
     )
     return Check("Hugging Face cache", f"{folder}: {models} models, {'offline' if offline else 'online'}", advice)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reports on this machine or, with `--config`, on a run's programs on devices that are not here."""
+    """Reports on this machine or, with `--config`, on the programs of a run on devices that this machine lacks."""
     if arguments.config is None and arguments.devices is None and not arguments.overrides:
         return print_report()
     if arguments.config is None or arguments.devices is None:
         raise UserError(
-            "doctor: name both or neither: --config FILE --devices v5e-8 (or 8xh100, or 8) [a.b=value ...]."
+            "doctor: give both options or neither: --config FILE --devices v5e-8 (or 8xh100, or 8) [a.b=value ...]."
         )
     config = load(arguments.config, arguments.overrides)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # whatever the machine has, these devices are not there
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the devices are simulated on the CPU backend
     from tunix_like.cli import programs
 
     return programs.print_report(config, arguments.devices)

@@ -1,6 +1,6 @@
-"""The command `eval`: a run or a model on its held-out problems, on the screen and in a file of one line a problem.
+"""The command `eval`: evaluates a run or a model on held-out problems, or compares two.
 
-It knows options, overrides and tables. What is measured is `evaluate`'s, how two are compared `eval_compare`'s.
+It prints tables and, with `--out`, writes a JSONL file with one line per problem.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PRESETS = {
     "greedy": ("eval.temperature=0", "eval.top_p=1", "eval.samples=1", "eval.k=null"),
     "sampled": ("eval.temperature=1", "eval.top_p=1", "eval.samples=16", "eval.k=null"),
 }
-"""Ways to sample whatever the run's own config says, as overrides; those of the command line are stronger."""
+"""Presets of sampling parameters, as overrides of the run's config; overrides of the command line take precedence."""
 
 
 class Measured(NamedTuple):
-    """What was evaluated, on which split of its data, and what came of it."""
+    """An evaluated model, the data split and the result."""
 
     trained: Trained
     split: str
@@ -45,40 +45,40 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
     """Evaluates a run, a checkpoint or a model, prints the table and, with `out`, writes problems and summary.
 
     Raises:
-      UserError: anything wrong with source, overrides or `out`, before a completion is sampled.
+      UserError: the source, the overrides or `out` are invalid; raised before a completion is sampled.
     """
     files = None if out is None else out_files(Path(out))
-    found = measured(source, overrides)
-    size, samples = len(found.evaluator.problems), found.evaluator.config.samples
-    number = console.problems(size, found.evaluator.skipped_prompts)
-    title = f"{found.trained.origin}: {number}, {console.samples_each(samples)}, with 95% intervals"
+    evaluated = measured(source, overrides)
+    size, samples = len(evaluated.evaluator.problems), evaluated.evaluator.config.samples
+    number = console.problems(size, evaluated.evaluator.skipped_prompts)
+    title = f"{evaluated.trained.origin}: {number}, {console.samples_each(samples)}, with 95% intervals"
     if files is not None:  # written before anything is printed, since a closed output ends the command
-        by_first(lambda: _write(files, problem_rows(found), summary_of(found)))
-    console.table(title, ["", "value"], list(console.evaluation_cells(found.result.metrics).items()))
+        by_first(lambda: _write(files, problem_rows(evaluated), summary_of(evaluated)))
+    console.table(title, ["", "value"], list(console.evaluation_cells(evaluated.result.metrics).items()))
     if files is not None:
         console.say(f"wrote every problem to {files[0]}, the summary to {files[1]}")
 
 
 def compare(a: str, b: str, overrides: Sequence[str]) -> None:
-    """Prints what B does better and worse than A on the same problems; each is a run, a model, or a file of `--out`.
+    """Prints the paired differences between A and B on the same problems; each is a run, a model or a file of `--out`.
 
-    Overrides hold for both that are evaluated here.
+    Overrides apply to both sources, except for files.
 
     Raises:
-      UserError: as `evaluate`; a file that is none; overrides for files alone; problems that differ.
+      UserError: as `evaluate`; also if a file is invalid, overrides are given for two files, or the problems differ.
     """
     files = {name: Path(name) for name in (a, b) if Path(name).is_file() or name.endswith(".jsonl")}
     if overrides and a in files and b in files:
-        raise UserError(f"--compare: {overrides[0]} changes nothing in files that are there already; leave it out.")
+        raise UserError(f"--compare: {overrides[0]} has no effect on files of finished evaluations; leave it out.")
     rows = {name: eval_compare.read_problems(file) for name, file in files.items()}
     settings = {name: eval_compare.read_settings(_summary_file(file)) for name, file in files.items()}
     for name in (a, b):
         if name not in rows:
-            found_here = measured(name, overrides)
-            rows[name], settings[name] = problem_rows(found_here), summary_of(found_here)
+            evaluated = measured(name, overrides)
+            rows[name], settings[name] = problem_rows(evaluated), summary_of(evaluated)
     eval_compare.check_same(rows[a], rows[b], (a, b))
-    found = eval_compare.differences(rows[a], rows[b], eval_compare.threshold_of(settings.values()))
-    if not found:
+    differences = eval_compare.differences(rows[a], rows[b], eval_compare.threshold_of(settings.values()))
+    if not differences:
         raise UserError(f"--compare: {a} and {b} have no metric in common; evaluate both with the same eval.k.")
     console.say(f"A: {a}\nB: {b}")
     for line in (
@@ -88,11 +88,11 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
         if line:
             console.say(line)
     title = f"{len(rows[a])} problems, paired, with 95% intervals"
-    console.table(title, ["", "A", "B", "B - A", "B better / worse"], eval_compare.cells(found))
+    console.table(title, ["", "A", "B", "B - A", "B better / worse"], eval_compare.cells(differences))
 
 
 def measured(source: str, overrides: Sequence[str]) -> Measured:
-    """Opens what `source` names and evaluates it; `data.split=NAME` says on which rows, the held-out ones if unset."""
+    """Opens and evaluates a source; the override `data.split=NAME` selects the rows, the held-out rows if unset."""
     splits = [word.removeprefix(SPLIT) for word in overrides if word.startswith(SPLIT)]
     others = [word for word in overrides if not word.startswith(SPLIT)]
     trained = _with_fitting_k(open_trained(source, others, need_data=True), others)
@@ -110,7 +110,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
 
 
 def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
-    """Where `eval.samples` is given and `eval.k` is not, the run's own k beyond the samples are left out."""
+    """Removes the values of the run's `eval.k` above `eval.samples` if only `eval.samples` is overridden."""
     names = {word.partition("=")[0] for word in overrides}
     settings = trained.config.eval
     beyond = [k for k in settings.k or () if k > settings.samples]
@@ -118,13 +118,13 @@ def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
         return trained
     kept = [k for k in settings.k or () if k <= settings.samples] or None
     left_out = ", ".join(map(str, beyond))
-    console.say(f"eval.k of the run: {left_out} left out, beyond eval.samples={settings.samples}")
+    console.say(f"eval.k of the run: {left_out} left out, above eval.samples={settings.samples}")
     settings = dataclasses.replace(settings, k=kept)
     return trained._replace(config=dataclasses.replace(trained.config, eval=settings))
 
 
 def problem_rows(found: Measured) -> list[dict[str, Any]]:
-    """What is known of each problem, as plain values: null is a reward, a success or a value that is not known."""
+    """Converts the result of each problem to plain values; unknown rewards, successes and values are null."""
     rows, result = [], found.result
     for i, problem in enumerate(found.evaluator.problems):
         rewards, answers = result.rewards[i].tolist(), result.answers[i]
@@ -141,7 +141,7 @@ def problem_rows(found: Measured) -> list[dict[str, Any]]:
 
 
 def summary_of(found: Measured) -> dict[str, Any]:
-    """What was evaluated and how, and every metric; `eval/<name>/low` and `/high` are the ends of its interval."""
+    """Returns the settings and all metrics; `eval/<name>/low` and `/high` are the ends of an interval."""
     settings, config = found.evaluator.config, found.trained.config
     metrics: dict[str, Any] = {}
     for key, value in found.result.metrics.items():
@@ -164,20 +164,20 @@ def summary_of(found: Measured) -> dict[str, Any]:
 
 
 def out_files(file: Path) -> tuple[Path, Path]:
-    """The file of the problems and, beside it, that of the summary.
+    """Returns the paths of the problem file and of the summary file next to it.
 
     Raises:
-      UserError: a name that does not end in .jsonl, a file that is there already, or a folder that cannot be written.
+      UserError: the name does not end in .jsonl, a file exists already, or the folder cannot be written.
     """
     if file.suffix != ".jsonl":
-        raise UserError(f"--out {file}: one line of JSON a problem; give a name that ends in .jsonl.")
+        raise UserError(f"--out {file}: this file has one JSON object per problem; give a name that ends in .jsonl.")
     files = file, _summary_file(file)
-    for each in files:
-        if each.exists():
-            raise UserError(f"--out {file}: {each} is there already; give another name, or delete it.")
+    for path in files:
+        if path.exists():
+            raise UserError(f"--out {file}: {path} exists already; give another name, or delete it.")
     parent = next(folder for folder in file.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"--out {file}: {parent} is no folder that can be written to; give another place.")
+        raise UserError(f"--out {file}: {parent} is not a writable folder; give another path.")
     return files
 
 
@@ -186,7 +186,7 @@ def _summary_file(file: Path) -> Path:
 
 
 def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Writes both files, whole, or none; columns of kinds that JSON does not know are written as their text.
+    """Writes both files completely or not at all; columns of types that JSON does not support are written as text.
 
     Raises:
       UserError: a file cannot be written.
@@ -216,20 +216,20 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluates a run or a model, or compares two."""
     setup_jax()
     source, overrides = arguments.source, arguments.overrides
-    if arguments.compare is not None and source is not None and "=" in source:  # the first override, taken for it
+    if arguments.compare is not None and source is not None and "=" in source:  # argparse took the first override
         source, overrides = None, [source, *overrides]
     overrides = [*PRESETS.get(arguments.preset, ()), *overrides]
     if arguments.compare is None:
         if source is None:
-            raise UserError("eval: name a run or a model, or two of them: --compare A B.")
+            raise UserError("eval: give a run or a model, or two of them: --compare A B.")
         return evaluate(chosen_source(source, arguments.best), overrides, arguments.out)
     if arguments.best:
         raise UserError("eval --compare A B: leave --best out, and write RUN/checkpoints/best for a run.")
     if source is not None or arguments.out is not None:
         extra = f"--out {arguments.out}" if source is None else source
         raise UserError(
-            f"eval --compare A B: leave {extra} out; to keep what is measured, evaluate each with --out and compare "
-            "the files."
+            f"eval --compare A B: leave {extra} out; to save the results, evaluate each with --out and compare the "
+            "files."
         )
     a, b = arguments.compare
     return compare(a, b, overrides)

@@ -13,22 +13,25 @@ from tunix_like.storage.output_folder import check_folder
 
 
 def export(arguments: argparse.Namespace) -> None:
-
+    """Writes the merged model, or with `--adapter` the adapters, to a new folder."""
     check_folder(arguments.out, arguments.overwrite, arguments.source)  # before weights are read, which takes minutes
-    overrides = [*arguments.overrides, "model.attention=auto"]  # the run's own may need the run's devices
+    overrides = [*arguments.overrides, "model.attention=auto"]  # the attention of the run may need other devices
     trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, whole=True)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite)
-        console.say(f"wrote the adapters of {trained.origin} to {arguments.out}: peft loads them")
+        console.say(f"wrote the adapters of {trained.origin} to {arguments.out}; load them with peft")
         if trained.config.model.init == "random":
-            console.say("their base was drawn at random and is written nowhere: beside any other they mean nothing")
+            console.say(
+                "the base model was initialised at random and is not exported: the adapters are useless with any other "
+                "base"
+            )
         if trained.model.quantized is not None:
             console.say(
-                f"they were trained beside a base in {trained.model.quantized}: beside the original weights they "
-                "are off by the error of the quantisation; the merged export is not"
+                f"the adapters were trained on a base in {trained.model.quantized}: with the original weights, outputs "
+                "differ by the quantisation error; the merged export has no such error"
             )
         return
     ends = trained.config.rollout.eos_tokens
     tokenizer = trained.tokenizer if ends is None else trained.tokenizer.with_eos_ids(ends)
     export_model(trained.model, tokenizer, arguments.out, overwrite=arguments.overwrite)
-    console.say(f"wrote {trained.origin} to {arguments.out}: transformers and tunix-like load it")
+    console.say(f"wrote {trained.origin} to {arguments.out}; load it with transformers or tunix-like")

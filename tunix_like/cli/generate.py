@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 
 def _greedy(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a greedy completion.
+    """Returns the overrides for greedy decoding.
 
     Raises:
-      UserError: an override that asks for another way to sample.
+      UserError: an override sets other sampling parameters.
     """
     names = [f"rollout.{name}" for name in ("temperature", "top_p", "top_k")]
     given = [word for word in overrides if word.partition("=")[0].strip() in names]
     greedy = ["rollout.temperature=0"]
     if given and load(None, given).rollout != load(None, greedy).rollout:
-        raise UserError(f"generate: --greedy is rollout.temperature=0; leave {' and '.join(given)} out, or --greedy.")
+        raise UserError(f"generate: --greedy sets rollout.temperature=0; remove {' and '.join(given)} or --greedy.")
     return [*overrides, *greedy]
 
 
 def generate(arguments: argparse.Namespace) -> None:
+    """Completes one prompt and prints the completion."""
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
     setup_jax()
     from tunix_like.models.loading import check_fit
@@ -54,19 +55,24 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:
-    """How a completion is sampled, since an evaluation or another program may do it otherwise."""
+    """Describes the sampling parameters, since an evaluation or another program may use others."""
     if sampling.temperature == 0:
-        return "greedy: the most likely token at every place"
+        return "greedy: the most likely token at every position"
     top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"
     return (
         f"sampled at temperature {sampling.temperature:g}, top-p {sampling.top_p:g}{top_k}, seed {seed}; --greedy "
-        "takes the most likely token at every place"
+        "takes the most likely token at every position"
     )
 
 
 def complete(
     engine: Engine, params: Any, tokenizer: Tokenizer, prompt: Any, sampling: SamplingParams, seed: int
 ) -> str:
+    """Samples one completion of `prompt`.
+
+    Raises:
+      UserError: the prompt has no tokens, or too many.
+    """
     import jax
 
     from tunix_like.data.stream import render
@@ -75,7 +81,7 @@ def complete(
     limit = engine.max_prompt_length
     tokens = render({"prompt": prompt}, tokenizer, limit).tokens
     if not tokens:
-        raise UserError("the prompt has no tokens; give --prompt some text.")
+        raise UserError("the prompt has no tokens; give a text with --prompt.")
     if len(tokens) > limit:
         size = f"over {2 * limit}" if len(tokens) > 2 * limit else len(tokens)
         raise UserError(f"the prompt has {size} tokens; raise rollout.max_prompt_length ({limit}).")

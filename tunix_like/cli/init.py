@@ -1,7 +1,4 @@
-"""`tunix-like init`: the files that a new run starts from.
-
-Knows where the templates are and what they call the run. Does NOT know any key of a configuration.
-"""
+"""The command `init`: writes the files of a new run from the templates in `starts/`."""
 
 from __future__ import annotations
 
@@ -19,24 +16,25 @@ _SUMS = [(7, 5), (12, 9), (30, 14), (8, 8), (21, 17), (40, 2), (13, 13), (6, 19)
 
 
 def write_start(name: str, kind: str, folder: Path) -> list[Path]:
-    """Writes `name.yaml` and `name_rewards.py` into `folder`, and for data of one's own `name.jsonl` with a few rows to
-    be replaced. Returns the files.
+    """Writes `name.yaml` and `name_rewards.py` into `folder`; for the kind `own` also `name.jsonl` with sample rows to
+    replace. Returns the files.
 
     Raises:
-      UserError: a name that is none for files and functions, or a file that is there already; nothing is written then.
+      UserError: the name is not valid for files and functions, or a file exists already; nothing is written then.
     """
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"init {name!r}: give a name of letters, digits, _ and -, which files and the run are called by."
+            f"init {name!r}: give a name of letters, digits, _ and - that starts with a letter or _; files and the run "
+            "are named after it."
         )
     starts = importlib.resources.files("tunix_like.cli") / "starts"
     texts = {f"{name}.yaml": starts / f"{kind}.yaml", f"{name}_rewards.py": starts / f"{kind}.py.txt"}
-    files = {folder / file: place.read_text(encoding="utf-8").replace("NAME", name) for file, place in texts.items()}
+    files = {folder / file: text.read_text(encoding="utf-8").replace("NAME", name) for file, text in texts.items()}
     if kind == "own":
         rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _SUMS]
         files[folder / f"{name}.jsonl"] = "".join(json.dumps(row) + "\n" for row in rows)
-    if there := [str(file) for file in files if file.exists()]:
-        raise UserError(f"{', '.join(there)}: there already, and kept as it is; choose another name, or move it away.")
+    if existing := [str(file) for file in files if file.exists()]:
+        raise UserError(f"{', '.join(existing)}: exists already and was not changed; choose another name, or move it.")
     for file, text in files.items():
         file.write_text(text, encoding="utf-8")
     return list(files)
@@ -45,4 +43,4 @@ def write_start(name: str, kind: str, folder: Path) -> list[Path]:
 def init(arguments: argparse.Namespace) -> None:
     """Writes the files of a new run into the current folder."""
     files = write_start(arguments.name, arguments.like, Path())
-    console.say(f"wrote {', '.join(map(str, files))}; the head of {files[0]} says what to do next")
+    console.say(f"wrote {', '.join(map(str, files))}; the next steps are at the top of {files[0]}")

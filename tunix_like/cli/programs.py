@@ -1,7 +1,7 @@
-"""A run's programs, compiled for devices that are not here: what they hold and compute.
+"""Compiles the programs of a run for devices that this machine does not have, and reports their memory and FLOPs.
 
-The update, the prefill and the decoding steps are lowered from shapes alone, for as many devices of the CPU backend as
-the run is to have, laid out as in the run. Nothing of the model's size is made, and neither data nor weights are read.
+The update, the prefill and the decoding step are lowered from shapes for the same number of simulated CPU devices, with
+the sharding of the run. No arrays of the size of the model are allocated, and neither data nor weights are read.
 """
 
 from __future__ import annotations
@@ -59,25 +59,26 @@ KINDS = {
     "h100": Device("gpu", 80 * 10**9),
     "h200": Device("gpu", 141 * 10**9),
 }
-"""Backend and memory of one device, from the makers' data sheets."""
+"""Backend and memory in bytes of one device, from the vendors' data sheets."""
 
 MOST_DEVICES = 512
-"""More fake devices than this are refused: each has threads of its own."""
+"""Maximum number of simulated devices, since each has its own threads."""
 
 KERNELS = ("cudnn", "splash")
-"""Ways to attend that the CPU backend has no program for; blocks stand for them."""
+"""Attention kernels that the CPU backend does not support; they are replaced by blocked attention."""
 
 
 def parse_devices(text: str) -> tuple[Device | None, int]:
-    """`v5e-8`, `8xh100` or `8` as kind and number; of a bare number the kind is None: devices of this host.
+    """Parses `v5e-8`, `8xh100` or `8` to a device and a number; the device of a bare number is None, the CPU of this
+    host.
 
     Raises:
-      UserError: neither of the three, an unknown kind, or a number out of range.
+      UserError: the text has another form, the kind is unknown, or the number is out of range.
     """
-    found = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
-    if found is None:
+    match = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
+    if match is None:
         raise UserError(f"--devices: expected KIND-N, NxKIND or N (v5e-8, 8xh100, 8), got '{text}'.")
-    kind, number = found["kind"] or found["other"], int(found["last"] or found["first"])
+    kind, number = match["kind"] or match["other"], int(match["last"] or match["first"])
     if kind is not None and kind not in KINDS:
         raise UserError(f"--devices: unknown kind '{kind}'. {nearest(kind, KINDS)}")
     if not 1 <= number <= MOST_DEVICES:
@@ -86,15 +87,15 @@ def parse_devices(text: str) -> tuple[Device | None, int]:
 
 
 def pretend(number: int) -> None:
-    """Makes the CPU backend stand for so many devices. jax must not have started it yet.
+    """Sets the number of simulated devices of the CPU backend, which jax must not have initialised yet.
 
     Raises:
-      UserError: it has, with another number.
+      UserError: jax has initialised the backend with another number of devices.
     """
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", number)
-    except RuntimeError:  # the backend runs already, perhaps with this very number
+    except RuntimeError:  # the backend is initialised already, possibly with the same number of devices
         pass
     if len(jax.devices()) != number:
         raise UserError(f"--devices: jax runs with {len(jax.devices())} devices already; {number} need a new process.")
@@ -102,15 +103,15 @@ def pretend(number: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What was compiled. Bytes and `flops` are one device's, `operations` those of a whole step on all devices.
+    """A compiled program. Bytes and `flops` are per device; `operations` are those of a whole step on all devices.
 
     Attributes:
       arguments: bytes of all inputs.
-      temporaries: bytes of the buffers that XLA assigns, and of results that take no input's place.
-      flops: as XLA counts: the body of a loop once, however often it runs.
-      operations: multiplications and additions that the step cannot do without, on completions of full length.
-      foreseen: the worst moment by `memory.py`, on the device that the run is meant for.
-      seconds: to compile, on this machine.
+      temporaries: bytes of temporary buffers of XLA, and of outputs that are not aliased to an input.
+      flops: FLOPs as counted by XLA, which counts the body of a loop once.
+      operations: required multiplications and additions of the step for completions of full length.
+      foreseen: the phase with the highest memory as estimated by `memory.py`, on the target device.
+      seconds: compile time on this machine.
     """
 
     name: str
@@ -124,7 +125,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A config on devices that are not here."""
+    """A resolved config with its model, mesh and memory estimate for the target devices."""
 
     config: Config
     device: Device
@@ -138,31 +139,31 @@ class Plan:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Prompts of a step, and completions of each."""
+        """Prompts per step, and completions per prompt."""
         return self.config.data.batch_size, self.config.algorithm.num_generations
 
     @functools.cached_property
     def split(self) -> tuple[Any, Any]:
-        """The graph, and the parameters' shapes where they lie."""
+        """The graph definition, and the shapes of the parameters with their shardings."""
         graphdef, state = nnx.split(self.model)
         return graphdef, param_shapes(nnx.to_pure_dict(state), self.mesh)
 
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of a step's prompts and completions, all of full length."""
+        """Lengths of the prompts and completions of a step, all of full length."""
         (prompts, group), (width, steps) = self.group, self.widths
         return np.full(prompts, width), np.full((prompts, group), steps)
 
     def phase(self, *names: str) -> Phase:
-        """The worst of the foreseen phases of these names."""
+        """Returns the estimated phase with the highest memory among these names."""
         return max((phase for phase in self.foreseen.phases if phase.name in names), key=lambda phase: phase.bytes)
 
 
 def make_plan(config: Config, kind: Device | None) -> Plan:
-    """Resolves a config and describes its model for all devices there are.
+    """Resolves a config and builds its abstract model and mesh for all devices of the backend.
 
     Raises:
-      UserError: a wrong key, no config.json, or a mesh that does not fit devices or parameters.
+      UserError: a key is invalid, config.json is missing, or the mesh does not fit the devices or parameters.
     """
     config, _ = check_config(config)
     section, device = config.model, kind or Device("cpu", device_memory())
@@ -184,7 +185,7 @@ def make_plan(config: Config, kind: Device | None) -> Plan:
 
 
 def compile_update(plan: Plan) -> Program:
-    """One optimizer update, as `training/updates.py` makes it."""
+    """Compiles one optimizer update as in `training/updates.py`."""
     config, graphdef = plan.config, plan.split[0]
     params, frozen = split_params(plan.split[1])
     own = source_estimators(config.data, config.algorithm)
@@ -209,7 +210,7 @@ def _step_inputs(plan: Plan, objective: Objective) -> StepInputs:
     layout = choose_layout(group, most, plan.widths, plan.foreseen.micro_batch, prompt_parts(plan.mesh))
     lengths, first = np.full((prompts, group), steps, np.int32), np.zeros((prompts, group), bool)
     first[:most] = True
-    packed = place_packed(pack(lengths, first, steps, layout, most), plan.mesh)  # places of completions: they are few
+    packed = place_packed(pack(lengths, first, steps, layout, most), plan.mesh)  # small index arrays
 
     def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(axes, dtype)
@@ -234,7 +235,7 @@ def _step_inputs(plan: Plan, objective: Objective) -> StepInputs:
 
 
 def compile_sampling(plan: Plan) -> list[Program]:
-    """Prefill and decoding, as `rollout/sampler.py` calls them: all rows at work, the cache at its full room."""
+    """Compiles prefill and decoding as in `rollout/sampler.py`, with all rows active and the cache at its full size."""
     (graphdef, params), (prompts, group), (width, steps) = plan.split, plan.group, plan.widths
     rollout, phase = plan.config.rollout, plan.phase("rollout")
     slots, size = slot_shape(prompts, group, plan.foreseen.rows, width, steps)
@@ -257,25 +258,25 @@ def compile_sampling(plan: Plan) -> list[Program]:
 
 
 def _compiled(name: str, lower: Callable[[], Any], operations: float, foreseen: Phase | None) -> tuple[Program, Any]:
-    """A program, and its results as shapes where they lie."""
+    """Compiles a program; returns it and the shapes of its outputs with their shardings."""
     start = time.perf_counter()
     lowered = lower()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    found, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
-    own = found.temp_size_in_bytes + max(0, found.output_size_in_bytes - found.alias_size_in_bytes)
+    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    temporaries = memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     flops = float(costs.get("flops", float("nan")))
-    program = Program(name, found.argument_size_in_bytes, own, flops, operations, foreseen, seconds)
-    made = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    program = Program(name, memory.argument_size_in_bytes, temporaries, flops, operations, foreseen, seconds)
+    outputs = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         lowered.out_info,
         compiled.output_shardings,
     )
-    return program, made
+    return program, outputs
 
 
 def print_report(config: Config, devices: str) -> int:
-    """Compiles a config's programs for `devices` and prints what they hold. Returns the exit status, 0.
+    """Compiles the programs of a config for `devices` and prints their memory and FLOPs. Returns the exit status, 0.
 
     Raises:
       UserError: as `parse_devices`, `pretend` and `make_plan`.
@@ -284,7 +285,7 @@ def print_report(config: Config, devices: str) -> int:
     pretend(number)
     plan = make_plan(config, kind)
     mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
-    console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} a device; {plan.model.dtype} matrix products")
+    console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
     console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
     for name, value in plan.foreseen.lines():
         console.say(f"{name:>10}: {value}")
@@ -297,10 +298,10 @@ def print_report(config: Config, devices: str) -> int:
 
 
 NOTES = (
-    "temporaries: of the CPU backend, which computes bfloat16 through float32 and takes recomputation apart: an upper "
-    "bound for TPU and GPU",
-    "FLOPs by XLA: a loop's body counts once, however often it runs; the step's are by arithmetic, for completions of "
-    "full length, on all devices together",
+    "temporaries: for the CPU backend, which computes bfloat16 in float32 and undoes rematerialisation: an upper bound "
+    "for TPU and GPU",
+    "FLOPs by XLA: the body of a loop counts once; FLOPs of a step: computed from shapes, for completions of full "
+    "length, on all devices together",
 )
 
 
@@ -311,10 +312,10 @@ def _rows(programs: list[Program], number: int) -> list[tuple[str, ...]]:
     return [
         row("arguments", lambda p: amount(p.arguments)),
         row("temporaries", lambda p: amount(p.temporaries)),
-        row("together", lambda p: amount(p.arguments + p.temporaries)),
-        row("foreseen (memory.py)", lambda p: "-" if p.foreseen is None else amount(p.foreseen.bytes)),
+        row("sum", lambda p: amount(p.arguments + p.temporaries)),
+        row("estimated (memory.py)", lambda p: "-" if p.foreseen is None else amount(p.foreseen.bytes)),
         row("FLOPs by XLA", lambda p: f"{p.flops:.3g}"),
         row("FLOPs of a step", lambda p: f"{p.operations:.3g}"),
-        row("a step, per device", lambda p: f"{p.operations / number:.3g}"),
+        row("FLOPs of a step, per device", lambda p: f"{p.operations / number:.3g}"),
         row("seconds to compile", lambda p: f"{p.seconds:.1f}"),
     ]

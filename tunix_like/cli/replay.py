@@ -1,4 +1,4 @@
-"""The command `replay`."""
+"""The command `replay`: recomputes a skipped update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tunix_like.cli.common import setup_jax
 
 
 def replay(arguments: argparse.Namespace) -> None:
-    """Computes a skipped update again and prints which completions are at fault."""
+    """Recomputes a skipped update and prints which completions make it non-finite."""
     setup_jax()
     from tunix_like.report.replay import print_report
 

@@ -1,4 +1,4 @@
-"""The command `report`."""
+"""The command `report`: writes an HTML report of runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tunix_like.cli.common import setup_jax
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Writes the page of one or several runs, and the figures where they are asked for."""
+    """Writes the report of one or several runs and, with `--png`, its figures."""
     if arguments.gradients is not None:
         setup_jax()
     from tunix_like.report.command import write

@@ -1,4 +1,4 @@
-"""What `train` and `sft` print: the announcement, samples, the closing table and a picture."""
+"""Prints the output of `train` and `sft`: a summary of the run, step lines, samples and the final table."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tunix_like.types import SamplingParams
 
 
 def announce(parts: Parts, folder: Path) -> None:
-    """What is about to run, and one prompt as the model will see it."""
-
+    """Prints a summary of the run and the first prompt as the model receives it."""
     for name, value in [*describe(parts), ("folder", str(folder))]:
         console.say(f"{name:>9}: {value}")
     config = parts.config
@@ -37,13 +36,13 @@ def announce(parts: Parts, folder: Path) -> None:
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
-    """All, or the two ends of what is longer: there stands what a chat template adds."""
+    """Formats all values, or the two ends of a long sequence, which contain the additions of a chat template."""
     half = most // 2
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
 class StepLines:
-    """Prints a line for each row of metrics, and samples below the line of their step."""
+    """Prints a line for each row of metrics, with the samples of a step below its line."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[int, Samples]] = []
@@ -61,11 +60,11 @@ class StepLines:
 
 
 def show_samples(step: int, samples: Samples) -> None:
-    """A prompt's best and worst completion."""
+    """Prints the best and worst completion of a prompt."""
     chosen = {"best": samples.best, "worst": samples.worst}
     if samples.scored == 0 or samples.best.reward == samples.worst.reward:
-        names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} alike"}
-        chosen = {names.get(samples.scored, f"{samples.scored} scored, alike"): samples.best}
+        names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} equal"}
+        chosen = {names.get(samples.scored, f"{samples.scored} scored, equal"): samples.best}
     rows = [
         (name, f"{each.reward:g}" if samples.scored else "-", f"{each.advantage:.3g}",
          f"{each.length}{'' if each.finished else ' (cut)'}", console.excerpt(each.text, 600))
@@ -78,33 +77,31 @@ def show_samples(step: int, samples: Samples) -> None:
 
 
 def closing_table(folder: Path, parts: Parts) -> None:
-    """The evaluations before and after RL, from the run's own metrics."""
-
-    if not processes.is_first():  # whose file it is
+    """Prints the evaluations before and after RL from the metrics of the run."""
+    if not processes.is_first():  # only the first process writes the metrics
         return
-    found = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]
-    if len(found) > 1:
-        _before_and_after(found[0], found[-1], parts)
-    elif not found:
+    evaluations = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]
+    if len(evaluations) > 1:
+        _before_and_after(evaluations[0], evaluations[-1], parts)
+    elif not evaluations:
         console.say("no evaluation: the data has no held-out rows")
     if (metric := parts.config.training.best_metric) is not None:
         _say_best(folder, metric)
     console.say(
-        f"run folder: {folder} (tunix-like eval | generate | export | report {folder}). To go on, raise "
-        "training.max_steps; to start anew, give another training.output_dir or delete the folder."
+        f"run folder: {folder} (tunix-like eval | generate | export | report {folder}). To continue, raise "
+        "training.max_steps; to start anew, set another training.output_dir or delete the folder."
     )
 
 
 def _say_best(folder: Path, metric: str) -> None:
-    """Which checkpoint is kept as the best."""
-
+    """Prints which checkpoint is kept as the best."""
     best = best_of(folder, metric)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         kept = best.among(checkpoints.steps())
     if kept is None:
-        console.say(f"best: no checkpoint of a step with {metric} is there")
+        console.say(f"best: there is no checkpoint of a step with {metric}")
     else:
-        console.say(f"best: {best.said(kept)}, kept in {folder}/checkpoints/{kept} (--best takes it)")
+        console.say(f"best: {best.said(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
 
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
@@ -119,11 +116,10 @@ def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Part
 
 
 def picture(parts: Parts, learner: Learner) -> None:
-    """One held-out problem drawn with the model's most likely answer, where the data can be drawn."""
+    """Prints a drawing of the first held-out problem with the greedy answer, if the data source can draw it."""
     if parts.source.draw is None or not len(parts.source.eval):
         return
-
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
     answer = complete(learner.engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
-    console.say("the first held-out problem with the model's most likely answer:")
+    console.say("the first held-out problem with the greedy answer of the model:")
     console.say(parts.source.draw(row, answer))

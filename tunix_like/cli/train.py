@@ -11,7 +11,7 @@ from tunix_like.runtime import console, output
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Trains from a YAML: SFT if `sft.max_steps` is set, then RL; the same command resumes."""
+    """Trains from a YAML file: SFT if `sft.max_steps` is set, then RL. The same command resumes the run."""
     config = load(arguments.config, arguments.overrides)
     setup_jax()
     from tunix_like.cli import screen
@@ -26,14 +26,12 @@ def train(arguments: argparse.Namespace) -> None:
     screen.announce(parts, folder)
     if arguments.dry_run:
         warn_shared(parts.source.train, parts.source.eval)
-        checked = "" if check_memory(parts) else ", but for memory, of which the device says nothing"
-        print(
-            f"dry run: everything above was checked{checked}, the model by its description alone; nothing was trained."
-        )
+        checked = "" if check_memory(parts) else ", except memory, which the device does not report"
+        print(f"dry run: everything above was checked{checked}, the model without its weights; nothing was trained.")
         return
 
     def on_claim() -> None:
-        if processes.is_first():  # the only one to write there
+        if processes.is_first():  # only the first process writes to the folder
             output.keep_in(folder)
 
     lines = screen.StepLines()
@@ -48,7 +46,7 @@ def sft(arguments: argparse.Namespace) -> None:
     """Fine-tunes on the `answer` column only."""
     config = load(arguments.config, arguments.overrides)
     if not config.sft.max_steps:
-        raise UserError("sft.max_steps: 0 trains nothing; set it, e.g. sft.max_steps=300.")
+        raise UserError("sft.max_steps: 0 means no training; set it, e.g. sft.max_steps=300.")
     setup_jax()
     from tunix_like.cli import screen
     from tunix_like.data.shared import warn_shared

@@ -1,7 +1,6 @@
-"""The picture of the population weights: which pass rates each estimator pulls on, and how strongly.
+"""Draws the population weights of the estimators: the weight of a prompt by its pass rate.
 
-After the figure of the MaxRL paper (arXiv 2602.02710). This module knows matplotlib, which is loaded only when
-something is drawn, and no terminal.
+The figure follows the MaxRL paper (arXiv 2602.02710). matplotlib is imported only when a figure is drawn.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from tunix_like.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours that stay apart for colour-blind readers (Okabe and Ito's), dashes where lines may lie on one another. The
-# orders of MaxRL are one colour, the highest darkest.
+# The Okabe-Ito palette, which colour-blind readers can distinguish; dashed lines where curves may overlap. The orders
+# of MaxRL have shades of one colour, the highest order the darkest.
 _STYLES: dict[str, dict[str, Any]] = {
     "ml": {"color": "#000000", "linestyle": (0, (5, 3)), "linewidth": 1.4, "zorder": 4},
     "rl": {"color": "#7f7f7f", "linewidth": 2.0},
@@ -35,12 +34,12 @@ _STYLES: dict[str, dict[str, Any]] = {
 _BLUES = ("#08306b", "#2171b5", "#6baed6", "#9ecae1")
 _TICKS = (1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
 _LEGEND_WIDTH = 18  # characters
-_LOWEST = 0.03  # plain RL has weight 1; max@k falls to 0, and below this it does not matter
+_LOWEST = 0.03  # lower end of the y axis: plain RL has weight 1, the weight of max@k falls to 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A line of the figure: its name, its family (`ml`, `rl`, `grpo`, `maxrl`, `max@k` or `other`) and its weights."""
+    """A curve of the figure: its label, family (`ml`, `rl`, `grpo`, `maxrl`, `max@k` or `other`) and weights."""
 
     label: str
     family: str
@@ -48,7 +47,7 @@ class Curve:
 
 
 def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
-    """Where the curves are drawn: dense at both ends, beyond the one success in G that a group can see."""
+    """Returns the pass rates of the curves: dense at both ends, and down to below 1/G, one success in a group."""
     end = min(0.01, 0.1 / group_size)
     logits = np.linspace(np.log(end / (1 - end)), np.log(0.99 / 0.01), 400)
     return 1 / (1 + np.exp(-logits))
@@ -57,9 +56,9 @@ def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
 def drawn_estimators(
     group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
 ) -> list[tuple[str, str, GroupEstimator]]:
-    """Label, family and estimator of the lines that the figure computes; what this size does not allow is left out.
+    """Returns label, family and estimator of the computed curves, without those that the group size does not allow.
 
-    MaxRL of order `G - 1` is Algorithm 1 itself, the others its truncations.
+    MaxRL of order `G - 1` is Algorithm 1 of the paper; the other orders are its truncations.
     """
     label = "GRPO" if ddof is None else f"GRPO (ddof {ddof})"
     lines = [(label, "grpo", GroupEstimator("grpo", {} if ddof is None else {"ddof": ddof}))]
@@ -76,41 +75,42 @@ def drawn_estimators(
 def curves_of(
     estimators: Sequence[tuple[str, str, GroupEstimator]], group_size: int, rates: Float[np.ndarray, "N"]
 ) -> list[Curve]:
-    """Maximum likelihood, plain RL, and each `(label, family, estimator)`. Those that coincide share a curve, and its
-    label says so."""
+    """Computes the curves of maximum likelihood, plain RL and each `(label, family, estimator)`. Curves that coincide
+    are merged into one, whose label contains all names."""
     weights = weights_of([estimator for _, _, estimator in estimators], group_size, rates)
     curves = [Curve("ML, 1/p", "ml", likelihood_weight(rates)), Curve("RL", "rl", reinforcement_weight(rates))]
-    for (label, family, _), found in zip(estimators, weights, strict=True):
-        for place, curve in enumerate(curves):
-            if np.allclose(found, curve.weights, rtol=1e-4, atol=1e-4):
-                curves[place] = dataclasses.replace(curve, label=f"{curve.label} = {label}")
+    for (label, family, _), values in zip(estimators, weights, strict=True):
+        for index, curve in enumerate(curves):
+            if np.allclose(values, curve.weights, rtol=1e-4, atol=1e-4):
+                curves[index] = dataclasses.replace(curve, label=f"{curve.label} = {label}")
                 break
         else:
-            curves.append(Curve(label, family, found))
+            curves.append(Curve(label, family, values))
     return curves
 
 
 def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
-    """The figure, 1200 x 750 pixels when saved as PNG. Without pyplot: nothing global, no window, no display."""
+    """Draws the figure, 1200 x 750 pixels as PNG. It does not use pyplot, so there is no global state and no display is
+    needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
     axes = figure.subplots()
     blues = iter(_BLUES)
     for curve in curves:
-        positive = np.where(curve.weights > 0, curve.weights, np.nan)  # what a logarithmic axis can show
+        positive = np.where(curve.weights > 0, curve.weights, np.nan)  # a logarithmic axis shows positive values only
         style = _STYLES[curve.family] | ({"color": next(blues)} if curve.family == "maxrl" else {})
         axes.plot(rates, positive, label=curve.label, **style)
-    _dress(figure, curves, group_size, rates)
+    _format_axes(figure, curves, group_size, rates)
     return figure
 
 
-def _dress(figure: Figure, curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> None:
+def _format_axes(figure: Figure, curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> None:
     from matplotlib.ticker import NullLocator
 
     (axes,) = figure.axes
     highest = [float(curve.weights.max()) for curve in curves if curve.weights.max() > 0]
-    axes.set_xscale("logit")  # opens both ends: nearly hopeless prompts and nearly solved ones
+    axes.set_xscale("logit")  # stretches both ends: very hard and nearly solved prompts
     axes.set_yscale("log")
     axes.set_xlim(rates[0], rates[-1])
     axes.set_ylim(min(_LOWEST, 0.5 * min(highest)), 1.3 * max(highest))
@@ -127,7 +127,7 @@ def _dress(figure: Figure, curves: Sequence[Curve], group_size: int, rates: Floa
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     at_left = {line: float(np.nan_to_num(np.asarray(line.get_ydata())[0])) for line in axes.get_lines()}
-    lines = sorted(at_left, key=lambda line: -at_left[line])  # the legend's order is theirs
+    lines = sorted(at_left, key=lambda line: -at_left[line])  # the order of the legend
     labels = [str(line.get_label()).replace(" = ", " =\N{NO-BREAK SPACE}") for line in lines]
     labels = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
     figure.legend(lines, labels, loc="outside right upper", frameon=False, fontsize=11, handlelength=2.4)
@@ -137,12 +137,12 @@ def save(figure: Figure, path: str) -> None:
     """Writes the figure in the format of the path's ending (PNG without one).
 
     Raises:
-      UserError: a place that cannot be written, or an ending that means no format.
+      UserError: the path cannot be written, or its ending is not a supported format.
     """
     kind = Path(path).suffix.removeprefix(".").lower() or "png"
     if kind not in figure.canvas.get_supported_filetypes():
-        raise UserError(f"--plot {path}: '.{kind}' is no format that can be written; write e.g. weights.png.")
+        raise UserError(f"--plot {path}: '.{kind}' is not a supported format; give e.g. weights.png.")
     try:
         figure.savefig(path, format=kind)
     except OSError as error:
-        raise UserError(f"--plot {path}: cannot write it: {error.strerror or error}.") from error
+        raise UserError(f"--plot {path}: the file cannot be written: {error.strerror or error}.") from error

@@ -1,1 +1,1 @@
-"""Configuration: the keys, YAML files and overrides, the reference pages."""
+"""Configuration: keys, YAML files, command-line overrides and the generated reference pages."""

@@ -1,7 +1,6 @@
-"""YAML and `key=value` overrides in, a frozen `Config` out; and back again.
+"""Loads a frozen `Config` from a YAML file and `key=value` overrides, and writes it back to YAML.
 
-Knows the shape of a YAML file, the types that the dataclasses declare and how to name a mistake. Does NOT know what any
-key means, whether two keys agree (the learner's job), or any of jax.
+Types and ranges are checked here. Whether the values of several keys are compatible is checked by the learner.
 """
 
 from __future__ import annotations
@@ -34,11 +33,13 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The defaults, then the YAML file at `path` (None: no file), then `a.b=value` overrides, the later the stronger.
+    """Loads a config: the defaults, then the YAML file at `path` (None: no file), then the `a.b=value` overrides.
+
+    Later values replace earlier ones.
 
     Raises:
-      UserError: a missing or unparsable file, an unknown key, a value of the wrong type or out of its range, an
-        override that is not `key=value`. The message names the file, the key with its full path, and what would do.
+      UserError: the file is missing or cannot be parsed, a key is unknown, a value has the wrong type or is out of
+        range, or an override is not `key=value`. The message names the file, the full path of the key and the remedy.
     """
     leaves = dict(_leaves(Config))
     tree = ConfigDict(_defaults(Config()))
@@ -52,21 +53,21 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_section(cls: type, values: Mapping[str, Any], path: str) -> Any:
-    """A config dataclass from some of its keys, checked as those of a file are: for a mapping inside a list.
+    """Builds a config dataclass from a mapping inside a list, with the same checks as for a file.
 
     Args:
-      values: its keys, all of them known.
-      path: where the mapping stands, for the messages.
+      values: values by key; every key must be a field of `cls`.
+      path: path of the mapping in the config, for error messages.
 
     Raises:
-      UserError: a value of the wrong type or out of its range, named with `path`.
+      UserError: a value has the wrong type or is out of range; the message starts with `path`.
     """
     hints = _hints(cls)
     return _build(cls, {name: _converted(value, hints[name], f"{path}.{name}") for name, value in values.items()}, path)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A config (or one of its sections) as plain dicts, lists and scalars, without the keys only Python can set."""
+    """Converts a config or a section to plain dicts, lists and scalars, without the keys that only Python can set."""
     result = {}
     for field in _fields(type(config)):
         value = getattr(config, field.name)
@@ -77,7 +78,8 @@ def as_dict(config: Any) -> dict[str, Any]:
 def save(config: Config, path: str | Path) -> None:
     """Writes every key to a YAML file; `load` of that file gives an equal config.
 
-    A file that says the same already is left alone, any other replaced in one move: a kill leaves the old or the new.
+    A file with the same content is not rewritten. Any other file is replaced atomically, so a killed process leaves
+    either the old or the new file.
     """
     path = Path(path)
     data = yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False).encode()
@@ -89,17 +91,17 @@ def save(config: Config, path: str | Path) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """Where `save` writes before it replaces the file; a killed process may leave it behind."""
+    """Returns the path of the temporary file of `save`, which a killed process may leave behind."""
     return path.with_name(f"{path.name}.tmp")
 
 
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:
-    """The keys of a file that `save` wrote, read as `load` reads them, unchecked.
+    """Reads the keys of a file that `save` wrote, with the YAML rules of `load` but without its checks.
 
     Raises:
-      UserError: the file cannot be read, is not such YAML, or holds no key.
+      UserError: the file cannot be read, is not valid YAML, or is empty.
     """
-    cure = "A run writes this file itself: put a copy of it back, or use another folder."
+    cure = "This file is written by the run: restore a copy of it, or use another folder."
     try:
         values = _read(Path(path))
     except UserError as error:
@@ -110,7 +112,7 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The dotted keys in which two `as_dict` results differ, each as `key: value in a -> value in b`."""
+    """Returns the dotted keys in which two `as_dict` results differ, each as `key: value in a -> value in b`."""
     left, right = dict(flat(a)), dict(flat(b))
     return [
         f"{name}: {left.get(name, '(absent)')!r} -> {right.get(name, '(absent)')!r}"
@@ -120,7 +122,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 class Key(NamedTuple):
-    """A key as its documentation shows it: its dotted name, default (as YAML), meaning, and which values it takes."""
+    """The documentation of a key: its dotted name, default (as YAML), meaning and allowed values."""
 
     name: str
     default: str
@@ -129,7 +131,7 @@ class Key(NamedTuple):
 
 
 def keys(section: Any = None, path: str = "") -> Iterator[Key]:
-    """Every key of a config section (None: of all), in the order they are declared in."""
+    """Yields every key of a config section (None: of all sections) in declaration order."""
     section = Config() if section is None else section
     hints = _hints(type(section))
     for field in _fields(type(section)):
@@ -146,7 +148,7 @@ def _fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names of all keys with their declared types."""
+    """Yields the dotted names of all keys with their declared types."""
     hints = _hints(cls)
     for field in _fields(cls):
         hint, name = hints[field.name], prefix + field.name
@@ -161,14 +163,14 @@ def _is_section(name: str, leaves: Mapping[str, Any]) -> bool:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union without None; a plain type is its own only alternative."""
+    """Returns the alternatives of a union without None; for a plain type, the type itself."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return tuple(option for option in typing.get_args(hint) if option is not types.NoneType)
     return (hint,)
 
 
 def _describe(hint: Any) -> str:
-    """A declared type in words: 'list of integers or null'."""
+    """Describes a declared type in words, e.g. 'list of integers or null'."""
     names = [_NAMES[typing.get_origin(option) or option] for option in _options(hint)]
     for index, option in enumerate(_options(hint)):
         if typing.get_origin(option) is list:
@@ -182,7 +184,8 @@ def _optional(hint: Any) -> bool:
 
 
 def _defaults(section: Any) -> dict[str, Any]:
-    """The default tree. A leaf of one plain type keeps it; any other becomes a reference that takes what we checked."""
+    """Returns the tree of defaults. A leaf of a plain type keeps that type; any other leaf becomes a reference of type
+    `object`, because its values are checked here and not by ml_collections."""
     hints, result = _hints(type(section)), {}
     for field in _fields(type(section)):
         value, hint = getattr(section, field.name), hints[field.name]
@@ -196,7 +199,7 @@ def _defaults(section: Any) -> dict[str, Any]:
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-    """The frozen dataclass of a checked tree; range errors name the full path of a nested section's key."""
+    """Builds the frozen dataclass from a checked tree; range errors name the full path of a key in a nested section."""
     hints, arguments = _hints(cls), {}
     for name, value in values.items():
         nested = dataclasses.is_dataclass(hints[name])
@@ -204,12 +207,12 @@ def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
     try:
         return cls(**arguments)
     except UserError as error:
-        own = getattr(cls, "section", "")
-        raise UserError(path + str(error).removeprefix(own)) from None
+        section = getattr(cls, "section", "")
+        raise UserError(path + str(error).removeprefix(section)) from None
 
 
 def _converted(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the declared type, or a `UserError` that names the key, the value and the type."""
+    """Converts `value` to the declared type, or raises a `UserError` that names the key, the value and the type."""
     if value is None and _optional(hint):
         return None
     for option in _options(hint):
@@ -223,7 +226,7 @@ def _converted(value: Any, hint: Any, name: str) -> Any:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """Raises TypeError where `value` is not a `hint` (a plain type, list[...] or dict[...])."""
+    """Returns `value` as a `hint` (a plain type, list[...] or dict[...]); raises TypeError if it is not one."""
     origin = typing.get_origin(hint) or hint
     if origin is float:
         return _number(value)
@@ -249,12 +252,17 @@ def _number(value: Any) -> float:
 def _flatten(
     values: Mapping[Any, Any], leaves: Mapping[str, Any], source: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a file with their values; an unknown key or a section that is no mapping is an error."""
+    """Yields the dotted keys of a file with their values.
+
+    Raises:
+      UserError: a key is unknown, or a section is not a mapping.
+    """
     for key, value in values.items():
         name = f"{prefix}{key}"
         if "." in str(key):
             raise UserError(
-                f"{source}'{name}': dotted keys are for the command line; write the section, then its keys."
+                f"{source}'{name}': dotted keys work on the command line only; in a file, write the section, then its "
+                "keys."
             )
         if name in leaves:
             yield name, value
@@ -265,22 +273,23 @@ def _flatten(
         elif value is not None:  # a section whose keys are all commented out reads as null
             colon = re.fullmatch(r"(\w+):(\S+)", value) if isinstance(value, str) else None
             hint = f" (a space must follow the colon: '{colon[1]}: {colon[2]}')" if colon else ""
-            raise UserError(f"{source}{name}: got {value!r}; it is a section: write its keys below it, indented{hint}.")
+            raise UserError(f"{source}{name}: got {value!r}; this is a section: indent its keys below it{hint}.")
 
 
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
-    """The nearest valid keys: a near miss in the same section, else the same name elsewhere, else anything close."""
+    """Returns a hint with the nearest valid keys: a similar key of the same section, else the same key of another
+    section, else any similar name."""
     section, _, last = name.rpartition(".")
-    here = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
+    siblings = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
-    near = [f"{section}.{key}" for key in difflib.get_close_matches(last, here, n=1)]
-    if not here:  # a section misspelt: `trainng.max_steps` is not `sft.max_steps`
-        meant = (f"{each}.{last}" for each in difflib.get_close_matches(section, sections, n=3))
-        near = [name for name in meant if name in leaves][:1]
+    near = [f"{section}.{key}" for key in difflib.get_close_matches(last, siblings, n=1)]
+    if not siblings:  # the section is misspelt: `trainng.max_steps` means `training.max_steps`, not `sft.max_steps`
+        candidates = (f"{close}.{last}" for close in difflib.get_close_matches(section, sections, n=3))
+        near = [name for name in candidates if name in leaves][:1]
     near = near or [leaf for leaf in leaves if leaf.endswith(f".{last}")]
     near = near or difflib.get_close_matches(name, [*leaves, *sections], n=1)
     hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return f"{hint}Keys of {section}: {', '.join(here)}." if here else f"{hint}Sections: {', '.join(sections)}."
+    return f"{hint}Keys of {section}: {', '.join(siblings)}." if siblings else f"{hint}Sections: {', '.join(sections)}."
 
 
 def _override(tree: ConfigDict, override: str, leaves: Mapping[str, Any]) -> None:
@@ -294,7 +303,9 @@ def _override(tree: ConfigDict, override: str, leaves: Mapping[str, Any]) -> Non
     if name not in leaves:
         if _is_section(name, leaves):
             example = next(leaf for leaf in leaves if leaf.startswith(f"{name}."))
-            raise UserError(f"override '{override}': {name} is a section; set its keys one by one, as {example}=value.")
+            raise UserError(
+                f"override '{override}': {name} is a section; set its keys one by one, e.g. {example}=value."
+            )
         raise UserError(f"override '{override}': unknown key '{name}'. {_hint(name, leaves)}")
     hint = leaves[name]
     value = _text(text) if _options(hint) == (str,) else _parse(text, name)
@@ -313,7 +324,7 @@ def _assign(tree: ConfigDict, name: str, value: Any) -> None:
 
 
 def _assign_inside(tree: ConfigDict, free: str, rest: str, value: Any) -> None:
-    """Sets one key, at any depth, of a free mapping such as `model.config`; absent mappings on the way are made."""
+    """Sets one key, at any depth, of a free mapping such as `model.config`; creates missing intermediate mappings."""
     whole: Any = tree.to_dict()
     for part in free.split("."):
         whole = whole[part]
@@ -323,13 +334,13 @@ def _assign_inside(tree: ConfigDict, free: str, rest: str, value: Any) -> None:
     for part in parents:
         inner, seen = inner.setdefault(part, {}), f"{seen}.{part}"
         if not isinstance(inner, dict):
-            raise UserError(f"{free}.{rest}: {seen} holds {inner!r}, which has no keys; set {seen} as a whole.")
+            raise UserError(f"{free}.{rest}: {seen} is {inner!r}, which has no keys; set {seen} as a whole.")
     inner[last] = value
     _assign(tree, free, whole)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings with their dotted names; an empty mapping is a leaf."""
+    """Yields the leaves of nested mappings with their dotted names; an empty mapping is a leaf."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -338,18 +349,23 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the numbers of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text. A key given twice raises, and
-    so do aliases, which nest without end and grow without measure, tags, and `{a:1}`, which YAML reads as a key 'a:1'
-    without a value."""
+    """Loads YAML with the number syntax of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text.
+
+    Raises an error for duplicate keys, for tags, for aliases (they allow cycles and exponential expansion), and for
+    `{a:1}`, which YAML parses as a key 'a:1' without a value.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         mark = typing.cast(Any, event).start_mark
         if isinstance(event, yaml.AliasEvent):
-            problem = f"'*{event.anchor}' is an alias; write the value out (text that begins with * needs quotes)"
+            problem = (
+                f"'*{event.anchor}' is an alias, which is not supported; write the value itself (text that begins with "
+                "* needs quotes)"
+            )
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         if getattr(event, "tag", None) is not None:
-            problem = "a tag (!...) is not taken; write a plain value (text that begins with ! needs quotes)"
+            problem = "tags (!...) are not supported; write a plain value (text that begins with ! needs quotes)"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         return super().compose_node(parent, index)
 
@@ -366,12 +382,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_colon(key: yaml.Node, value: yaml.Node) -> None:
-    """Raises `MarkedYAMLError` for an entry of a mapping in braces that was written `name:value` or `name=value`."""
+    """Raises `MarkedYAMLError` for an entry of a mapping in braces that is written as `name:value` or `name=value`."""
     plain = isinstance(key, yaml.ScalarNode) and key.style is None
     entry = re.fullmatch(r"([^:=]+)[:=](.+)", key.value) if plain else None
     if entry is not None and isinstance(value, yaml.ScalarNode) and value.value == "":
         problem = (
-            f"'{{{key.value}}}' is read as a name without a value; write {{{entry[1]}: {entry[2]}}}, with a space "
+            f"'{{{key.value}}}' is parsed as a key without a value; write {{{entry[1]}: {entry[2]}}}, with a space "
             "after the colon (text in braces needs quotes)"
         )
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
@@ -408,24 +424,26 @@ _use_numbers(_Dumper)
 
 def _read(path: Path) -> Mapping[Any, Any]:
     if problem := file_problem(path):
-        raise UserError(f"{path}: cannot read this config file (it {problem}); name a YAML file.")
+        raise UserError(f"{path}: cannot read this config file (it {problem}); give the path of a YAML file.")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # _Loader is a SafeLoader
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}{_problem(error)}") from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply; a config file has sections, and their keys.") from None
+        raise UserError(f"{path}: nested too deeply; a config file contains sections and their keys.") from None
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise UserError(f"{path}: a config file is a mapping of sections, but this one holds a {_NAMES[type(values)]}.")
+        raise UserError(
+            f"{path}: a config file is a mapping of sections, but this one contains a {_NAMES[type(values)]}."
+        )
     return values
 
 
 def _problem(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f", line {error.problem_mark.line + 1}: {error.problem}."
-    return f": this is not YAML text in UTF-8 ({error})."
+    return f": this is not valid YAML in UTF-8 ({error})."
 
 
 def _parse(text: str, name: str) -> Any:
@@ -433,15 +451,16 @@ def _parse(text: str, name: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
         problem = getattr(error, "problem", None) or error
-        if type(error) is yaml.MarkedYAMLError:  # raised by `_Loader`, whose messages say what to write
+        if type(error) is yaml.MarkedYAMLError:  # raised by `_Loader`, whose messages contain the remedy
             raise UserError(f"override {name}={text}: {problem}.") from None
-        raise UserError(f"override {name}={text}: the value is not YAML ({problem}); quote it.") from None
+        raise UserError(f"override {name}={text}: the value is not valid YAML ({problem}); quote it.") from None
     except RecursionError:
         raise UserError(f"override {name}={text:.40}...: nested too deeply.") from None
 
 
 def _text(text: str) -> str | None:
-    """The value of a key that holds text: as typed, so that '{question}' needs no quotes; null and YAML quotes work."""
+    """Parses the value of a text key. The text is taken as typed, so '{question}' needs no quotes; null and YAML quotes
+    are recognised."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -1,8 +1,7 @@
-"""Every key a user can set: its name, type, default, allowed values and one line of documentation.
+"""Declares every config key with its name, type, default, allowed values and one line of documentation.
 
-The dataclasses below are the only home of a default. `base_config.yaml` is generated from them and a YAML file is read
-into them (`config_file.py`). `None` means "unset": the value then comes from the place the comment names. This module
-knows no jax and no file.
+All defaults are defined in the dataclasses below: `base_config.yaml` is generated from them, and YAML files are loaded
+into them (`load.py`). `None` means unset: the documentation of the key describes the default that is then used.
 """
 
 from __future__ import annotations
@@ -37,8 +36,10 @@ def key(
     blank: bool = False,
     python_only: bool = False,
 ) -> Any:
-    """A dataclass field that carries its documentation and its allowed range (`at_least <= value`, `above < value <
-    below`; a text that may be `blank`)."""
+    """Declares a dataclass field with its documentation and allowed range.
+
+    The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text.
+    """
     metadata = {
         "doc": doc,
         "choices": choices,
@@ -55,29 +56,30 @@ def key(
 
 
 def number_problem(value: Any) -> str | None:
-    """What is wrong with a number that a program could not hold, or None: int32 and float32 are the widest there."""
+    """Returns what is wrong with a number that int32 or float32, the widest types of a program, cannot represent, or
+    None."""
     if isinstance(value, int) and abs(value) > LARGEST_INT:
-        return f"whole numbers reach from -{LARGEST_INT} to {LARGEST_INT}"
+        return f"integers must be between -{LARGEST_INT} and {LARGEST_INT}"
     if isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
     if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
-        return f"in float32 it would be {'no number' if abs(value) > 1 else '0'}"
+        return f"in float32 it would be {'infinite' if abs(value) > 1 else '0'}"
     return None
 
 
 def _text_problem(text: str) -> str | None:
-    """What is wrong with a text that neither a file's name nor a UTF-8 file can hold, or None."""
+    """Returns what is wrong with a text that cannot be a file name or be encoded in UTF-8, or None."""
     if "\0" in text:
-        return "it holds a NUL character, which no file's name can; take it out"
+        return "it contains a NUL character, which is invalid in file names; remove it"
     try:
         text.encode()
-    except UnicodeEncodeError:  # what Python makes of an argument in another encoding than UTF-8
-        return "it holds half of a character (a lone surrogate); write it in UTF-8"
+    except UnicodeEncodeError:  # Python decodes an argument in another encoding than UTF-8 to surrogates
+        return "it contains a lone surrogate (half of a character); write it in UTF-8"
     return None
 
 
 def shortened(value: Any) -> str:
-    """`repr(value)` for a message, cut where it is long; Python itself refuses to write integers of 4300 digits."""
+    """Returns `repr(value)`, truncated for messages; Python itself raises an error for integers of over 4300 digits."""
     if isinstance(value, int) and abs(value) > 10**60:
         return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
     text = repr(value)
@@ -91,7 +93,7 @@ def check_ranges(section: Any, path: str) -> None:
         if value is None or not rule:
             continue
         if isinstance(value, str) and not value.strip() and not rule["blank"]:
-            raise UserError(f"{name}: got {value!r}, an empty text; give a value, or leave the key out.")
+            raise UserError(f"{name}: got {value!r}, an empty text; give a value, or omit the key.")
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and (problem := _text_problem(text)):
                 raise UserError(f"{name}: got {shortened(text)}; {problem}.")
@@ -100,9 +102,9 @@ def check_ranges(section: Any, path: str) -> None:
         if rule["choices"] is not None and value not in rule["choices"] and not may_be_number:
             other = "" if rule["at_least"] is None else f" Or a number, at least {rule['at_least']}."
             raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}{other}")
-        for each in value if isinstance(value, list) else [value]:
-            if problem := number_problem(each):
-                raise UserError(f"{name}: got {shortened(each)}; {problem}.")
+        for item in value if isinstance(value, list) else [value]:
+            if problem := number_problem(item):
+                raise UserError(f"{name}: got {shortened(item)}; {problem}.")
         if not number:
             continue
         if rule["at_least"] is not None and value < rule["at_least"]:
@@ -116,7 +118,7 @@ def check_ranges(section: Any, path: str) -> None:
 
 
 class _Checked:
-    """Checks ranges when constructed, so that Python users and YAML users meet the same errors."""
+    """Checks ranges in the constructor, so that Python and YAML users get the same errors."""
 
     section = ""
 
@@ -129,41 +131,45 @@ class ModelConfig(_Checked):
     section = "model"
     path: str | None = key(doc="folder or hub id of a Hugging Face model (config.json, tokenizer, safetensors)")
     init: str = key(
-        "pretrained", doc="pretrained: load the weights; random: make them", choices=("pretrained", "random")
+        "pretrained",
+        doc="pretrained: load the weights; random: initialise them at random",
+        choices=("pretrained", "random"),
     )
     config: dict[str, Any] | None = key(
-        doc="an HF config.json written inline, instead of `path`, for init: random; vocab_size may be left out"
+        doc="inline Hugging Face config.json, instead of `path`, for init: random; vocab_size may be omitted"
     )
     dtype: str | None = key(
         doc="compute dtype; unset: bfloat16 on TPU and GPU, float32 on CPU", choices=("float32", "bfloat16")
     )
     param_dtype: str = key(
         "float32",
-        doc="dtype of the weights; what is trained needs float32, a base that lora.rank freezes does not",
+        doc="dtype of the weights; trained weights need float32, a base that lora.rank freezes does not",
         choices=("float32", "bfloat16"),
     )
     attention: str = key(
         "auto",
-        doc="plain: scores as one array; blocked: less memory; cudnn (NVIDIA, bfloat16), splash (TPU): the device's "
-        "kernel; auto: the kernel where there is one, else by the size of a call",
+        doc="plain: all scores in one array; blocked: less memory; cudnn (NVIDIA, bfloat16), splash (TPU): kernel of "
+        "the device; auto: the kernel if there is one, else plain or blocked by the size of the input",
         choices=ATTENTIONS,
     )
     quantize: str | None = key(
-        doc="hold the projections of the frozen base in 8 or 4 bits; needs lora.rank to train (unset: as param_dtype)",
+        doc="store the projections of the frozen base in 8 or 4 bits; training needs lora.rank (unset: param_dtype)",
         choices=QUANTIZATIONS,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(_Checked):
-    """Low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685)."""
+    """Low-rank adapters on frozen weights (LoRA, arXiv 2106.09685)."""
 
     section = "lora"
-    rank: int | None = key(doc="train adapters of this rank, weights frozen; unset: train all weights", at_least=1)
-    alpha: float | None = key(doc="adapters count alpha / rank (unset: alpha = rank)", above=0)
+    rank: int | None = key(
+        doc="rank of the trained adapters; all other weights are frozen; unset: train all weights", at_least=1
+    )
+    alpha: float | None = key(doc="adapters are scaled by alpha / rank (unset: alpha = rank)", above=0)
     targets: list[str] | None = key(
-        doc="projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all, "
-        "of a model with experts the first four"
+        doc="projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all; "
+        "for a mixture-of-experts model, the first four"
     )
 
     def __post_init__(self) -> None:
@@ -172,80 +178,87 @@ class LoraConfig(_Checked):
             if name not in LORA_TARGETS:
                 raise UserError(f"lora.targets: unknown projection '{name}'. {nearest(name, LORA_TARGETS)}")
         if self.targets is not None and (not self.targets or len(set(self.targets)) != len(self.targets)):
-            raise UserError(f"lora.targets: name at least one projection, each once, not {self.targets}.")
+            raise UserError(f"lora.targets: list at least one projection, each once; got {self.targets}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(_Checked):
     section = "data"
-    name: str = key("maze", doc="data source: maze, gsm8k, reverse_text, jsonl, hub, or mix: those in `sources`")
-    sources: list[dict[str, Any]] | None = key(
-        doc="mix: list of {name, <what that source reads>} and, where wanted, label, weight (share of the prompts) and "
-        "advantage_estimator, k, truncation_order, ddof for its groups alone"
+    name: str = key(
+        "maze", doc="data source: maze, gsm8k, reverse_text, jsonl, hub, or mix (the sources listed in `sources`)"
     )
-    path: str | None = key(doc="local file or folder, or hub dataset id, for the sources that read one")
+    sources: list[dict[str, Any]] | None = key(
+        doc="mix: list of {name, <keys of that source>}; optional: label, weight (share of the prompts), and "
+        "advantage_estimator, k, truncation_order, ddof for the groups of this source"
+    )
+    path: str | None = key(doc="local file or folder, or hub dataset id, for sources that read one")
     split: str = key("train", doc="split to train on")
     eval_split: str = key("test", doc="split to evaluate on")
     prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")
     answer_template: str | None = key(
-        doc="jsonl, hub: the like for the column `answer`, which SFT and exact_match read, e.g. '{the sum}'"
+        doc="jsonl, hub: format string for the column `answer`, which SFT and exact_match read, e.g. '{the sum}'"
     )
     system_prompt: str | None = key(doc="system message; implies the chat template", blank=True)
     apply_chat_template: bool | None = key(
-        doc="wrap the prompt as a user message; unset: only with a system prompt or rows that hold messages"
+        doc="wrap the prompt as a user message; unset: only with a system prompt or rows that contain messages"
     )
     chat_template_args: dict[str, Any] | None = key(
         doc="variables for the chat template, e.g. {enable_thinking: false}"
     )
     batch_size: int = key(8, doc="prompts per training step", at_least=1)
-    shuffle: bool = key(True, doc="shuffle every epoch anew, by training.seed")
+    shuffle: bool = key(True, doc="shuffle the data anew in every epoch, seeded by training.seed")
     seed: int = key(0, doc="maze, reverse_text: seed of the generated rows", at_least=0)
     overlong_prompts: str = key(
         "skip",
-        doc="training and evaluation prompts longer than rollout.max_prompt_length, or empty: skip (counted) or error",
+        doc="training and evaluation prompts that are empty or longer than rollout.max_prompt_length: skip and count "
+        "them, or raise an error",
         choices=OVERLONG,
     )
     train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)
-    maze_size: int | None = key(doc="maze: side of the square, walls included, odd (unset: 9)", at_least=5, at_most=255)
-    text_length: int | None = key(doc="reverse_text: longest string (unset: 4)", at_least=2, at_most=1000)
+    maze_size: int | None = key(
+        doc="maze: side length of the square, walls included; odd (unset: 9)", at_least=5, at_most=255
+    )
+    text_length: int | None = key(doc="reverse_text: maximum string length (unset: 4)", at_least=2, at_most=1000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(_Checked):
-    """What every learner can be told; unset keys take the named learner's default (see `training/learners.py`)."""
+    """Settings of the learner; unset keys take the default of the selected learner (see `training/learners.py`)."""
 
     section = "algorithm"
     advantage_estimator: str | None = key(
-        doc="picks the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or FILE.py:function"
+        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or FILE.py:function"
     )
-    num_generations: int = key(8, doc="completions per prompt (the group, G)", at_least=2)
-    num_iterations: int = key(1, doc="passes over one rollout batch", at_least=1)
+    num_generations: int = key(8, doc="completions per prompt (group size G)", at_least=2)
+    num_iterations: int = key(1, doc="optimisation passes over one rollout batch", at_least=1)
     k: int | None = key(doc="maxpo, passk: K of max@K, 1..G-1; pkpo: 1..G", at_least=1)
     truncation_order: int | None = key(
         doc="maxrl: order of the truncated likelihood, 1..G-1; unset: Algorithm 1 of the paper, order G-1", at_least=1
     )
-    ddof: int | None = key(doc="grpo: 1 divides the group's variance by G-1, 0 by G (unset: 1)", at_least=0, at_most=1)
-    estimator_params: dict[str, Any] | None = key(doc="keyword parameters of an estimator of your own")
+    ddof: int | None = key(doc="grpo: 1: divide the group variance by G-1; 0: by G (unset: 1)", at_least=0, at_most=1)
+    estimator_params: dict[str, Any] | None = key(doc="keyword parameters of a custom estimator")
     binarize: bool = key(
         False, doc="train on success (1 if the total reward reaches rewards.success_threshold, else 0)"
     )
     policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, or FILE.py:function")
-    loss_params: dict[str, Any] | None = key(doc="keyword parameters of a loss of your own")
-    loss_agg_mode: str | None = key(doc="how tokens are weighted", choices=LOSS_AGG_MODES)
+    loss_params: dict[str, Any] | None = key(doc="keyword parameters of a custom loss")
+    loss_agg_mode: str | None = key(doc="weighting of the tokens in the loss", choices=LOSS_AGG_MODES)
     epsilon: float | None = key(
         doc="ppo_clip, gspo, cispo: lower clip range (unset: 0.2; gspo 3e-4)", above=0, at_most=1
     )
     epsilon_high: float | None = key(doc="ppo_clip, gspo, cispo: upper clip range (unset: epsilon; gspo 4e-4)", above=0)
     epsilon_c: float | None = key(doc="ppo_clip, gspo: dual-clip bound for negative advantages (unset: off)", above=1)
     dppo_mask_high: float | None = key(
-        doc="dppo: drop tokens whose probability rose by more than this, A > 0 (unset: 0.2)", above=0, at_most=1
+        doc="dppo: mask tokens with A > 0 whose probability rose by more than this (unset: 0.2)", above=0, at_most=1
     )
     dppo_mask_low: float | None = key(
-        doc="dppo: drop tokens whose probability fell by more than this, A <= 0 (unset: 0.2)", above=0, at_most=1
+        doc="dppo: mask tokens with A <= 0 whose probability fell by more than this (unset: 0.2)", above=0, at_most=1
     )
     kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
-    beta: float = key(0.0, doc="weight of the KL to the reference; 0 holds no reference model", at_least=0)
+    beta: float = key(
+        0.0, doc="weight of the KL divergence to the reference model; 0: no reference model is kept", at_least=0
+    )
     kl_loss_mode: str | None = key(
         doc="KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3); unset: k1 in the reward, k3 in the loss",
         choices=KL_LOSS_MODES,
@@ -253,44 +266,46 @@ class AlgorithmConfig(_Checked):
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
     entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
     sampler_is: str | None = key(
-        doc="correct for sampler and trainer computing other probabilities: truncated importance weights per token or "
-        "sequence (unset: off)",
+        doc="correct for different probabilities in sampler and trainer by truncated importance weights per token or "
+        "per sequence (unset: off)",
         choices=("token", "sequence"),
     )
-    sampler_is_threshold: float | None = key(doc="largest such weight (unset: 2)", above=0)
+    sampler_is_threshold: float | None = key(doc="sampler_is: maximum importance weight (unset: 2)", above=0)
     overlong: str | None = key(
-        doc="completions that reach the token limit: mask leaves those it cut out of the loss; penalty is DAPO's soft "
-        "one, over the last overlong_buffer tokens (unset: neither)",
+        doc="completions that reach the token limit; mask: exclude truncated ones from the loss; penalty: soft penalty "
+        "of DAPO over the last overlong_buffer tokens (unset: neither)",
         choices=("mask", "penalty"),
     )
     overlong_buffer: int | None = key(
-        doc="overlong: penalty grows from 0 to overlong_penalty over this many tokens before the limit", at_least=1
+        doc="overlong: the penalty grows from 0 to overlong_penalty over this many tokens before the limit", at_least=1
     )
-    overlong_penalty: float | None = key(doc="what a completion at the limit loses (unset: 1)", above=0)
+    overlong_penalty: float | None = key(doc="overlong: penalty of a completion at the limit (unset: 1)", above=0)
     dynamic_sampling: bool = key(
-        False, doc="draw further prompts in place of groups whose rewards are all equal; changes the objective"
+        False, doc="replace groups whose rewards are all equal by groups of further prompts; changes the objective"
     )
     max_extra_batches: int | None = key(
-        doc="dynamic_sampling: at most this many further rollout batches a step (unset: 4)", at_least=1
+        doc="dynamic_sampling: maximum number of further rollout batches per step (unset: 4)", at_least=1
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig(_Checked):
     section = "rollout"
-    max_prompt_length: int = key(512, doc="longest prompt, in tokens", at_least=1)
-    max_tokens_to_generate: int = key(256, doc="longest completion, in tokens, end-of-sequence included", at_least=1)
+    max_prompt_length: int = key(512, doc="maximum prompt length in tokens", at_least=1)
+    max_tokens_to_generate: int = key(
+        256, doc="maximum completion length in tokens, end-of-sequence included", at_least=1
+    )
     temperature: float = key(1.0, doc="sampling temperature; 0 is greedy (evaluation only)", at_least=0)
     top_p: float = key(1.0, doc="keep the most probable tokens whose probabilities sum to this", above=0, at_most=1)
-    top_k: int | None = key(doc="keep only this many most probable tokens; unset: all", at_least=1)
+    top_k: int | None = key(doc="keep only the k most probable tokens; unset: all", at_least=1)
     max_concurrent_rows: int | str = key(
         "auto",
-        doc="completions sampled at once, which bounds the cache; auto: all of a step, or as many as fit into memory",
+        doc="completions sampled at once, which bounds the KV cache; auto: all of a step, or as many as fit in memory",
         choices=("auto",),
         at_least=1,
     )
     eos_tokens: list[int] | None = key(
-        doc="ids that end a completion; unset: the tokenizer's and those of generation_config.json"
+        doc="token ids that end a completion; unset: those of the tokenizer and of generation_config.json"
     )
 
 
@@ -299,43 +314,47 @@ class RewardsConfig(_Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
         doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match or FILE.py:function; "
-        "unset: the data source's"
+        "unset: the function of the data source"
     )
     success_threshold: float = key(1.0, doc="a completion succeeds (pass@k) when its total reward reaches this")
     workers: int | None = key(
-        doc="processes that run reward functions; 0: none, they run in the run's own; unset: up to 4 for gsm8k, "
-        "gsm8k_lenient and functions of files and modules, none for the others",
+        doc="number of worker processes for reward functions; 0: functions run in the training process; unset: up to 4 "
+        "for gsm8k, gsm8k_lenient and functions of files and modules, none for the others",
         at_least=0,
     )
     timeout_seconds: float = key(
-        30.0, doc="workers: limit of one call of a function, which scores one group of completions", above=0
+        30.0, doc="workers: time limit of one function call, which scores one group of completions", above=0
     )
-    memory_gb: float = key(4.0, doc="workers: one that holds more than so many GB of memory is replaced", above=0)
+    memory_gb: float = key(4.0, doc="workers: a worker that uses more than this many GB of memory is replaced", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(_Checked):
-    """AdamW with a warm-up and a schedule."""
+    """AdamW with linear warm-up and a learning-rate schedule."""
 
     section = "optimizer"
     learning_rate: float = key(1e-6, doc="peak learning rate", above=0)
-    schedule: str = key("constant", doc="after the warm-up", choices=("constant", "linear", "cosine"))
+    schedule: str = key(
+        "constant", doc="learning-rate schedule after the warm-up", choices=("constant", "linear", "cosine")
+    )
     warmup_steps: int = key(0, doc="optimizer steps of linear warm-up", at_least=0)
-    end_fraction: float = key(0.1, doc="share of the peak at the end of linear and cosine", at_least=0, at_most=1)
-    weight_decay: float = key(0.0, doc="decoupled weight decay, on matrices only", at_least=0)
-    b1: float = key(0.9, doc="decay of the first moment", at_least=0, below=1)
-    b2: float = key(0.99, doc="decay of the second moment", at_least=0, below=1)
-    eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
+    end_fraction: float = key(
+        0.1, doc="final share of the peak learning rate for linear and cosine", at_least=0, at_most=1
+    )
+    weight_decay: float = key(0.0, doc="decoupled weight decay, applied to matrices only", at_least=0)
+    b1: float = key(0.9, doc="decay rate of the first moment", at_least=0, below=1)
+    b2: float = key(0.99, doc="decay rate of the second moment", at_least=0, below=1)
+    eps: float = key(1e-8, doc="added to the square root of the second moment", above=0)
     max_grad_norm: float | None = key(1.0, doc="clip the global gradient norm; null: off", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTConfig(_Checked):
     section = "sft"
-    max_steps: int = key(0, doc="supervised warm-up steps on the `answer` column; 0: none", at_least=0)
+    max_steps: int = key(0, doc="supervised fine-tuning steps on the `answer` column; 0: none", at_least=0)
     batch_size: int = key(32, doc="examples per supervised step", at_least=1)
     stop_at_success: float | None = key(
-        doc="end the warm-up once held-out pass@1 reaches this (checked every eval_every_n_steps)", above=0, at_most=1
+        doc="end SFT once held-out pass@1 reaches this value (checked every eval_every_n_steps)", above=0, at_most=1
     )
     eval_every_n_steps: int = key(25, doc="steps between the checks of stop_at_success", at_least=1)
     optimizer: OptimizerConfig = dataclasses.field(
@@ -347,11 +366,11 @@ class SFTConfig(_Checked):
 class EvalConfig(_Checked):
     section = "eval"
     samples: int = key(16, doc="completions per held-out problem", at_least=1)
-    k: list[int] | None = key(doc="the k of pass@k and maj@k; unset: 1, 2, 4, ... up to eval.samples")
-    max_problems: int | None = key(doc="evaluate only this many held-out problems; unset: all", at_least=1)
+    k: list[int] | None = key(doc="values of k for pass@k and maj@k; unset: 1, 2, 4, ... up to eval.samples")
+    max_problems: int | None = key(doc="maximum number of held-out problems to evaluate; unset: all", at_least=1)
     batch_size: int = key(32, doc="problems sampled at once", at_least=1)
     temperature: float = key(1.0, doc="sampling temperature of evaluation; 0 is greedy", at_least=0)
-    top_p: float = key(1.0, doc="nucleus of evaluation", above=0, at_most=1)
+    top_p: float = key(1.0, doc="top-p of evaluation (nucleus sampling)", above=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,46 +378,48 @@ class RLTrainingConfig(_Checked):
     section = "training"
     output_dir: str | None = key(doc="run folder; unset: runs/<config>-<estimator>-s<seed> (CLI), none (Python)")
     max_steps: int | None = key(doc="training steps (rollout batches); unset: one pass over the data", at_least=1)
-    seed: int = key(0, doc="seed of weights, sampling and evaluation", at_least=0)
+    seed: int = key(0, doc="seed of weight initialisation, sampling and evaluation", at_least=0)
     mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
     train_micro_batch_size: int | str = key(
         "auto",
-        doc="completions of full length per forward and backward; auto: 512 tokens on a CPU, elsewhere up to 16384 "
-        "where memory allows it",
+        doc="completions of full length per forward and backward pass; auto: 512 tokens on a CPU, elsewhere up to "
+        "16384 if memory allows it",
         choices=("auto",),
         at_least=1,
     )
-    logprob_chunk_size: int = key(1024, doc="tokens whose logits exist at once in the update", at_least=1)
-    eval_every_n_steps: int | None = key(doc="evaluate every n steps; unset: only before and after", at_least=1)
+    logprob_chunk_size: int = key(1024, doc="tokens whose logits are in memory at once in the update", at_least=1)
+    eval_every_n_steps: int | None = key(
+        doc="evaluate every n steps; unset: only before and after training", at_least=1
+    )
     checkpoint_every_n_steps: int = key(
         50, doc="steps between checkpoints; one is always written at the end", at_least=1
     )
-    max_checkpoints_to_keep: int = key(2, doc="newest checkpoints kept", at_least=1)
+    max_checkpoints_to_keep: int = key(2, doc="number of newest checkpoints to keep", at_least=1)
     best_metric: str | None = key(
-        doc="metric of the evaluations, e.g. eval/pass@1: the checkpoint of the step with its highest value is written "
-        "at once and kept beside the newest ones; needs eval_every_n_steps; unset: none"
+        doc="evaluation metric, e.g. eval/pass@1 (higher is better): the step with its highest value is saved at once "
+        "and kept in addition to the newest checkpoints; needs eval_every_n_steps; unset: none"
     )
     log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
     log_samples_every_n_steps: int | None = key(
-        50, doc="steps between tables of a prompt's best and worst completion on screen; null: none", at_least=1
+        50, doc="steps between printed tables of a prompt's best and worst completion; null: none", at_least=1
     )
     loggers: list[str] = key(
         ["tensorboard"],
-        doc="where metrics go beside metrics.jsonl: tensorboard (event files in the run folder), wandb, trackio; []: "
-        "nowhere",
+        doc="where metrics are logged in addition to metrics.jsonl: tensorboard (event files in the run folder), "
+        "wandb, trackio; []: nowhere",
     )
     profile_steps: list[int] | None = key(
-        doc="first and last step of a profiler trace, e.g. [5, 6], written to the run folder's profile/"
+        doc="first and last step of a profiler trace, e.g. [5, 6]; it is written to profile/ in the run folder"
     )
     max_skipped_updates: int = key(
         5,
-        doc="updates in a row that may be skipped because loss or gradient is not finite; then the run stops",
+        doc="consecutive updates that may be skipped because loss or gradient is non-finite; then the run stops",
         at_least=1,
     )
     max_logprob_gap: float | None = key(
         0.1,
-        doc="the run stops where the first update finds sampler and trainer further apart than this: mean difference "
-        "of their log-probabilities, in nats a token; null: off",
+        doc="stop the run if the mean difference between the log-probabilities of sampler and trainer, in nats per "
+        "token, exceeds this in the first update of the run; null: off",
         above=0,
     )
     remat: bool = key(False, doc="recompute each layer in the backward pass: less memory, about a third more compute")
@@ -412,21 +433,22 @@ class RLTrainingConfig(_Checked):
             if name not in LOGGERS:
                 raise UserError(f"training.loggers: unknown logger {shortened(name)}. {nearest(str(name), LOGGERS)}")
         if len(set(self.loggers)) != len(self.loggers):
-            raise UserError(f"training.loggers: name each logger once, not {self.loggers}.")
+            raise UserError(f"training.loggers: list each logger once; got {self.loggers}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(_Checked):
     section = "mesh"
-    shape: list[int] | str = key("auto", doc="devices along each axis; auto: all of them along the first axis")
+    shape: list[int] | str = key("auto", doc="devices along each axis; auto: all devices along the first axis")
     axis_names: list[str] = key(
-        ["fsdp", "tp"], doc="out of data (splits prompts), fsdp (prompts and weights), tp (heads and features)"
+        ["fsdp", "tp"],
+        doc="any of data (splits prompts), fsdp (splits prompts and weights), tp (splits heads and features)",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One run. Each section is a mapping in the YAML."""
+    """The configuration of one run. Each section is a mapping in the YAML file."""
 
     model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()

@@ -1,1 +1,1 @@
-"""Processes, progress, console output, profiling, user code."""
+"""Runtime services: processes, console output, progress, profiling, input files and user code."""

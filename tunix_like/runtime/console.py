@@ -1,6 +1,6 @@
-"""What a run says: one readable line a step, small tables, texts that cannot command the terminal.
+"""Prints the console output of a run: one line per step, tables, and text with control characters escaped.
 
-Knows rich, the terminal and how to abbreviate. Does NOT know where numbers come from: an absent metric is left out.
+Absent metrics are omitted.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ from tunix_like.runtime.visible import visible
 
 class _Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        """Raises the BrokenPipeError again. rich itself would end the process without a word."""
+        """Raises the BrokenPipeError again; rich would exit the process without a message."""
         raise
 
 
 _CONSOLE = _Console(highlight=False, emoji=False)
-_LOG_WIDTH = 140  # columns where there is no terminal to ask
+_LOG_WIDTH = 140  # columns if the output is not a terminal
 _EXCERPT_LINES = 20
-_said = 0.0
+_last_printed = 0.0
 
 
 def silence() -> None:
-    """Prints nothing from here on: in a run of several processes one does the talking."""
+    """Disables all output of this process; in a run of several processes only the first one prints."""
     _CONSOLE.quiet = True
 
 
 def say(text: str) -> None:
-    """Prints a text without markup and wrapping, above the line at the bottom if there is one. What does not print is
-    written by its number (`visible`)."""
-    global _said
-    _said = time.monotonic()
+    """Prints a text without markup or wrapping, above the progress line if there is one.
+
+    Non-printable characters are escaped (`visible`).
+    """
+    global _last_printed
+    _last_printed = time.monotonic()
     _CONSOLE.print(visible(text), markup=False, soft_wrap=True)
     output.check()
 
 
 def print_completion(text: str) -> None:
-    """Prints what a model wrote: on a terminal with `visible`, into a file or a pipe as it is."""
+    """Prints a completion: escaped with `visible` on a terminal, unchanged to a file or a pipe."""
     print(visible(text) if sys.stdout.isatty() else text)
 
 
 def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any]) -> str:
-    """A step in one line: rewards, success, length, loss, speed, where the time went, evaluation.
+    """Formats a step as one line: rewards, success, length, loss, speed, share of the time per phase, evaluation.
 
     Args:
-      name: the phase (`train`, `sft`); metrics may carry it as a prefix.
-      step: its number, from 1.
-      total: how many steps there will be; None: not known.
+      name: the phase (`train`, `sft`); metric names may have it as a prefix.
+      step: number of the step, from 1.
+      total: total number of steps; None if unknown.
       metrics: a row of `metrics.jsonl`. Times are in seconds, ratios between 0 and 1.
     """
-    known = {key.removeprefix(f"{name}/"): value for key, value in metrics.items() if _is_number(value)}
+    numbers = {key.removeprefix(f"{name}/"): value for key, value in metrics.items() if _is_number(value)}
     parts = [f"{name} {step}" if total is None else f"{name} {step:{len(str(total))}d}/{total}"]
     parts += [
-        f"{label} {form.format(known[key])}"
+        f"{label} {form.format(numbers[key])}"
         for key, label, form in (
             ("rewards/mean", "reward", "{:.3f}"),
             ("pass@1", "pass@1", "{:.1%}"),
@@ -76,27 +78,28 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
             ("loss", "loss", "{:.4g}"),
             ("perf/generation_tokens_per_sec", "tok/s", "{:,.0f}"),
         )
-        if key in known and (known[key] or not key.startswith("reward/"))
+        if key in numbers and (numbers[key] or not key.startswith("reward/"))
     ]
-    if "step_time_sec" in known:
-        parts.append(f"{known['step_time_sec']:.2f} s{_split(known)}")
-    parts += [f"{key} {value:.1%}" for key, value in known.items() if key.startswith("eval/pass@")]
+    if "step_time_sec" in numbers:
+        parts.append(f"{numbers['step_time_sec']:.2f} s{_time_shares(numbers)}")
+    parts += [f"{key} {value:.1%}" for key, value in numbers.items() if key.startswith("eval/pass@")]
     return "  ".join(parts)
 
 
 def samples_each(number: int) -> str:
+    """Formats the number of samples per problem."""
     return f"{number} sample{'s' * (number != 1)} each"
 
 
 def problems(number: int, skipped: int, name: str = "problems") -> str:
-    """How many problems were evaluated, and how many prompts were skipped if any were."""
+    """Formats the number of evaluated problems, and the number of skipped prompts if it is not 0."""
     return f"{number} {name}" + (f" ({skipped} prompt{'s' * (skipped != 1)} skipped)" if skipped else "")
 
 
 def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
-    """A metric for a table: a count (an int) in full, a share in percent, any other number to three digits.
+    """Formats a metric for a table: an int in full, a ratio in percent, any other number to three digits.
 
-    Where both ends of its interval are known they follow: `61.2% [58.7, 63.6]`.
+    If both ends of its interval are given, they follow: `61.2% [58.7, 63.6]`.
     """
     if not _is_number(value):
         return "-"
@@ -110,61 +113,66 @@ def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
 
 
 def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Of metrics `eval/<name>` a cell each by name, in their order; `eval/low/<name>` and `eval/high/<name>` are the
-    ends of an interval."""
-    found = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
+    """Formats the metrics `eval/<name>` as table cells by name, in their order.
+
+    `eval/low/<name>` and `eval/high/<name>` are the ends of the interval of a metric.
+    """
+    values = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
     return {
-        name: figure(name, value, found.get(f"low/{name}"), found.get(f"high/{name}"))
-        for name, value in found.items()
+        name: figure(name, value, values.get(f"low/{name}"), values.get(f"high/{name}"))
+        for name, value in values.items()
         if not name.startswith(("low/", "high/"))
     }
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, texts: Collection[str] = ()) -> None:
-    """Prints a table; a column whose cells all start like numbers is aligned to the right, unless `texts` names it."""
+    """Prints a table. Columns whose cells all start like numbers are aligned right, except those named in `texts`."""
     cells = [[visible(str(cell)) for cell in row] for row in rows]
-    shown = rich.table.Table(box=rich.box.HEAVY_HEAD if _draws_lines() else rich.box.ASCII)
+    grid = rich.table.Table(box=rich.box.HEAVY_HEAD if _has_box_characters() else rich.box.ASCII)
     for index, column in enumerate(columns):
         numeric = column not in texts and all(row[index].lstrip("+-.")[:1].isdigit() for row in cells)
-        shown.add_column(rich.text.Text(visible(column)), justify="right" if numeric else "left", overflow="fold")
+        grid.add_column(rich.text.Text(visible(column)), justify="right" if numeric else "left", overflow="fold")
     for row in cells:
-        shown.add_row(*map(rich.text.Text, row))
+        grid.add_row(*map(rich.text.Text, row))
     console = _CONSOLE
     if not _is_on_terminal():
         console = _Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet, emoji=False)
-    say(title)  # not the table's own, which would be wrapped to its width
-    console.print(shown)
+    say(title)  # a title of the rich table would be wrapped to the width of the table
+    console.print(grid)
     output.check()
 
 
 def excerpt(text: str, most: int) -> str:
-    """A text of foreign origin for the screen: line breaks stay, tabs and whatever does not print are written by their
-    numbers (`\\x1b`), and of more than `most` characters, or 20 lines, the middle is left out."""
+    """Shortens and escapes untrusted text for the screen.
+
+    Line breaks are kept; tabs and non-printable characters are escaped (`\\x1b`). The middle of a text with more than
+    `most` characters or 20 lines is omitted.
+    """
     ends = [text]
     if len(text) > most or text.count("\n") >= _EXCERPT_LINES:
         half, lines = most // 2, _EXCERPT_LINES // 2
         ends = ["\n".join(text[:half].split("\n")[:lines]), "\n".join(text[-half:].split("\n")[-lines:])]
-    left_out = len(text) - sum(map(len, ends))
-    return f" ... [{left_out} characters] ... ".join(visible(end).replace("\t", "\\t") for end in ends)
+    omitted = len(text) - sum(map(len, ends))
+    return f" ... [{omitted} characters] ... ".join(visible(end).replace("\t", "\\t") for end in ends)
 
 
 def has_bottom_line() -> bool:
-    """Whether a line can stand below what is printed."""
-    return _is_on_terminal() and _draws_lines() and not _CONSOLE.is_dumb_terminal and not _CONSOLE.quiet
+    """Returns whether a progress line can be shown below the output."""
+    return _is_on_terminal() and _has_box_characters() and not _CONSOLE.is_dumb_terminal and not _CONSOLE.quiet
 
 
 def terminal() -> rich.console.Console:
-    """What everything here is printed on."""
+    """Returns the console that this module prints to."""
     return _CONSOLE
 
 
 def last_said() -> float:
-    """When something was printed last, by `time.monotonic`; 0: nothing yet."""
-    return _said
+    """Returns the `time.monotonic` time of the last `say`; 0 before the first one."""
+    return _last_printed
 
 
 class LogHandler(logging.Handler):
-    """Log records to what is standard error at the time: where a line stands at the bottom, they go above it."""
+    """Writes log records to the current `sys.stderr`, so that they appear above a progress line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -174,19 +182,20 @@ class LogHandler(logging.Handler):
 
 
 def _is_on_terminal() -> bool:
-    """FORCE_COLOR makes a terminal of any file for rich; a line that is overwritten is of use on a real one alone."""
+    """Returns whether the output is a real terminal. With FORCE_COLOR, rich treats any file as a terminal, but a line
+    that is overwritten works on a real one only."""
     return _CONSOLE.is_terminal and _CONSOLE.file.isatty()
 
 
-def _draws_lines() -> bool:
-    """Whether the encoding of the output has the characters that lines are drawn with."""
+def _has_box_characters() -> bool:
+    """Returns whether the encoding of the output has box-drawing characters."""
     return (getattr(_CONSOLE.file, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
-def _split(known: Mapping[str, float]) -> str:
-    """Shares of the step's time, largest first; small ones are left out, so that the line stays a line."""
-    whole = known["step_time_sec"]
-    shares = {key.removeprefix("time/"): value / whole for key, value in known.items() if key.startswith("time/")}
+def _time_shares(metrics: Mapping[str, float]) -> str:
+    """Formats the shares of the step time, largest first; shares below 5% are omitted to keep the line short."""
+    whole = metrics["step_time_sec"]
+    shares = {key.removeprefix("time/"): value / whole for key, value in metrics.items() if key.startswith("time/")}
     shown = [f"{key} {share:.0%}" for key, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""
 

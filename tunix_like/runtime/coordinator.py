@@ -1,7 +1,7 @@
-"""What is known of a run's coordinator (process 0) by its address, before jax is asked to start or to join it.
+"""Checks the address of the coordinator (process 0) of a run before jax starts it or connects to it.
 
-jax's own service ends with a segmentation fault on a port in use, and its client aborts the process where no
-coordinator answers: neither can be caught. It knows sockets and the first bytes of HTTP/2. It does NOT import jax.
+The coordinator service of jax crashes with a segmentation fault if its port is in use, and the client of jax aborts the
+process if no coordinator answers. Neither can be caught. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -15,72 +15,76 @@ import time
 from tunix_like.errors import UserError
 
 ANSWER_SECONDS = 20.0
-"""How long something that accepts connections may go without an answer."""
+"""Seconds after which a server that accepts connections but does not answer is an error."""
 
 _RETRY_SECONDS = 0.25
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""A client's connection preface (RFC 9113, section 3.4): fixed text and an empty SETTINGS frame."""
+"""The connection preface of an HTTP/2 client (RFC 9113, section 3.4): fixed text and an empty SETTINGS frame."""
 
 _SETTINGS, _FRAME_TYPE, _FRAME_HEADER = 4, 3, 9
-"""The server's first frame must be SETTINGS; place of the type in a frame's header; bytes of that header."""
+"""Type of the SETTINGS frame, which must be the server's first frame; index of the type in a frame header; size of the
+header in bytes."""
 
 
 def check_port(address: str) -> None:
-    """Raises UserError where process 0 cannot listen on the port of `address` (`host:port`)."""
+    """Raises UserError if process 0 cannot listen on the port of `address` (`host:port`)."""
     port = _split(address)[1]
-    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # jax listens there, and the port of `address` is forwarded to it
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # jax listens on that address; `address` is forwarded to it
         return
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    dualstack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dualstack else socket.AF_INET
     try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+        socket.create_server(("", port), family=family, dualstack_ipv6=dualstack).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(
-                f"--coordinator {address}: port {port} is in use on this machine, by another run or program; give all "
+                f"--coordinator {address}: port {port} is in use by another run or program on this machine; give all "
                 "processes another port."
             ) from None
         raise UserError(f"--coordinator {address}: cannot listen on port {port}: {error.strerror or error}.") from None
 
 
 def wait_for(address: str, seconds: float) -> None:
-    """Returns when what listens at `address` speaks HTTP/2, as a coordinator does.
+    """Waits until a server at `address` answers with HTTP/2, as a coordinator does.
 
     Raises:
-      UserError: nothing listens there after so many seconds, or what does is no coordinator.
+      UserError: no server listens at `address` within `seconds`, or the server is not a coordinator.
     """
     host, port = _split(address)
     end, silent_since = time.monotonic() + seconds, None
     while True:
         try:
             answer = _first_bytes(host, port)
-        except OSError as error:  # not there yet, or its name is not known yet
+        except OSError as error:  # the server has not started, or its host name cannot be resolved yet
             why, silent_since = str(error.strerror or error), None
         else:
             if len(answer) == _FRAME_HEADER and answer[_FRAME_TYPE] == _SETTINGS:
                 return
             if answer:
                 raise UserError(
-                    f"--coordinator {address}: what answers there is no process 0 of a run (it says {answer!r}); give "
-                    "host and port of process 0."
+                    f"--coordinator {address}: the server at this address is not process 0 of a run (it answered "
+                    f"{answer!r}); give the host and port of process 0."
                 )
-            why, silent_since = "it says nothing", silent_since or time.monotonic()
+            why, silent_since = "connected, but no answer", silent_since or time.monotonic()
         if silent_since is not None and time.monotonic() - silent_since > ANSWER_SECONDS:
             raise UserError(
-                f"--coordinator {address}: something listens there and does not answer as a process 0 of a run does; "
-                "give host and port of process 0."
+                f"--coordinator {address}: the server at this address does not answer as a process 0 of a run does; "
+                "give the host and port of process 0."
             )
         if time.monotonic() > end:
             raise UserError(
-                f"--coordinator {address}: nothing answers there after {seconds:g} seconds ({why}). Start process 0 on "
-                "that host, with the same address, and see that the port can be reached from here."
+                f"--coordinator {address}: no answer after {seconds:g} seconds ({why}). Start process 0 on that host "
+                "with the same address, and check that the port can be reached from this machine."
             )
         time.sleep(_RETRY_SECONDS)
 
 
 def _first_bytes(host: str, port: int) -> bytes:
-    """The first bytes of the answer to a greeting, none where the connection ends or nothing comes in time. Raises
-    OSError where there is no connection."""
+    """Returns the first bytes of the answer to the preface; empty if the connection ends or times out.
+
+    Raises:
+      OSError: the connection cannot be opened.
+    """
     with socket.create_connection((host, port), timeout=min(5.0, ANSWER_SECONDS)) as peer:
         answer = b""
         with contextlib.suppress(OSError):
@@ -93,5 +97,5 @@ def _first_bytes(host: str, port: int) -> bytes:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not 0 < int(port) < 65536:
-        raise UserError(f"--coordinator {address}: port {port} is none; give one from 1 to 65535.")
+        raise UserError(f"--coordinator {address}: port {port} is not valid; give one from 1 to 65535.")
     return host.strip("[]"), int(port)

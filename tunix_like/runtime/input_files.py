@@ -1,7 +1,4 @@
-"""Whether a file that the user names can be read, and in words what it is where it cannot.
-
-It knows kinds of files. It does NOT know what any file holds.
-"""
+"""Checks whether an input file can be read and describes the problem if it cannot."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ _COMPRESSED = {
     b"BZh": ("bzip2", "bunzip2"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-"""The first bytes of a compressed file: the format, and the program that decompresses it."""
+"""Format and decompression program of a compressed file, by the first bytes of the file."""
 
 _KINDS = {
     stat.S_IFDIR: "is a folder, not a file",
-    stat.S_IFIFO: "is a named pipe (FIFO), which cannot be read twice; write its content to a file",
+    stat.S_IFIFO: "is a named pipe (FIFO), which cannot be read twice; write its content to a file instead",
     stat.S_IFSOCK: "is a socket, not a file",
     stat.S_IFCHR: "is a device, not a file",
     stat.S_IFBLK: "is a device, not a file",
@@ -29,15 +26,15 @@ _KINDS = {
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Why a file cannot be read as text, as the predicate of a sentence ("does not exist"); None where it can.
+    """Returns why a file cannot be read as text, as the predicate of a sentence ("does not exist"), or None.
 
-    A pipe is refused and never opened: opening one waits for a writer.
+    A pipe is rejected without opening it, because opening a pipe waits for a writer.
     """
     path = Path(path)
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)
         if kind != stat.S_IFREG:
-            return _KINDS.get(kind, "is no regular file")
+            return _KINDS.get(kind, "is not a regular file")
         with path.open("rb") as file:
             head = file.read(max(map(len, _COMPRESSED)))
     except (FileNotFoundError, NotADirectoryError):
@@ -46,8 +43,8 @@ def file_problem(path: str | Path) -> str | None:
     except OSError as error:
         loop = error.errno == errno.ELOOP
         return "is a loop of symbolic links" if loop else f"cannot be read ({error.strerror})"
-    except ValueError:  # a NUL character, or half of a surrogate pair
-        return "is no name that a file can have"
+    except ValueError:  # a NUL character or a lone surrogate
+        return "is not a valid file name"
     for magic, (name, program) in _COMPRESSED.items():
         if head.startswith(magic):
             return f"is compressed ({name}); decompress it with {program}"

@@ -1,7 +1,4 @@
-"""Small JSON files that others have written: read whole, and refused in one line where they are not what they must be.
-
-It knows no field of any file.
-"""
+"""Reads small JSON files from other programs and reports invalid ones in one line."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ from tunix_like.runtime.input_files import file_problem
 
 
 def read_object(file: Path, cure: str) -> dict[str, Any]:
-    """The object in a JSON file, in any encoding of Unicode.
+    """Reads the object in a JSON file in any Unicode encoding.
 
     Args:
-      cure: what to do where there is none, a sentence for the message.
+      cure: the remedy if the file is invalid, as a sentence for the message.
 
     Raises:
-      UserError: the file cannot be read, or is not one JSON object of well-formed text.
+      UserError: the file cannot be read, or is not one JSON object with well-formed text.
     """
     if os.path.lexists(file) and (problem := file_problem(file)):
         raise UserError(f"{file}: it {problem}. {cure}")
     try:
         raw = file.read_bytes()
         value = json.loads(raw)
-        if b"\\ud" in raw.lower():  # half of a pair: a text for Python, and for nothing that it is handed to
+        if b"\\ud" in raw.lower():  # Python accepts a lone surrogate, but other libraries fail on it
             json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise UserError(f"{file}: no such file. {cure}") from None

@@ -1,8 +1,8 @@
-"""Standard output and standard error of a command. A write to them never raises and never stops a run.
+"""Replaces standard output and standard error by streams that never raise and never stop a run.
 
-A reader that ended (`| head`), a closed terminal and a full disk fail a write; a paused terminal blocks it. A run goes
-on: text that cannot be written is kept and written later, or goes to a file of the run folder. A command whose output
-is its result ends. This module knows file descriptors. It does NOT know what is printed.
+Writes fail if the reader exited (`| head`), the terminal was closed or the disk is full; they block if the terminal is
+paused. A run then continues: unwritten text is kept and written later, or written to a file in the run folder. A
+command whose output is its result exits instead.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 from tunix_like.errors import UserError
 
 FILE = "output.log"
-"""File in the run folder that takes the output once its own stream is gone."""
+"""File in the run folder that receives the output after its stream failed."""
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Exit status of a command whose output nobody reads any more; shells report the same for `seq 99999 | head -1`."""
+"""Exit status of a command whose output is no longer read; shells report the same for `seq 99999 | head -1`."""
 
 PATIENCE = 1.0
-"""Seconds that a run waits for a stream that is blocked, before it goes on without."""
+"""Seconds that a run waits for a blocked stream before it continues."""
 
 KEPT = 1 << 20
-"""Bytes of unwritten text that are kept, for each stream; of more the oldest are dropped."""
+"""Bytes of unwritten text that are kept per stream; beyond that, the oldest are dropped."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a later write can succeed
 
-_PART = 4096  # bytes that a pipe takes without blocking once select reports it ready (PIPE_BUF)
-_PART_OF_TERMINAL = 64  # a terminal is ready when it has room for 256 bytes, and makes two of each line break
+_PART = 4096  # bytes that a pipe accepts without blocking once select reports it ready (PIPE_BUF)
+_PART_OF_TERMINAL = 64  # a terminal is ready if it has room for 256 bytes, and it expands each line break to two
 
 _lock = threading.RLock()
 _streams: list[_Stream] = []
@@ -46,23 +46,23 @@ _file: Path | None = None
 
 
 class Unread(SystemExit):
-    """The reader of standard output has ended."""
+    """The reader of standard output has exited."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_UNREAD)
 
 
 class _Unwritten(UserError):
-    """Standard output cannot be written for another reason."""
+    """Standard output cannot be written, for another reason."""
 
     status = 74
 
 
 class _Stream(io.RawIOBase):
-    """A descriptor that is written to without raising.
+    """A stream on a file descriptor whose writes never raise.
 
     Attributes:
-      error: why the last write failed; None: it succeeded.
+      error: why the last write failed; None if it succeeded.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -91,7 +91,7 @@ class _Stream(io.RawIOBase):
         return len(text)
 
     def drain(self, patience: float | None) -> None:
-        """Writes what is waiting, unless the stream is blocked for `patience` seconds (None: waits for ever) or
+        """Writes the waiting text. Stops if the stream is blocked for `patience` seconds (None: waits indefinitely) or
         fails."""
         with _lock:
             while self._waiting:
@@ -101,7 +101,7 @@ class _Stream(io.RawIOBase):
                         return
                     part = _PART_OF_TERMINAL if self.isatty() else _PART
                     written = os.write(self._number, self._waiting[:part])
-                except BlockingIOError:  # non-blocking, and another process was faster
+                except BlockingIOError:  # a non-blocking stream that another process filled first
                     time.sleep(0.01)
                     continue
                 except OSError as error:
@@ -113,42 +113,43 @@ class _Stream(io.RawIOBase):
                 del self._waiting[:written]
 
     def _move(self, error: OSError) -> bool:
-        """Connects the descriptor to the file of the run; False where that is not possible or not needed."""
+        """Redirects the descriptor to the file in the run folder; returns False if that is impossible or not needed."""
         if _file is None or self._moved or error.errno in _FULL:
             return False
         try:
             file = os.open(_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError:
             return False
-        os.dup2(file, self._number)  # what C code prints goes there too
+        os.dup2(file, self._number)  # redirects the output of C code too
         os.close(file)
         self._moved = True
-        said = f"WARNING: {self._name} cannot be written ({error.strerror}): what follows goes to {_file}\n"
+        warning = f"WARNING: {self._name} cannot be written ({error.strerror}): further output goes to {_file}\n"
         for stream in _streams:
             if stream is not self:
-                stream.write(said.encode())
+                stream.write(warning.encode())
         return True
 
     def _drop_oldest(self) -> None:
         excess = len(self._waiting) - KEPT
         if excess > 0:
-            # By halves, since each cut copies what is left; at the end of a line where there is one.
+            # Drops half of the buffer at a time, since each cut copies the rest; cuts at a line break if there is one.
             end = self._waiting.find(b"\n", excess + KEPT // 2) + 1 or len(self._waiting)
             self._dropped += end
             self._waiting[:end] = f"\n[{self._dropped} bytes of output could not be written and are lost]\n".encode()
 
 
 def guard() -> None:
-    """Replaces the interpreter's own two streams; others (of a test, of a notebook) stay.
+    """Replaces `sys.stdout` and `sys.stderr` if they are the streams of the interpreter; replacements by a test or a
+    notebook are kept.
 
-    A descriptor that is closed is connected to /dev/null: a file that is opened later would get its number, and with
-    it what is printed.
+    A closed descriptor is connected to /dev/null. Otherwise a file opened later would get its number and receive the
+    output.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `number`
     for name, words, number in (("stdout", "standard output", 1), ("stderr", "standard error", 2)):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):
@@ -157,30 +158,30 @@ def guard() -> None:
             encoding = getattr(stream, "encoding", None) or "utf-8"
             setattr(sys, name, io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True))
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a character that its encoding lacks must not end a run
+            stream.reconfigure(errors="backslashreplace")  # a character outside of its encoding must not stop a run
     if _streams:
         atexit.register(_last_drain)
 
 
 def go_on(run: bool) -> None:
-    """Says what a failed or blocked write means: a run goes on; any other command waits, or ends at `check`."""
+    """Sets how failed or blocked writes are handled: a run continues; other commands wait, or exit in `check`."""
     global _goes_on
     _goes_on = run
 
 
 def keep_in(folder: Path) -> None:
-    """From here on, and for what is still unwritten, a stream that is gone is replaced by a file in `folder`."""
+    """Sets the folder of the file that replaces a failed stream, for unwritten and for further text."""
     global _file
     _file = folder / FILE
 
 
 def check() -> None:
-    """Ends a command whose output is its result when that output cannot be written. Returns for a run, and in threads
-    other than the main one.
+    """Raises if standard output cannot be written and is the result of the command. For a run, and in threads other
+    than the main thread, it returns.
 
     Raises:
-      Unread: its reader has ended.
-      UserError: it cannot be written for another reason, such as a full disk.
+      Unread: the reader of the output has exited.
+      UserError: the output cannot be written for another reason, such as a full disk.
     """
     if _goes_on or threading.current_thread() is not threading.main_thread():
         return
@@ -188,19 +189,19 @@ def check() -> None:
     if isinstance(error, BrokenPipeError):
         raise Unread
     if error is not None:
-        raise _Unwritten(f"standard output cannot be written ({error.strerror}): write it to another place.")
+        raise _Unwritten(f"standard output cannot be written ({error.strerror}): redirect it to another file.")
 
 
 def finish() -> None:
-    """Writes what is left of the last line. Raises what `check` raises."""
+    """Flushes both streams. Raises what `check` raises."""
     sys.stdout.flush()
     sys.stderr.flush()
     check()
 
 
 def from_handler(text: str) -> None:
-    """Writes to standard error at once or not at all: a signal handler must not wait, and must not take a lock that
-    the code it interrupts may hold."""
+    """Writes to standard error if it is ready, else drops the text. For signal handlers, which must neither wait nor
+    take a lock that the interrupted code may hold."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())

@@ -1,8 +1,8 @@
-"""Several processes as one run: how they find each other, who does what, and an end when one of them is gone.
+"""Coordinates the processes of a run: start, communication, and shutdown if one of them fails.
 
-Every process runs the same program over one mesh of all devices, so each must take the same turn at every branch: what
-only one process can know (its share of the rewards, a signal, a file) is told to all before anything depends on it.
-Alone, a process does everything itself and nothing is sent. This module knows no model and no training.
+Every process runs the same program on one mesh of all devices, so all processes must take the same branches. What only
+one process knows (its share of the rewards, a signal, a file) is sent to all processes before it is used. A run of one
+process sends nothing.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from tunix_like.errors import UserError
 from tunix_like.runtime.coordinator import check_port, wait_for
 
 HEARTBEAT_SECONDS = 30
-"""After so long without a sign of life a process counts as gone, and the others are stopped."""
+"""Seconds without a heartbeat after which a process counts as lost and the other processes are stopped."""
 
 START_SECONDS = 300
-"""How long a process waits for the others at the start."""
+"""Seconds that a process waits for the others at the start."""
 
 LEAVE_SECONDS = 15
-"""How long a process that is done waits for the others."""
+"""Seconds that a finished process waits for the others."""
 
 EXIT_LOST = 70
-"""Exit status after an error that the other processes do not know of."""
+"""Exit status after an error that the other processes have not been informed of."""
 
 Item = TypeVar("Item")
 
 
 def start(coordinator: str | None = None, count: int | None = None, index: int | None = None) -> None:
-    """Joins the processes of a run, before anything else is asked of jax.
+    """Connects the processes of a run; must be called before any other use of jax.
 
     Args:
-      coordinator: `host:port` of process 0, the same for all. None: as the scheduler or the TPU slice says.
-      count, index: how many processes there are, and the number of this one, from 0.
+      coordinator: `host:port` of process 0, the same for all processes. None: taken from the scheduler or TPU slice.
+      count, index: number of processes, and index of this process, from 0.
 
     Raises:
-      UserError: they do not find each other.
+      UserError: the processes cannot connect.
     """
-    # It would swallow SIGTERM, after which a run saves itself and ends.
+    # The preemption service would intercept SIGTERM, on which a run saves a checkpoint and exits.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator is not None and index == 0:
         check_port(coordinator)
@@ -63,7 +63,7 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
             coordinator,
             count,
             index,
-            initialization_timeout=2 * START_SECONDS,  # at its end jax aborts with a stack trace
+            initialization_timeout=2 * START_SECONDS,  # on this timeout jax aborts with a stack trace
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=LEAVE_SECONDS,
         )
@@ -77,43 +77,44 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
 
 
 def _not_found(coordinator: str | None, why: str) -> str:
-    where = "as the environment says" if coordinator is None else f"at {coordinator}"
+    where = "from the environment variables" if coordinator is None else f"at {coordinator}"
     return (
-        f"the processes of this run did not find each other {where} ({why}). Start every one of them with the same "
-        "--coordinator HOST:PORT (process 0's) and --num-processes, and its own --process-id."
+        f"the processes of this run did not find each other {where} ({why}). Start every process with the same "
+        "--coordinator HOST:PORT (of process 0) and --num-processes, and with its own --process-id."
     )
 
 
 def _leave_late(coordinator: str | None) -> NoReturn:
-    """Ends this process, which waits inside jax for the others, where no exception reaches it."""
-    print(f"error: {_not_found(coordinator, f'not all are there after {START_SECONDS} seconds')}", file=sys.stderr)
+    """Exits this process while it waits for the others inside jax, where no exception can reach it."""
+    why = f"not all processes connected within {START_SECONDS} seconds"
+    print(f"error: {_not_found(coordinator, why)}", file=sys.stderr)
     sys.stderr.flush()
     os._exit(UserError.status)
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes files and talks."""
+    """Returns whether this is process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
 def gather(value: Any) -> list[Any]:
-    """What every process has, in their order; `value` is anything that JSON keeps."""
+    """Returns the `value` of every process, in process order; `value` must be JSON-serialisable."""
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
-    room = 1 << int(sizes.max() - 1).bit_length()  # few shapes: each is compiled once
-    rows = np.asarray(multihost_utils.process_allgather(np.pad(data, (0, room - len(data)))))
-    return [json.loads(bytes(row[:size])) for row, size in zip(rows.reshape(len(sizes), room), sizes, strict=True)]
+    width = 1 << int(sizes.max() - 1).bit_length()  # a power of two: each shape is compiled once
+    rows = np.asarray(multihost_utils.process_allgather(np.pad(data, (0, width - len(data)))))
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows.reshape(len(sizes), width), sizes, strict=True)]
 
 
 def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -> list[Any]:
-    """`work(items)`, a list with one result an item, each process doing its share of neighbouring items.
+    """Returns `work(items)`, a list with one result per item; each process computes a contiguous share of the items.
 
-    Results are sent as JSON, and so are lists, dicts, text, numbers or None where there are several processes.
+    With several processes the results are sent as JSON, so they must be lists, dicts, text, numbers or None.
 
     Raises:
-      UserError: in every process, what was raised in the first that raised one.
+      UserError: in every process, the UserError of the first process that raised one.
     """
     if jax.process_count() == 1:
         return work(items)
@@ -123,27 +124,27 @@ def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -
 
 
 def by_first(work: Callable[[], Any]) -> Any:
-    """What `work` returns in process 0, the only one to do it.
+    """Calls `work` in process 0 only and returns its result in every process.
 
     Raises:
-      UserError: in every process, what process 0 raised.
+      UserError: in every process, the UserError that process 0 raised.
     """
     return _all_or_none(lambda: work() if is_first() else None)[0]
 
 
 def any_of(here: bool) -> bool:
-    """Whether it is so in any process."""
+    """Returns whether `here` is True in any process."""
     return any(gather(here))
 
 
 def _all_or_none(work: Callable[[], Any]) -> list[Any]:
     try:
-        told = {"result": work()}
+        outcome = {"result": work()}
     except UserError as error:
         if jax.process_count() == 1:
             raise
-        told = {"error": str(error)}
-    answers = gather(told)
+        outcome = {"error": str(error)}
+    answers = gather(outcome)
     for answer in answers:
         if "error" in answer:
             raise UserError(answer["error"])
@@ -151,8 +152,11 @@ def _all_or_none(work: Callable[[], Any]) -> list[Any]:
 
 
 def leave_refused(status: int) -> NoReturn:
-    """Ends this process after bad input that it alone may know of. A usual end would wait for the others for
-    `LEAVE_SECONDS` and then abort; process 0, whom the others watch, ends last, so that all can say what they know."""
+    """Exits this process after invalid input that the other processes may not have seen.
+
+    A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. The others monitor process 0, so it
+    exits last and all processes can print their errors.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(2 if is_first() else 1)
@@ -160,12 +164,13 @@ def leave_refused(status: int) -> NoReturn:
 
 
 def leave(error: BaseException) -> NoReturn:
-    """Ends this process at once after an error of its own. A usual end would wait for the others, who wait for it."""
+    """Exits this process immediately after an exception. A normal exit would wait for the other processes, which in
+    turn wait for this one."""
     traceback.print_exception(error, limit=-1 if isinstance(error, jax.errors.JaxRuntimeError) else None)
     print(
-        f"process {jax.process_index()} of {jax.process_count()} stops: the error above is its own, or another process "
-        "is gone (then their connection is what failed). Start all of them again with the same command: the run goes "
-        "on from its newest checkpoint, or from the start where there is none.",
+        f"process {jax.process_index()} of {jax.process_count()} stops: the error above is its own, or the connection "
+        "failed because another process is gone. Start all processes again with the same command: the run resumes "
+        "from its newest checkpoint, or starts from the beginning if there is none.",
         file=sys.stderr,
         flush=True,
     )

@@ -1,6 +1,6 @@
-"""Where a step's time goes: laps of its clock, programs compiled meanwhile, the device's peak, a profiler trace.
+"""Measures the time of a step: wall time by phase, compilations, peak device FLOPs and profiler traces.
 
-It knows jax and its devices; no model and no training. Which program is being compiled it tells `progress`.
+Importing this module registers listeners that report jax compilations to `progress`.
 """
 
 from __future__ import annotations
@@ -34,36 +34,38 @@ PEAK_FLOPS = {
     "NVIDIA L40": 181e12,
     "NVIDIA L4": 121e12,
 }
-"""Beginning of a device's kind to its dense bfloat16 operations per second, from the makers' data sheets."""
+"""Dense bfloat16 FLOPs per second by prefix of the device kind, from the vendors' data sheets."""
 
 
 def peak_flops() -> float | None:
-    """Of all devices together; None where it is not known."""
+    """Returns the peak bfloat16 FLOPs per second of all devices together; None if unknown."""
     kind = jax.devices()[0].device_kind
-    known = [name for name in PEAK_FLOPS if kind.startswith(name)]
-    return PEAK_FLOPS[max(known, key=len)] * jax.device_count() if known else None
+    names = [name for name in PEAK_FLOPS if kind.startswith(name)]
+    return PEAK_FLOPS[max(names, key=len)] * jax.device_count() if names else None
 
 
 class Clock:
-    """Splits wall time into named laps, in seconds."""
+    """Accumulates wall time in seconds by name; the keys of `seconds` are `time/<name>`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
+        """Adds the time since the previous call to `name`."""
         now = time.perf_counter()
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
 
 
 class Compilations:
-    """Programs that XLA built (or took from the compilation cache) since the last `take`, and the seconds it took."""
+    """Counts the programs that XLA compiled (or loaded from the compilation cache), and the seconds that it took."""
 
     def __init__(self) -> None:
         self._seen = len(_DURATIONS)
 
     def take(self) -> tuple[int, float]:
+        """Returns the number of compilations and their seconds since the last call."""
         new = _DURATIONS[self._seen :]
         self._seen += len(new)
         return len(new), sum(new)
@@ -81,10 +83,10 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
         progress.compiling(None)
 
 
-def _on_begin(event: str, value: float, **known: str | int) -> None:
-    """jax tells of a duration twice: when it begins, with its time as the value, and when it is over."""
+def _on_begin(event: str, value: float, **metadata: str | int) -> None:
+    """Handles the start of a compilation. jax reports a duration at its start, as a scalar event, and at its end."""
     if event == _COMPILE:
-        name = re.sub(r"^jit\((.*)\)$", r"\1", str(known.get("fun_name", "a program")))
+        name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
         progress.compiling("decoding" if name == "advance" else name)
 
 
@@ -93,20 +95,20 @@ jax.monitoring.register_scalar_listener(_on_begin)
 
 
 def check_profile_steps(steps: Sequence[int] | None) -> None:
-    """Raises UserError where `training.profile_steps` is no first and last step."""
+    """Raises UserError if `training.profile_steps` is not a first and a last step."""
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         raise UserError(f"training.profile_steps: expected the first and the last step, e.g. [5, 6], got {steps}.")
 
 
 class Profile:
-    """A profiler trace of some steps.
+    """Writes a profiler trace of some steps.
 
     Args:
-      steps: the first and the last of them, or None for no trace.
-      folder: of the run; the trace goes into its `profile/`.
+      steps: the first and the last step, or None for no trace.
+      folder: the run folder; the trace is written to its subfolder `profile/`.
 
     Raises:
-      UserError: there is no folder, or `steps` is no pair of numbers in order.
+      UserError: `folder` is None, or `steps` is not an ordered pair of step numbers.
     """
 
     def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
@@ -114,28 +116,28 @@ class Profile:
         self._running = False
         check_profile_steps(steps)
         if steps is not None and folder is None:
-            raise UserError("training.profile_steps: the trace needs a place; set training.output_dir.")
+            raise UserError("training.profile_steps: the trace needs an output folder; set training.output_dir.")
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Around each step: starts the trace before the first of them, and ends it after the last or on an error."""
+        """Wraps each step: starts the trace before the first step, and stops it after the last step or on an error."""
         if self.steps is None or self.folder is None or not self.steps[0] <= step <= self.steps[1]:
             yield
             return
-        if not self._running:  # at the first of them, or where a resumed run comes in
+        if not self._running:  # at the first step, or at the first step of a resumed run
             jax.profiler.start_trace(str(self.folder / "profile"))
             self._running = True
-        over = True
+        ended = True
         try:
             yield
-            over = step == self.steps[1]
+            ended = step == self.steps[1]
         finally:
-            if over:
+            if ended:
                 self.close()
 
     def close(self) -> None:
-        """Ends a trace that is running: the run is over."""
+        """Stops a running trace at the end of the run."""
         if self._running and self.folder is not None:
             self._running = False
             jax.profiler.stop_trace()
-            logger.warning("a profile is in %s; open it in XProf", self.folder / "profile")
+            logger.warning("profiler trace written to %s; open it in XProf", self.folder / "profile")

@@ -1,7 +1,7 @@
-"""How far long things are: one line at the bottom of a terminal, elsewhere a plain line after a long silence.
+"""Shows the progress of long tasks: a live line at the bottom of a terminal, or plain lines if there is no terminal.
 
-What takes long says so (`task`); nothing is shown, and nothing kept, unless somebody asks (`shown`), as the command
-line does. Knows clocks and the screen; does NOT know what is being done.
+Progress output is off by default; `shown()` enables it, as the command line does. Long operations are wrapped in
+`task()`, which does nothing while progress output is off.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import rich.text
 from tunix_like.runtime import console
 
 Advance = Callable[..., None]
-"""`f(done, note="")`: so many more are done, and what else there is to say of it."""
+"""`f(done, note="")`: adds `done` finished items and sets the note that is shown after the count."""
 
 _SOON = 0.5
-"""Seconds that a part of a longer task must have taken to be shown: shorter ones would flicker."""
+"""Seconds after which a subtask is shown; shorter ones would flicker."""
 
 _STEPS = 20
-"""So many of the last steps say how long those to come will take."""
+"""Number of last steps from which the remaining time is estimated."""
 
 
 class _Task:
@@ -35,11 +35,11 @@ class _Task:
         self.name, self.total, self.done, self.note = name, total, done, ""
         self.began = time.monotonic()
         self.marks = collections.deque([(self.began, done)], maxlen=_STEPS + 1)
-        self.told = 0
+        self.calls = 0
 
     def advance(self, done: int, note: str = "") -> None:
-        self.done, self.note, self.told = self.done + done, note, self.told + 1
-        if self.told == 2:  # the first step, which compiles, tells nothing of those to come
+        self.done, self.note, self.calls = self.done + done, note, self.calls + 1
+        if self.calls == 2:  # the first step includes compilation, so it does not predict the duration of the others
             self.marks.popleft()
         self.marks.append((time.monotonic(), self.done))
 
@@ -50,9 +50,9 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Seconds to the end at the pace of the last `_STEPS` steps; the first, which compiles, counts while it is
-        alone. What is under way now, however long, is taken to be over next."""
-        marks = list(self.marks)  # another thread adds to them
+        """Estimates the remaining seconds from the last `_STEPS` steps. The first step, which compiles, is used only
+        until the second one is done. A current step that takes longer than average is assumed to end next."""
+        marks = list(self.marks)  # a copy, since another thread appends to it
         (first, before), (last, done) = marks[0], marks[-1]
         if self.total is None or done == before or done >= self.total:
             return None
@@ -61,7 +61,8 @@ class _Task:
 
 
 class _Display:
-    """The tasks under way, outermost first, on the screen: of the first count, time and end, of its parts the count."""
+    """Shows the running tasks, outermost first: count, elapsed and remaining time of the first, and the count of its
+    subtasks."""
 
     def __init__(self, lines: bool, every: float) -> None:
         self.tasks: list[_Task] = []
@@ -70,7 +71,7 @@ class _Display:
         self._bar, self._lines = console.has_bottom_line(), lines
         self._live: rich.live.Live | None = None
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="progress", daemon=True)
+        self._thread = threading.Thread(target=self._tick_periodically, name="progress", daemon=True)
         if lines and not self._bar and not console.terminal().quiet:
             self._thread.start()
 
@@ -82,13 +83,13 @@ class _Display:
                 get_renderable=self._render,
                 refresh_per_second=4,
                 transient=True,
-                redirect_stderr=sys.stderr.isatty(),  # what goes into a file stays out of the screen
+                redirect_stderr=sys.stderr.isatty(),  # stderr that goes to a file must not appear on the screen
             )
             self._live.start()
 
     def pop(self, task: _Task) -> None:
         self.tasks.remove(task)
-        self.compiling = None  # one that failed told no end
+        self.compiling = None  # a compilation that failed has reported no end
         if self._live is not None and not self.tasks:
             self._live.stop()
             self._live = None
@@ -99,37 +100,37 @@ class _Display:
             self._thread.join()
 
     def parts(self, now: float) -> str:
-        """What of the outermost task is under way."""
+        """Describes the running subtasks of the outermost task."""
         inner = [task for task in self.tasks[1:] if now - task.began >= _SOON]
-        said = [f"{task.name}{task.count}" + (f", {task.note}" if task.note else "") for task in inner]
+        texts = [f"{task.name}{task.count}" + (f", {task.note}" if task.note else "") for task in inner]
         if inner:
-            said[-1] += f", {duration(now - inner[-1].began)}"
+            texts[-1] += f", {duration(now - inner[-1].began)}"
         if (compiling := self.compiling) is not None and now - compiling[1] >= _SOON:
-            said.append(f"compiling {compiling[0]}, {duration(now - compiling[1])}")
-        return " > ".join(said)
+            texts.append(f"compiling {compiling[0]}, {duration(now - compiling[1])}")
+        return " > ".join(texts)
 
     def line(self, now: float) -> str:
-        """All of it in a plain line."""
+        """Describes all running tasks in one plain line."""
         task = self.tasks[0]
         left = task.left(now)
-        said = f"{task.name}{task.count}, {duration(now - task.began)}" + (f", {task.note}" if task.note else "")
-        said += "" if left is None else f", {duration(left)} left"
-        return said + (f": {parts}" if (parts := self.parts(now)) else "")
+        text = f"{task.name}{task.count}, {duration(now - task.began)}" + (f", {task.note}" if task.note else "")
+        text += "" if left is None else f", {duration(left)} left"
+        return text + (f": {parts}" if (parts := self.parts(now)) else "")
 
     def tick(self) -> None:
-        """Says the plain line if nothing was said for `every` seconds, and something has been under way as long."""
+        """Prints the plain line if nothing was printed for `every` seconds and a task has run for as long."""
         now = time.monotonic()
         with contextlib.suppress(IndexError):  # the last task ended meanwhile
             if now - max(console.last_said(), self.tasks[0].began) >= self.every:
                 console.say(self.line(now))
 
-    def _tell(self) -> None:
+    def _tick_periodically(self) -> None:
         while not self._over.wait(min(1.0, self.every)):
             self.tick()
 
     def _render(self) -> rich.table.Table:
         now, grid = time.monotonic(), rich.table.Table.grid(padding=(0, 2, 0, 0))
-        if not console.has_bottom_line():  # the terminal is gone, and a file has taken its place
+        if not console.has_bottom_line():  # the terminal was closed and replaced by a file
             return grid
         for task in self.tasks[:1]:
             left = task.left(now)
@@ -147,11 +148,12 @@ _SHOWN: _Display | None = None
 
 @contextlib.contextmanager
 def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
-    """Shows the tasks that begin inside: on a terminal the line at the bottom, of which nothing stays.
+    """Shows the progress of tasks that start inside this context. The line at the bottom of a terminal is removed at
+    the end.
 
     Args:
-      lines: whether to say a plain line where there is no terminal.
-      every: seconds without a word after which it is said.
+      lines: whether to print plain lines if there is no terminal.
+      every: seconds without output after which a plain line is printed.
     """
     global _SHOWN
     before, _SHOWN = _SHOWN, _Display(lines, every)
@@ -164,31 +166,31 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
-    """Something that takes long, or a part of what is under way already.
+    """Reports the progress of a long operation; inside another task, that of a subtask.
 
     Args:
-      total: how many things there are to do; None: not known, or one.
-      done: how many of them are done already.
+      total: number of items; None if unknown or if there is only one.
+      done: number of items that are done already.
     """
     if (display := _SHOWN) is None:
         yield lambda done, note="": None
         return
-    own = _Task(name, total, done)
-    display.push(own)
+    new_task = _Task(name, total, done)
+    display.push(new_task)
     try:
-        yield own.advance
+        yield new_task.advance
     finally:
-        display.pop(own)
+        display.pop(new_task)
 
 
 def compiling(name: str | None) -> None:
-    """A program of this name is being compiled from now on; None: no longer."""
+    """Reports that a program of this name is being compiled; None: that the compilation has ended."""
     if _SHOWN is not None:
         _SHOWN.compiling = None if name is None else (name, time.monotonic())
 
 
 def duration(seconds: float) -> str:
-    """`12 s`, `4:05` (minutes), `1:04:05`."""
+    """Formats seconds as `12 s`, `4:05` (minutes) or `1:04:05`."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 1:
         return f"{rest} s"

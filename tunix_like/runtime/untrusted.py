@@ -1,9 +1,9 @@
-"""Text that comes out of data stays text: a control token that a row spells (`<|im_end|>` in a question) is encoded as
-the characters it is written with, never as the token.
+"""Prevents control tokens in data: a control token in the text of a row (`<|im_end|>` in a question) is encoded as
+ordinary characters, never as the token.
 
-What a template inserts is remembered by characters that Unicode keeps out of all text (U+FDD0 to U+FDEF); once the
-control tokens are known, those in inserted text are replaced by a reference, which survives a chat template. This
-module knows no tokenizer.
+Text inserted by a template is marked with Unicode noncharacters (U+FDD0 to U+FDEF), which do not occur in valid text.
+Once the control tokens are known, those in inserted text are replaced by references, which pass through a chat template
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
 _REFERENCE = re.compile(f"{_OPEN}(\\d*){_CLOSE}")
 _WIDEST = 10_000
-"""Width or precision that a format may ask for: `{column:>1000000000}` would fill the memory."""
+"""Maximum width or precision of a format: `{column:>1000000000}` would exhaust the memory."""
 
 _CUT = _OPEN + _CLOSE
-"""A reference to no token: what stands at its sides is encoded apart."""
+"""A reference to no token: the texts before and after it are encoded separately."""
 
 
 class _Marking(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """A name with dots or brackets is that of a value, where there is one, before it is a way into another."""
+        """Looks up a field. A name with dots or brackets is first looked up as the name of a value, and only then as an
+        attribute or item of another value."""
         if kwargs.get(field_name) is not None:
             return kwargs[field_name], field_name
         return super().get_field(field_name, args, kwargs)
@@ -36,25 +37,26 @@ class _Marking(string.Formatter):
         for number in re.findall(r"\d+", format_spec):
             if len(number) > 18 or int(number) > _WIDEST:
                 raise ValueError(
-                    f"'{format_spec:.40}' asks for {number:.20} characters, and a format for at most {_WIDEST}"
+                    f"the format '{format_spec:.40}' has a width or precision of {number:.20}; the maximum is {_WIDEST}"
                 )
         return f"{_BEGIN}{_clean(format(value, format_spec))}{_END}"
 
 
 class Filled(str):
-    """A template with its values; `values` says where in it they stand, each from its begin to before its end."""
+    """A filled template; `values` are the `[begin, end)` positions of the inserted values."""
 
     values: list[tuple[int, int]]
 
     def beginning(self, size: int) -> Filled:
-        """The first `size` characters."""
+        """Returns the first `size` characters."""
         out = Filled(self[:size])
         out.values = [(begin, min(end, size)) for begin, end in self.values if begin < size]
         return out
 
 
 def fill(template: str, values: Mapping[str, Any]) -> Filled:
-    """`template.format_map(values)`, but a value may be called `a.b` or `a[b]`; remembers what was inserted."""
+    """Returns `template.format_map(values)` with the positions of the inserted values. Names of values may contain dots
+    and brackets: `a.b`, `a[b]`."""
     pieces = _MARKED.split(_Marking().vformat(_clean(template), (), values))  # template, value, template, ...
     filled, ends = Filled("".join(pieces)), list(itertools.accumulate(map(len, pieces)))
     filled.values = list(zip(ends[::2], ends[1::2], strict=False))
@@ -62,25 +64,29 @@ def fill(template: str, values: Mapping[str, Any]) -> Filled:
 
 
 def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
-    """The text with references in the place of the `control` tokens that data brought, or a part of one: anywhere
-    where `everything` is data, else in what filled a template."""
+    """Replaces the `control` tokens that come from data, fully or partly, by references.
+
+    Args:
+      everything: True if the whole text is data; False if only the values inserted into a template are.
+    """
     clean = _clean(text)
     if not any(token in clean for token in control):
         return clean
     values = [(0, len(clean))] if everything else text.values if isinstance(text, Filled) else []
 
     def replace(token: re.Match[str]) -> str:
-        brought = any(begin < token.end() and token.start() < end for begin, end in values)
-        return f"{_OPEN}{control.index(token[0])}{_CLOSE}" if brought else token[0]
+        from_data = any(begin < token.end() and token.start() < end for begin, end in values)
+        return f"{_OPEN}{control.index(token[0])}{_CLOSE}" if from_data else token[0]
 
     longest = sorted(control, key=len, reverse=True)
     return re.sub("|".join(map(re.escape, longest)), replace, clean)
 
 
 def refer_deep(value: Any, control: Sequence[str]) -> Any:
-    """`refer` for each string, keys of mappings too, in what a message may hold: JSON values, all of them data.
+    """Applies `refer` to each string of a JSON value, including keys of mappings; all of it is data.
 
-    A template joins the texts of a list, so one that ends as a control token begins is cut from what follows.
+    A chat template joins the texts of a list. A text that ends with the beginning of a control token is therefore
+    separated from the next one.
     """
     if isinstance(value, str):
         return refer(value, control, everything=True)
@@ -96,7 +102,7 @@ def refer_deep(value: Any, control: Sequence[str]) -> Any:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """The texts in plain values."""
+    """Yields the texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -105,7 +111,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def beginnings(value: Any, size: int) -> Any:
-    """The value with the first `size` characters of each text in it."""
+    """Truncates each text in a JSON value to its first `size` characters."""
     if isinstance(value, Filled):
         return value.beginning(size)
     if isinstance(value, str):
@@ -116,8 +122,8 @@ def beginnings(value: Any, size: int) -> Any:
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """The text cut at its references: pieces, and whether a piece is a control token that data spelt (or
-    empty: a cut)."""
+    """Splits a text at its references. Returns the pieces, each with whether it is a control token from data (or empty,
+    for a cut)."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
         (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)
@@ -128,10 +134,10 @@ def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
 
 def _cut(text: str, control: Sequence[str]) -> str:
     kept = text.rstrip()  # a template may trim it
-    begun = any(kept.endswith(token[:size]) for token in control for size in range(1, len(token)))
-    return f"{kept}{_CUT}{text[len(kept) :]}" if begun else text
+    ends_in_prefix = any(kept.endswith(token[:size]) for token in control for size in range(1, len(token)))
+    return f"{kept}{_CUT}{text[len(kept) :]}" if ends_in_prefix else text
 
 
 def _clean(text: str) -> str:
-    """Without the reserved characters, so that data cannot mark anything itself."""
+    """Replaces the reserved characters, so that data cannot contain marks."""
     return _RESERVED.sub("\ufffd", text)

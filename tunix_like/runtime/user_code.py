@@ -1,7 +1,6 @@
-"""A user's own function, named in a configuration as a file or an importable module.
+"""Loads a user function from a file or an importable module, and describes what it returned or raised.
 
-It knows where a function comes from, and how to say what it returned or raised. It runs nothing but the module that is
-named, and does not call the function.
+Loading runs the named module only; the function itself is not called here.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from tunix_like.runtime.input_files import file_problem
 
 
 def is_place(name: str) -> bool:
-    """Whether a name means a function somewhere (`FILE.py:function`, `package.module:function`,
-    `package.module.function`), not one that is registered."""
+    """Returns whether a name is a path to a function (`FILE.py:function`, `package.module:function`,
+    `package.module.function`) and not a registered name."""
     return ":" in name or "." in name
 
 
 def is_own(function: Callable[..., Any]) -> bool:
-    """Whether a function is a user's, and not one of this package."""
+    """Returns whether a function is user code and not part of this package."""
     return not str(getattr(function, "__module__", "")).startswith("tunix_like.")
 
 
 def kind_of(value: Any) -> str:
-    """What a user's function returned, in words: its shape, its length or its type."""
+    """Describes the return value of a user function by its shape, length or type."""
     if value is None:
         return "None"
     if isinstance(value, tuple | list):
@@ -45,40 +44,44 @@ def kind_of(value: Any) -> str:
 
 
 def said_of(error: Exception) -> str:
-    """What a user's function raised, in a line, with the place where it did; to be called where it was caught, in the
-    function that made the call."""
+    """Describes an exception of a user function in one line, with file and line number.
+
+    It must be called in the function that called the user function and caught the exception.
+    """
     frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first below ours
     where = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else ""
-    hint = ": it is traced by jax, write jnp.where and not `if`" if "Tracer" in type(error).__name__ else ""
+    hint = (
+        ": the function is traced by jax, write jnp.where instead of `if`" if "Tracer" in type(error).__name__ else ""
+    )
     return f"{f'{type(error).__name__}: {error}'.splitlines()[0].rstrip('.'):.300}{where}{hint}"
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """The function behind `path/to/file.py:function`, `package.module:function` or `package.module.function`.
+    """Loads the function `path/to/file.py:function`, `package.module:function` or `package.module.function`.
 
     Args:
-      what: what the function is to be, for the messages, e.g. "Reward".
+      what: the kind of function, for error messages, e.g. "Reward".
 
     Raises:
-      UserError: a file or module that is missing or fails to load, or a function that it lacks (with the list of those
-        it has).
+      UserError: the file or module is missing or fails to load, or it has no such function (the message lists the
+        functions that it has).
     """
     place, _, wanted = name.rpartition(":" if ":" in name else ".")
     label = f"{what} '{name}'"
     module = _load_file(Path(place), label) if place.endswith(".py") else _import(place, label)
     function = getattr(module, wanted, None)
     if not callable(function):
-        found = sorted(
+        functions = sorted(
             key
             for key, value in vars(module).items()
             if inspect.isfunction(value) and not key.startswith("_") and value.__module__ == module.__name__
         )
-        raise UserError(f"{label}: {place} has no function '{wanted}'; it has: {', '.join(found) or 'none'}.")
+        raise UserError(f"{label}: {place} has no function '{wanted}'; it has: {', '.join(functions) or 'none'}.")
     return function
 
 
 def _load_file(path: Path, label: str) -> ModuleType:
-    """The module in a file, run once per process however many of its functions are named."""
+    """Loads the module in a file. A module is run once per process, even if several of its functions are used."""
     if problem := file_problem(path):
         raise UserError(f"{label}: the file {path.absolute()} {problem}; write path/to/file.py:function.")
     full = path.resolve()
@@ -88,7 +91,7 @@ def _load_file(path: Path, label: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(key, full)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module  # dataclasses and pickle look a module up by its name
+    sys.modules[key] = module  # dataclasses and pickle look up a module by its name
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -103,5 +106,5 @@ def _import(place: str, label: str) -> ModuleType:
     except Exception as error:
         raise UserError(
             f"{label}: module {place} failed to import: {type(error).__name__}: {error}. "
-            "A file is written with its ending, as path/to/file.py:function."
+            "A file needs its ending: path/to/file.py:function."
         ) from error

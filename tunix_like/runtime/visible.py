@@ -1,7 +1,4 @@
-"""Text of models, data and users made safe to show: what would command a terminal or reorder a line is written out.
-
-Knows Unicode's categories. Does NOT know where the text comes from, or where it is shown.
-"""
+"""Escapes characters in untrusted text that could control a terminal or reorder a line."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import unicodedata
 
 
 class _Table(dict[int, str]):
-    """What `str.translate` puts for each code point, looked up once."""
+    """The replacement of each code point for `str.translate`, computed on first use."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -22,6 +19,9 @@ _TABLE = _Table()
 
 
 def visible(text: str) -> str:
-    r"""The text with every character that does not print as its escape, such as `\x1b`, `\r` or `\u202e`: control
-    characters, bidirectional and other format characters, lone surrogates. Line breaks, tabs and spaces stay."""
+    r"""Replaces every non-printable character by its escape, such as `\x1b`, `\r` or `\u202e`.
+
+    These are control characters, bidirectional and other format characters, and lone surrogates. Line breaks, tabs and
+    spaces are kept.
+    """
     return text if text.isascii() and text.isprintable() else text.translate(_TABLE)

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: checkpoints, metrics, loggers, locks."""
+"""Files of a run: checkpoints, metrics, exports and the run lock."""

@@ -1,7 +1,4 @@
-"""A checkpoint's files: which steps of a folder are whole, what is damaged, and what may be removed.
-
-Knows what orbax leaves on disk. Does NOT know what the arrays mean, or which step is wanted.
-"""
+"""Handles the files that orbax writes: lists complete steps, finds damage and removes steps."""
 
 from __future__ import annotations
 
@@ -16,40 +13,42 @@ from tunix_like.errors import UserError
 from tunix_like.storage import checksums
 
 STAMP = "_CHECKPOINT_METADATA"
-"""Orbax's own description of a step: its handlers and times."""
+"""Metadata file of a step, written by orbax: handlers and times."""
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """The numbers of the whole steps in a folder, ascending. Orbax takes any numbered folder for a step; one whose
-    removal was interrupted lacks its last-written files."""
+    """Returns the numbers of the complete steps in a folder, ascending.
+
+    Orbax treats any numbered folder as a step. A step whose removal was interrupted lacks the files written last.
+    """
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_whole(path))
 
 
 def is_whole(step: Path) -> bool:
-    """Whether a step has the files that are written last and removed first."""
+    """Returns whether a step has the files that are written last and removed first."""
     return (step / STAMP).is_file() and (step / "state" / "_METADATA").is_file()
 
 
 def remove(step: Path) -> None:
-    """Removes a step as far as it can. Whatever interrupts it, what is left is not taken for a whole step."""
+    """Removes a step as far as possible. If the removal is interrupted, the rest is not treated as a complete step."""
     with contextlib.suppress(OSError):
         (step / STAMP).unlink()
         shutil.rmtree(step)
 
 
 def damage(step: Path) -> str | None:
-    """What of a step is not as it was written, or None."""
+    """Returns a description of the damage to the files of a step, or None."""
     try:
-        json.loads((step / STAMP).read_bytes())  # without a checksum: orbax writes the time of its move into it
+        json.loads((step / STAMP).read_bytes())  # has no checksum: orbax adds the time of the final rename to it
     except (OSError, ValueError):
         return f"{STAMP} cannot be read"
     return checksums.damage(step)
 
 
 def clear(folder: Path) -> None:
-    """Removes a folder into which a thread of this process, whose write failed, may still put files."""
+    """Removes a folder into which a thread of this process may still write files after a failed save."""
     for _ in range(20):
         try:
             return shutil.rmtree(folder)
@@ -61,8 +60,11 @@ def clear(folder: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder, and removes what a killed writer left there: temporary folders, and numbered ones that are not
-    whole. Raises `UserError` where the folder cannot be written."""
+    """Creates the folder and removes what a killed writer left there: temporary folders and incomplete steps.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():

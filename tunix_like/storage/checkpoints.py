@@ -1,7 +1,6 @@
-"""Numbered steps in a folder: arrays, the data stream's place and a JSON dict, written together or not at all.
+"""Saves and restores checkpoints with orbax: numbered steps with arrays, the data position and a JSON dict.
 
-Knows orbax and its traps. Does NOT know what the arrays mean, when to save, or which run the folder belongs to (say
-that in `meta`).
+A step is saved atomically. Store what identifies the run in `meta`.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tunix_like")
 
 
-def _not_chatter(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-# Orbax warns about its own defaults through absl. What a user can act on arrives as an exception.
-logging.getLogger("absl").addFilter(_not_chatter)
+# Orbax logs warnings about its own defaults through absl. Errors that a user can fix are raised as exceptions.
+logging.getLogger("absl").addFilter(_is_not_from_orbax)
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    A step is written under another name, its SHA-256 checksums last, and gets its number in one move: what has a number
-    was written to its end.
+    A step is written under a temporary name, with its SHA-256 checksums last, and is then renamed to its number. A
+    numbered step is therefore complete.
 
     Args:
-      folder: where the numbered steps live. A writer makes it.
-      max_to_keep: how many of the newest steps to keep. None opens for reading only: nothing is made or removed, so
-        it is safe beside a running writer.
-      best: the step that it calls the best is kept too, however old, until a better one is whole and was read back.
+      folder: folder of the numbered steps. A writer creates it.
+      max_to_keep: number of newest steps to keep. None opens the folder for reading only: nothing is created or
+        removed, so this is safe while another process writes.
+      best: the step that it selects is kept too, until a better step is complete and has been verified.
     """
 
     def __init__(self, folder: str | Path, max_to_keep: int | None = None, best: Best | None = None) -> None:
@@ -62,25 +61,25 @@ class Checkpoints:
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.PyTreeCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), iterator=ocp.JsonCheckpointHandler()
         )
-        # Called in the first process when all files are there, before the move that makes them count.
+        # Called in the first process when all files are written, before the rename that completes the step.
         options = ocp.options.AsyncOptions(post_finalization_callback=self._write_checksums)
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, step: int, state: Any, iterator: Any = None, meta: Mapping[str, Any] | None = None) -> None:
-        """Starts writing a step and returns once `state` may be changed or donated; `wait` for the end.
+        """Starts to write a step and returns once `state` may be changed or donated. `wait` waits for the end.
 
-        Where it cannot be written (a full disk), a warning says so, what there is of it is removed, and the steps
-        before it are kept.
+        If the step cannot be written (a full disk), a warning is logged, its files are removed, and the earlier steps
+        are kept.
 
         Args:
-          step: its number, above every number saved so far.
+          step: number of the step, above every number saved so far.
           state: a pytree of arrays.
-          iterator: a `data.stream.Resumable` whose place is saved, or None.
-          meta: what `json` can write.
+          iterator: a `data.stream.Resumable` whose position is saved, or None.
+          meta: a JSON-serialisable dict.
 
         Raises:
-          ValueError: `step` is not above the latest, or the folder was opened for reading.
-          TypeError: `meta` holds what JSON cannot.
+          ValueError: `step` is not above the latest step, or the folder was opened for reading.
+          TypeError: `meta` is not JSON-serialisable.
         """
         if self._max_to_keep is None:
             raise ValueError(f"{self.folder} was opened for reading; give max_to_keep to write")
@@ -90,7 +89,7 @@ class Checkpoints:
         items = {"state": ocp.args.PyTreeSave(state), "meta": ocp.args.JsonSave(json.loads(json.dumps(meta or {})))}
         if iterator is not None:
             items["iterator"] = ocp.args.JsonSave(iterator.get_state())
-        if self._failure is not None:  # one that failed may raise what is left of its error at any later call
+        if self._failure is not None:  # after a failure, orbax may raise the rest of its error in any later call
             self._checkpointer = self._new_checkpointer()
         self._step, self._failure = step, None
         try:
@@ -102,8 +101,8 @@ class Checkpoints:
         self._writer.start()
 
     def _finish(self) -> None:
-        """In the background: waits until the step is there, then removes those that are too many. A new best step is
-        read back before, as the old one may be among them."""
+        """Waits in a background thread until the step is written, then removes old steps. A new best step is verified
+        first, because the previous best step may be removed."""
         try:
             self._checkpointer.wait_until_finished()
         except Exception as error:  # orbax and tensorstore raise many kinds
@@ -126,7 +125,8 @@ class Checkpoints:
         checksums.write(written)
 
     def _unfinished(self) -> list[Path]:
-        """The folders of a step that is being written. Without a glob: a pattern for each step would stay in caches."""
+        """Returns the folders of a step that is being written. It uses no glob, since Python would cache the pattern of
+        every step."""
         begin = f"{self._step}.orbax-checkpoint-tmp"
         return [path for path in self.folder.iterdir() if path.name.startswith(begin)]
 
@@ -147,34 +147,34 @@ class Checkpoints:
             self._writer = None
 
     def steps(self) -> list[int]:
-        """The numbers of all whole steps, ascending; a save under way is waited for."""
+        """Returns the numbers of all complete steps, ascending, after a running save has ended."""
         self._settle()
-        # Another process may see them a moment later than the first.
+        # Other processes may see a new step later than the first process.
         return list(by_first(lambda: checkpoint_files.whole_steps(self.folder)))
 
     def latest_step(self) -> int | None:
-        """The number of the newest whole step, or None."""
+        """Returns the number of the newest complete step, or None."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The JSON dict of a step. Raises `UserError` where it is absent or cannot be read."""
+        """Returns the JSON dict of a step. Raises `UserError` if the step is absent or cannot be read."""
         return self._read(step, meta=ocp.args.JsonRestore())["meta"]
 
     def restore(self, step: int, abstract_state: Any, iterator: Any = None) -> tuple[Any, dict[str, Any]]:
-        """The state and the JSON dict of a step; `iterator` is moved to the place that was saved.
+        """Restores the state and the JSON dict of a step, and sets `iterator` to the saved position.
 
         Args:
           step: one of `steps()`.
-          abstract_state: the tree to restore, of arrays or `jax.ShapeDtypeStruct`s. A leaf's `sharding` says where the
-            array goes; without one it goes to the first device. Top-level keys that are not asked for are not read.
-          iterator: a fresh iterator over the same data, or None to leave the saved place unread.
+          abstract_state: the tree to restore, of arrays or `jax.ShapeDtypeStruct`s. An array is restored with the
+            `sharding` of its leaf, or else on the first device. Only the top-level keys of this tree are read.
+          iterator: a new iterator over the same data, or None to ignore the saved position.
 
         Raises:
-          UserError: the step is absent or damaged, or what it holds differs from `abstract_state` in names, shapes or
-            dtypes (orbax alone would cast a dtype silently).
+          UserError: the step is absent or damaged, or its arrays differ from `abstract_state` in names, shapes or
+            dtypes (orbax alone would cast dtypes silently).
         """
-        target = jax.tree.map(_placed, abstract_state)
+        target = jax.tree.map(_with_sharding, abstract_state)
         self._check_same(step, target)
         items = {
             "state": ocp.args.PyTreeRestore(
@@ -184,7 +184,10 @@ class Checkpoints:
         }
         if iterator is not None:
             if not (self.folder / str(step) / "iterator").is_dir():
-                raise UserError(f"{self.folder}/{step}: holds no place in the data stream, so data cannot be resumed.")
+                raise UserError(
+                    f"{self.folder}/{step}: this checkpoint has no position in the data stream, so the data cannot be "
+                    "resumed. Choose another step."
+                )
             items["iterator"] = ocp.args.JsonRestore()
         restored = self._read(step, **items)
         if iterator is not None:
@@ -192,17 +195,17 @@ class Checkpoints:
         return restored["state"], restored["meta"]
 
     def newest(self) -> int | None:
-        """The newest step whose files are as they were written; None where there is no step.
+        """Returns the newest step whose files match their checksums, or None if there is no step.
 
-        A damaged one is warned of, and a writer sets it aside: it is renamed `<step>.damaged`, so that this step can be
+        For a damaged step a warning is logged, and a writer renames it to `<step>.damaged`, so that this step can be
         saved again.
 
         Raises:
-          UserError: there are steps, and all are damaged.
+          UserError: all steps are damaged.
         """
         self._settle()
-        found = by_first(self._find_undamaged)
-        return None if found is None else int(found)
+        step = by_first(self._find_undamaged)
+        return None if step is None else int(step)
 
     def _find_undamaged(self) -> int | None:
         damaged: dict[Path, str] = {}
@@ -213,31 +216,32 @@ class Checkpoints:
                 for other, what in damaged.items():
                     logger.warning("%s", self._set_aside(other, what) + f"; step {step} is used instead")
                 return step
-            if not checkpoint_files.is_whole(path):  # removed meanwhile by the run that writes here
+            if not checkpoint_files.is_whole(path):  # removed in the meantime by the run that writes this folder
                 return self._find_undamaged()
             damaged[path] = damage
         if damaged:
             raise UserError(
                 f"{self.folder}: every checkpoint is damaged ("
                 + "; ".join(f"{path.name}: {what}" for path, what in damaged.items())
-                + "). Put back a copy of one, or remove this folder to start over."
+                + "). Restore a copy of one, or remove this folder to start over."
             )
         return None
 
     def _set_aside(self, step: Path, damage: str) -> str:
-        said = f"{step}: this checkpoint is damaged: {damage}"
+        """Renames a damaged step unless the folder was opened for reading; returns a message about it."""
+        message = f"{step}: this checkpoint is damaged: {damage}"
         if self._max_to_keep is None:
-            return said
-        place = step.with_name(f"{step.name}.damaged")
+            return message
+        target = step.with_name(f"{step.name}.damaged")
         count = 1
-        while place.exists():
+        while target.exists():
             count += 1
-            place = step.with_name(f"{step.name}.damaged-{count}")
-        step.rename(place)
-        return f"{said}; it is now {place.name}, remove it when you have no use for it"
+            target = step.with_name(f"{step.name}.damaged-{count}")
+        step.rename(target)
+        return f"{message}; it was renamed to {target.name}, which you can delete"
 
     def improves(self, row: Mapping[str, Any]) -> bool:
-        """Takes note of a row of metrics; whether its step, once saved, is the best (if one is to be kept)."""
+        """Adds a row of metrics; returns whether its step would be the best one (False if no best step is kept)."""
         best = self._best
         if best is None or best.metric not in row:
             return False
@@ -250,10 +254,10 @@ class Checkpoints:
         return bool(by_first(newest_is_best))
 
     def take_up(self, rows: Iterable[Mapping[str, Any]], sound: int) -> None:
-        """Learns from the rows of a run which of its steps is best. One that is damaged is warned of and set aside.
+        """Restores the best step from the rows of a resumed run. A damaged best step is renamed with a warning.
 
         Args:
-          sound: a step that need not be compared with its checksums, because it has been.
+          sound: a step whose checksums have been verified already.
         """
         if self._best is not None:
             self._best.learn(rows)
@@ -266,31 +270,30 @@ class Checkpoints:
             damage = checkpoint_files.damage(self.folder / str(step))
             if damage is None:
                 return
-            said = self._set_aside(self.folder / str(step), damage)
+            message = self._set_aside(self.folder / str(step), damage)
             left = best.among(checkpoint_files.whole_steps(self.folder))
-            logger.warning(
-                "%s. It was the best by %s; now %s", said, best.metric, "none is" if left is None else best.said(left)
-            )
+            now = "there is no other" if left is None else f"the best is now {best.said(left)}"
+            logger.warning("%s. It was the best checkpoint by %s; %s", message, best.metric, now)
 
     def check(self, step: int) -> None:
-        """Compares a step with its checksums. Raises `UserError`, naming the file, where it is damaged or absent."""
+        """Verifies the checksums of a step. Raises `UserError`, naming the file, if the step is damaged or absent."""
         self._require(step)
         damage = by_first(lambda: checkpoint_files.damage(self.folder / str(step)))
         if damage is not None:
             others = [other for other in self.steps() if other != step]
             raise UserError(
-                f"{self.folder}/{step}: this checkpoint is damaged: {damage}. Put back a copy of it, or take another "
+                f"{self.folder}/{step}: this checkpoint is damaged: {damage}. Restore a copy of it, or use another "
                 f"step; there are: {others or 'none'}."
             )
 
     def wait(self) -> None:
-        """Returns once the save under way is whole on disk. Raises `NotSaved` where it could not be written."""
+        """Waits until the running save is complete on disk. Raises `NotSaved` if it could not be written."""
         self._settle()
         if any_of(self._failure is not None):
             raise NotSaved(self._failure or f"{self.folder}: another process could not write step {self._step}.")
 
     def close(self) -> None:
-        """Waits, then ends orbax's threads. What could not be written has been warned of."""
+        """Waits for the running save, then stops the threads of orbax. A failed save has been logged already."""
         self._settle()
         if self._failure is None:
             self._checkpointer.close()
@@ -315,49 +318,50 @@ class Checkpoints:
     def _reading(self, step: int) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # orbax raises many kinds; to the user all of them mean a damaged step
+        except Exception as error:  # orbax raises many kinds; for the user, all of them mean a damaged step
             raise UserError(
-                f"{self.folder}/{step}: this checkpoint cannot be read ({str(error)[:300]}). Remove that folder to go "
-                "back to the step before it."
+                f"{self.folder}/{step}: this checkpoint cannot be read ({str(error)[:300]}). Remove this folder to use "
+                "the previous step."
             ) from error
 
     def _check_same(self, step: int, target: Any) -> None:
         self._require(step)
         with self._reading(step):
             stored = _described(self._checkpointer.metadata(self.folder / str(step)).item_metadata["state"].tree)
-        asked = _described(target)
+        expected = _described(target)
         if isinstance(target, Mapping):
             stored = {path: what for path, what in stored.items() if path.split("/")[0] in map(str, target)}
         wrong = [
-            f"{path}: stored {stored.get(path, 'nothing')}, expected {asked.get(path, 'nothing')}"
-            for path in sorted({*asked, *stored})
-            if asked.get(path) != stored.get(path)
+            f"{path}: stored {stored.get(path, 'nothing')}, expected {expected.get(path, 'nothing')}"
+            for path in sorted({*expected, *stored})
+            if expected.get(path) != stored.get(path)
         ]
         if wrong:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise UserError(
                 f"{self.folder}/{step}: this checkpoint is of another model or optimizer: {'; '.join(wrong[:5])}{more}."
-                " Use the configuration it was written with, or another folder."
+                " Use the configuration of that run, or another folder."
             )
 
 
-def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _described(tree: Any) -> dict[str, str]:
-    """`path: dtype[shape]` of every array; a path spells dict keys, tuple places and field names as orbax does."""
+    """Returns `dtype[shape]` of every array by path; paths are written as orbax does, from dict keys, tuple indices and
+    field names."""
     result = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.eval_shape(jax.random.key_data, leaf)  # stored as what it is made of
+            leaf = jax.eval_shape(jax.random.key_data, leaf)  # random keys are stored as their key data
         names = [str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", "")))) for part in path]
         result["/".join(names)] = f"{leaf.dtype}{list(leaf.shape)}"
     return result
 
 
 def _short(error: Exception) -> str:
-    """Tensorstore begins with what it was about, and ends with what was wrong."""
+    """Shortens an error; the messages of tensorstore start with the operation and end with the cause."""
     text = str(error)
     return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"

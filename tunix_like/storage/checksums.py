@@ -1,4 +1,4 @@
-"""SHA-256 checksums of a folder's subfolders, kept in the folder: what was written, and whether it is still there."""
+"""Writes and verifies SHA-256 checksums of the files in the subfolders of a folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def write(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Which file is not as it was written, or None. A folder without checksums is warned of and taken as it is."""
+    """Returns a description of the first missing or changed file, or None. A folder without checksums is accepted with
+    a warning."""
     try:
         text = (folder / FILE).read_bytes()
     except FileNotFoundError:
-        logger.warning("%s has no checksums (it was written before there were any); it is taken as it is", folder)
+        logger.warning("%s has no checksums (it was written by an older version); it is used without a check", folder)
         return None
     try:
         expected = {folder / name: digest for name, digest in json.loads(text)["sha256"].items()}
@@ -35,15 +36,15 @@ def damage(folder: Path) -> str | None:
     if missing := [path for path in expected if not path.is_file()]:
         return f"{missing[0].relative_to(folder)}, which {FILE} names, is missing"
     try:
-        found = _digests(list(expected))
+        actual = _digests(list(expected))
     except OSError as error:
         return str(error)
-    changed = [path for path in expected if found[path] != expected[path]]
-    return f"{changed[0].relative_to(folder)} is not as it was written" if changed else None
+    changed = [path for path in expected if actual[path] != expected[path]]
+    return f"{changed[0].relative_to(folder)} does not match its checksum" if changed else None
 
 
 def _digests(files: list[Path]) -> dict[Path, str]:
-    # Hashing runs without the interpreter's lock, so that it is a thread's for each file.
+    # Hashing releases the GIL, so the files are hashed in parallel threads.
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(files, pool.map(_digest, files), strict=True))
 

@@ -1,7 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, cut back to the checkpoint when a run resumes.
-
-Knows the file and how a killed process leaves it. Does NOT know what the numbers mean, steps, or plots.
-"""
+"""Reads and writes `metrics.jsonl`: one JSON object per line, truncated to the checkpoint when a run resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +23,8 @@ FILE = "metrics.jsonl"
 class MetricsLog:
     """Appends rows to `metrics.jsonl` in `folder`; with folder None it writes nothing.
 
-    Rows that cannot be written (a full disk) are warned of once, kept, and written with the next one that can.
+    If rows cannot be written (a full disk), one warning is logged, and they are kept and written with the next row that
+    can be written.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -36,12 +34,13 @@ class MetricsLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row and hands it to the operating system, so that a killed process loses none.
+        """Appends one row and passes it to the operating system, so that a killed process loses no row.
 
-        Scalars and arrays of numpy and jax become numbers and lists; NaN and infinities, which JSON lacks, become null.
+        Scalars and arrays of numpy and jax are converted to numbers and lists; non-finite values, which JSON does not
+        support, become null.
 
         Raises:
-          TypeError: a value is neither a number, text, None, nor a list or dict of them.
+          TypeError: a value is not a number, a text, None, or a list or dict of these.
         """
         if self._path is None:
             return
@@ -50,33 +49,35 @@ class MetricsLog:
             _append(self._path, "".join(self._unwritten))
         except OSError as error:
             if len(self._unwritten) == 1:
-                logger.warning("%s cannot be written (%s): rows are kept until it can", self._path, error)
+                logger.warning("%s cannot be written (%s): rows are kept until it can be written", self._path, error)
             return
         if len(self._unwritten) > 1:
-            logger.warning("%s is written again, with the %d rows that were kept", self._path, len(self._unwritten) - 1)
+            kept = len(self._unwritten) - 1
+            logger.warning("%s can be written again; the %d rows that were kept are written too", self._path, kept)
         self._unwritten.clear()
 
     def close(self) -> None:
-        """Says how many rows could not be written until now; they are lost."""
+        """Logs how many rows could not be written; these rows are lost."""
         if self._unwritten:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """The rows on disk whose `key` is `step`; without a folder there are none."""
+        """Returns the rows on disk whose `key` is `step`; none without a folder."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows on disk; without a folder there are none."""
+        """Returns all rows on disk; none without a folder."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:
-        """Drops the rows whose `key` is greater than `last`, and a last line that a killed process left torn. Returns
-        how many rows stay.
+        """Removes the rows whose `key` is greater than `last`, and an incomplete last line of a killed process. Returns
+        the number of remaining rows.
 
-        Rows without `key` stay. The file is replaced in one move: a kill leaves the old one or the new one.
+        Rows without `key` are kept. The file is replaced atomically, so a killed process leaves either the old or the
+        new file.
 
         Raises:
-          UserError: a line before the last is not a JSON object, or there is no room for the new file.
+          UserError: a line before the last is not a JSON object, or the new file cannot be written.
         """
         if self._path is None or not self._path.exists():
             return 0
@@ -90,13 +91,13 @@ class MetricsLog:
                 temporary.unlink()
             raise UserError(
                 f"{self._path} cannot be cut back to the checkpoint ({error}). Is the disk full or the folder not "
-                "writable? Make room and start again; nothing is lost."
+                "writable? Free disk space and start again; nothing is lost."
             ) from error
         return len(kept)
 
 
 def _append(path: Path, text: str) -> None:
-    """All of the text, or none of it where it raises OSError."""
+    """Appends all of the text, or none of it if it raises OSError."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -108,7 +109,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """All rows of a run folder in the order they were written; a torn last line is left out, no file means no rows.
+    """Returns all rows of a run folder in the order of writing, without an incomplete last line; none without a file.
 
     Raises:
       UserError: a line before the last is not a JSON object (file and line are named).
@@ -118,7 +119,7 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file that has one a line; a torn last line is left out.
+    """Returns the JSON objects of a file with one object per line, without an incomplete last line.
 
     Raises:
       UserError: a line before the last is not a JSON object (file and line are named).
@@ -133,7 +134,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             result.append(row)
         elif number < len(lines):
-            raise UserError(f"{path}, line {number}: this is not a JSON object; remove the line to go on.")
+            raise UserError(f"{path}, line {number}: this is not a JSON object; remove the line to continue.")
     return result
 
 

@@ -1,7 +1,4 @@
-"""The folder that a model is exported to: written whole or not at all, and only in the place of an earlier export.
-
-It knows which files tell a model's folder from a run's. It does NOT know what is written.
-"""
+"""Writes the folder of an exported model atomically, and replaces nothing but an earlier export."""
 
 from __future__ import annotations
 
@@ -14,31 +11,31 @@ from pathlib import Path
 from tunix_like.errors import UserError
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-"""A folder with one of these is an export: of a model, or of adapters."""
+"""A folder with one of these files is an export of a model or of adapters."""
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "sft_checkpoints")
-"""A folder with one of these is a run."""
+"""A folder with one of these is a run folder."""
 
 _CHECKPOINTS = ("checkpoints", "sft_checkpoints")
 
 
 def check_folder(folder: str | Path, overwrite: bool, source: str | None = None) -> Path:
-    """The place of `folder`, its links followed, if a model may be written there.
+    """Checks that a model may be written to `folder`; returns its path with symbolic links resolved.
 
     Args:
-      overwrite: an earlier export may be replaced, with every file that is in it.
-      source: path (or hub id) of the model that is exported.
+      overwrite: whether an earlier export may be replaced, with all of its files.
+      source: path (or hub id) of the model to export.
 
     Raises:
-      UserError: it is a file; a folder that is not empty, without `overwrite`; or, with `overwrite`, something other
-        than an export: a run, a checkpoint, the source, a folder with folders or links in it.
+      UserError: `folder` is a file; it is not empty and `overwrite` is False; or `overwrite` is True and it is not an
+        export but a run, a checkpoint, the source, or a folder that contains folders or links.
     """
     target = Path(folder).resolve()
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        there = sorted(path.name for path in target.iterdir())
-        more = ", ..." if len(there) > 3 else ""
+        names = sorted(path.name for path in target.iterdir())
+        more = ", ..." if len(names) > 3 else ""
         raise UserError(
-            f"{folder} is not empty ({', '.join(there[:3])}{more}): give another folder, or --overwrite "
+            f"{folder} is not empty ({', '.join(names[:3])}{more}): give another folder, or --overwrite "
             "(overwrite=True in Python) to replace an earlier export."
         )
     if problem := _problem(target, source):
@@ -47,37 +44,37 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
 
 
 def _problem(target: Path, source: str | None) -> str | None:
-    """Why nothing may be written there; None where it may."""
+    """Returns why nothing may be written to `target`, or None."""
     if {target.name, target.parent.name} & set(_CHECKPOINTS):
-        return "holds checkpoints of a run"
+        return "contains checkpoints of a run"
     if not target.exists():
         return None
     if not target.is_dir():
         return "is a file"
-    there = sorted(target.iterdir())
-    if any(path.name in RUN_FILES for path in there):
+    paths = sorted(target.iterdir())
+    if any(path.name in RUN_FILES for path in paths):
         return "is the folder of a run"
     if target.name == "model" and any((target.parent / name).exists() for name in RUN_FILES):
-        return "belongs to the run beside it"
+        return "belongs to the run in its parent folder"
     if source is not None and Path(source).resolve() == target:
-        return "is what would be exported"
-    for path in there:
+        return "is the model to export"
+    for path in paths:
         if path.is_symlink() or path.is_dir():
-            return f"holds the {'link' if path.is_symlink() else 'folder'} {path.name}"
-    if there and not any(path.name in MODEL_FILES for path in there):
-        return f"holds no {' or '.join(MODEL_FILES)}"
+            return f"contains the {'link' if path.is_symlink() else 'folder'} {path.name}"
+    if paths and not any(path.name in MODEL_FILES for path in paths):
+        return f"contains no {' or '.join(MODEL_FILES)}"
     return None
 
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path, overwrite: bool, source: str | None = None) -> Iterator[Path]:
-    """Yields an empty folder to write to, which takes the place of `folder` if the block ends without an exception.
+    """Yields an empty folder to write to, which replaces `folder` if the block ends without an exception.
 
-    Modes are those that the umask says, or that of an empty folder that is there. A folder that is a mount point, or
-    whose parent cannot be written to, is filled by one rename a file instead.
+    The mode of the new folder is that of an existing `folder`, else given by the umask. If `folder` is a mount point,
+    or its parent is not writable, the files are moved into it one by one instead.
 
     Raises:
-      UserError: as `check_folder`; or the place cannot be written.
+      UserError: as `check_folder`; or `folder` cannot be written.
     """
     target = check_folder(folder, overwrite, source)
     inside = target.is_dir() and (os.path.ismount(target) or not os.access(target.parent, os.W_OK))
@@ -113,9 +110,10 @@ def _replace(target: Path, part: Path) -> None:
 
 
 def _fill(target: Path, part: Path) -> None:
-    """The description goes first and comes last: what an end in between leaves is not taken for a model."""
-    described = lambda path: path.name in MODEL_FILES  # noqa: E731
-    for path in sorted((path for path in target.iterdir() if path != part), key=described, reverse=True):
+    """Moves the files of `part` into `target`. The files of `MODEL_FILES` are removed first and written last, so that
+    an interrupted export is not treated as a model."""
+    is_model_file = lambda path: path.name in MODEL_FILES  # noqa: E731
+    for path in sorted((path for path in target.iterdir() if path != part), key=is_model_file, reverse=True):
         path.unlink()
-    for path in sorted(part.iterdir(), key=described):
+    for path in sorted(part.iterdir(), key=is_model_file):
         path.rename(target / path.name)

@@ -1,8 +1,8 @@
-"""One process at a time trains into a run folder: `run.lock` says which, and whether it is still there.
+"""Locks a run folder, so that only one run at a time writes to it.
 
-The lock is a file of JSON, made only where there is none. Its owner touches it every `BEAT_SECONDS`. A lock whose owner
-is gone is taken over: at once where the process can be looked up (same host, boot and process namespace), else after
-`PATIENCE_SECONDS` without a touch, which need no clocks that agree. This module knows no training.
+The lock is the JSON file `run.lock`, created only if it does not exist. Its owner touches it every `BEAT_SECONDS`. A
+lock whose owner has exited is taken over: at once if the process can be looked up (same host, boot and process
+namespace), else after `PATIENCE_SECONDS` without a touch. This does not require synchronised clocks.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ logger = logging.getLogger("tunix_like")
 FILE = "run.lock"
 
 BEAT_SECONDS = 30.0
-"""How often the owner touches its lock."""
+"""Seconds between two touches of the lock by its owner."""
 
 PATIENCE_SECONDS = 180.0
-"""How long a lock of another machine must stay untouched to be nobody's. Network file systems may show a touch a minute
-late."""
+"""Seconds without a touch after which a lock of another machine counts as abandoned. Network file systems may show a
+touch a minute late."""
 
 _LOOKS = 4
-"""How often a lock that is there and cannot be read is looked at before it counts as lost, a second later each time."""
+"""Number of attempts to read an existing lock before it counts as lost; each attempt waits a second longer."""
 
 _owned: dict[Path, int] = {}
-"""The folders that this process owns, and the thread that took each."""
+"""The locks that this process owns, each with the thread that took it."""
 
 
 @contextlib.contextmanager
 def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
-    """Inside, this run (of one or several processes) is the only one that writes to `folder`, which is made if absent.
-    The thread that owns a folder may own it again. None: there is no folder, and nothing to own.
+    """Locks `folder` for this run (of one or several processes); creates the folder if it does not exist.
+
+    The thread that owns the lock may take it again. With folder None, nothing is locked.
 
     Yields:
-      a function for all processes to call before they write: it raises `UserError` if the run was taken over by
-      another one all the same, because this one stood still for longer than `PATIENCE_SECONDS`.
+      a function that all processes must call before they write. It raises `UserError` if another run has taken over
+      the folder, which is possible if this run was suspended for longer than `PATIENCE_SECONDS`.
 
     Raises:
-      UserError: another process is at work there, named by its number and host; or the lock cannot be written.
+      UserError: another process owns the folder (the message names its process id and host), or the lock cannot be
+        written.
     """
     if folder is None:
         yield lambda: None
@@ -81,27 +83,27 @@ def _check(lock: Path) -> None:
             return
         if owner or _gone(lock):
             break
-        time.sleep(look)  # a network disk may fail to read a file that is there
+        time.sleep(look)  # a network file system may temporarily fail to read an existing file
     if _gone(lock.parent):
         raise UserError(
-            f"{lock.parent} was deleted while this run was at work. Nothing more is written; the same command starts "
+            f"{lock.parent} was deleted while this run was active. Nothing more is written; the same command starts "
             "anew."
         )
     if not owner and _gone(lock):
         raise UserError(
-            f"{lock} was deleted while this run was at work, so that another one may have begun. Nothing more is "
-            "written; start it again to go on from the newest checkpoint."
+            f"{lock} was deleted while this run was active, so another run may have started. Nothing more is written; "
+            "start it again to resume from the newest checkpoint."
         )
     raise UserError(
-        f"{lock.parent} is no longer this process's run: {lock} names {_called(owner)}. Nothing more is written; that "
-        "process goes on from the newest checkpoint."
+        f"{lock.parent} is no longer this process's run: it was taken over by {_called(owner)} ({lock}). Nothing more "
+        "is written; the other process resumes from the newest checkpoint."
     )
 
 
 def _called(owner: dict[str, Any]) -> str:
-    """The owner of a lock, for a message."""
+    """Describes the owner of a lock for a message."""
     if not owner:
-        return "a process that its lock does not name (the file is empty or cannot be read)"
+        return "an unknown process (the lock is empty or cannot be read)"
     return f"process {owner.get('pid')} on {owner.get('host')}"
 
 
@@ -115,7 +117,7 @@ def _take(lock: Path) -> None:
 
 
 def _create(lock: Path) -> bool:
-    """Makes the lock, which exactly one of several processes can. False where there is one."""
+    """Creates the lock; returns False if it exists. Of several processes, exactly one succeeds."""
     try:
         file = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -131,25 +133,27 @@ def _create(lock: Path) -> bool:
 
 
 def _wait_until_gone(lock: Path) -> None:
-    """Returns when there is no lock any more: its owner left or was found dead. Raises `UserError` otherwise."""
+    """Returns when the lock is gone, because its owner released it or has exited. Raises `UserError` otherwise."""
     owner = _read(lock)
-    if not owner:  # just made, and about to be written
+    if not owner:  # just created and not yet written
         time.sleep(0.5)
         owner = _read(lock)
-    said = f"{lock.parent} is in use by {_called(owner)} ({lock})"
+    message = f"{lock.parent} is in use by {_called(owner)} ({lock})"
     cure = "Wait for it, stop it, or choose another training.output_dir."
     if _within_reach(owner):
         if owner.get("began") == _began(owner["pid"]):
-            raise UserError(f"{said}. {cure}")
-        logger.warning("%s: process %s, which had this run, is gone; its lock is taken over", lock.parent, owner["pid"])
-    elif not _untouched(lock, said):
-        raise UserError(f"{said}, which is alive. {cure} If you know better, remove that file.")
+            raise UserError(f"{message}. {cure}")
+        logger.warning(
+            "%s: process %s, which owned this run, is gone; its lock is taken over", lock.parent, owner["pid"]
+        )
+    elif not _untouched(lock, message):
+        raise UserError(f"{message}, which is alive. {cure} If that process has exited, remove that file.")
     _remove(lock, owner)
 
 
-def _untouched(lock: Path, said: str) -> bool:
-    """Watches a lock of another machine; False as soon as it is touched."""
-    logger.warning("%s; waiting up to %g s to see whether that process is alive", said, PATIENCE_SECONDS)
+def _untouched(lock: Path, message: str) -> bool:
+    """Watches the lock of another machine for `PATIENCE_SECONDS`; returns False as soon as it is touched."""
+    logger.warning("%s; waiting up to %g s to check whether that process is alive", message, PATIENCE_SECONDS)
     before, end = _touched(lock), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
         time.sleep(min(1.0, PATIENCE_SECONDS / 10))
@@ -158,15 +162,15 @@ def _untouched(lock: Path, said: str) -> bool:
             return True
         if now != before:
             return False
-    logger.warning("%s gave no sign of life in that time; its lock is taken over", said)
+    logger.warning("%s; the lock was not touched in that time and is taken over", message)
     return True
 
 
 def _remove(lock: Path, owner: dict[str, Any]) -> None:
-    """Removes the lock of a dead owner, and none that was made meanwhile by one who found it dead too."""
+    """Removes the lock of an owner that has exited, but not a lock that another process has created in its place."""
     folder = os.open(lock.parent, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without it leaves a gap of microseconds; `_check` sees it
+        with contextlib.suppress(OSError):  # without flock a race of microseconds remains, which `_check` detects
             fcntl.flock(folder, fcntl.LOCK_EX)
         if _read(lock) == owner:
             lock.unlink(missing_ok=True)
@@ -186,7 +190,7 @@ def _me() -> dict[str, Any]:
 
 
 def _place() -> str | None:
-    """The boot and the process namespace that process numbers mean something in; None where they cannot be had."""
+    """Returns the boot id and the process namespace, in which process ids are unique; None if they are unavailable."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -195,8 +199,8 @@ def _place() -> str | None:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in ticks since boot, which tells it from a later one of the same number ("?" where the
-    system does not say). None: there is none, or it has ended and waits for its parent to notice."""
+    """Returns the start time of a process in ticks since boot, which distinguishes it from a later process with the
+    same id; "?" if the system does not provide it; None if there is no such process or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -213,18 +217,18 @@ def _began(pid: int) -> str | None:
 
 
 def _within_reach(owner: dict[str, Any]) -> bool:
-    """Whether the owner's process number means something here."""
+    """Returns whether the process id of the owner is valid on this host, boot and namespace."""
     me = _me()
     return all(owner.get(name, "") == me[name] for name in ("host", "place"))
 
 
 def _read(lock: Path) -> dict[str, Any]:
-    """What a lock says; nothing where it is gone, or its owner died before it had written a word."""
+    """Reads a lock; an empty dict if it does not exist, cannot be read or has no valid content."""
     try:
-        found = json.loads(lock.read_text(encoding="utf-8"))
+        owner = json.loads(lock.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def _gone(lock: Path) -> bool:
