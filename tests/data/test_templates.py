@@ -79,5 +79,5 @@ def test_what_a_template_cannot_do_is_said(tmp_path, keys, message):
 def test_where_it_is_not_read_or_missing(tmp_path):
     with pytest.raises(UserError, match="data.answer_template is not read by data.name=gsm8k"):
         load_source(DataConfig(name="gsm8k", path=str(tmp_path), answer_template="{answer}"))
-    with pytest.raises(UserError, match="'answer', which is no column of the rows.* data.answer_template makes it"):
+    with pytest.raises(UserError, match="'answer', but the rows have no such column.* data.answer_template builds it"):
         check_arguments([("exact_match", resolve("exact_match"), 1.0)], list(ROWS[0]))
