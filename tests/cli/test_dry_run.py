@@ -98,7 +98,7 @@ def test_adapters_beside_four_bits(home, monkeypatch, capsys, caplog):
     argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_8b_lora.yaml"), "model.path=qwen3_8b_lora", "data.path=rows"]
     assert cli.main([*argv, "algorithm.beta=0.01", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "2 of 2 held-out prompts stand in the training data, too" in caplog.text
+    assert "2 of 2 held-out prompts are also in the training data" in caplog.text
     trained = 16 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)) / 1e6
     assert f"8190.74 M parameters frozen in nf4, {trained:.2f} M trained (LoRA of rank 16, alpha 16, on q_p" in said
     # an eighth of the base's 6.40 GB on each device; of each adapter one half is split, and the other lies whole

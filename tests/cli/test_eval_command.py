@@ -106,7 +106,7 @@ def test_prompts_that_are_too_long(place, monkeypatch, capsys, caplog):
     assert f"9 evaluation prompts, {count} of them longer than 5 tokens and skipped" in caplog.text
     assert f"A skipped {count} prompts, B {count}" in said_by(capsys, "--compare", "short.jsonl", "short.jsonl")
     assert cli.main(["eval", "model", *short, "data.overlong_prompts=error"]) == 2
-    assert "evaluation row 0 (the first is 0): its prompt has" in capsys.readouterr().err
+    assert "evaluation row 0 (counted from 0): its prompt has" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_bad_rows(tmp_path, row, message):
 
 
 def test_bad_paths_and_keys(tmp_path):
-    with pytest.raises(UserError, match="no folder"):
+    with pytest.raises(UserError, match="must be a folder"):
         load_source(DataConfig(name="gsm8k", path="/no/such/folder"))
     with pytest.raises(UserError, match="data.maze_size is not read by data.name=gsm8k"):
         load_source(DataConfig(name="gsm8k", maze_size=9))

@@ -131,12 +131,12 @@ def test_prompts(tmp_path, row, keys, prompt):
     "row, keys, message",
     [
         ({"q": "1"}, {"prompt_template": "{question}"}, "a.jsonl:1: .*'question'; the row has: q"),
-        ({"q": "1"}, {"prompt_template": "{q"}, "data.prompt_template '{q' is no Python format string"),
+        ({"q": "1"}, {"prompt_template": "{q"}, "data.prompt_template '{q' is not a Python format string"),
         ({"q": "1"}, {"prompt_template": "{}"}, "must name its columns"),
         ({"q": "1"}, {"prompt_template": "{q:d}"}, "a.jsonl:1: .*failed: ValueError"),
-        ({"prompt": MESSAGES}, {"apply_chat_template": False}, "holds messages"),
+        ({"prompt": MESSAGES}, {"apply_chat_template": False}, "contains messages"),
         ({"prompt": "x"}, {"apply_chat_template": False, "system_prompt": "S"}, "needs the chat template"),
-        ({"prompt": [{"role": "system", "content": "T"}]}, {"system_prompt": "S"}, "already opens"),
+        ({"prompt": [{"role": "system", "content": "T"}]}, {"system_prompt": "S"}, "already begins"),
     ],
 )
 def test_prompt_errors(tmp_path, row, keys, message):
@@ -158,7 +158,9 @@ def test_hub_asks_datasets_for_the_right_splits(monkeypatch):
     data = load_source(DataConfig(name="hub", path="me/set:hard", prompt_template="Q: {prompt}"))
     assert calls == [("me/set", "hard", "train"), ("me/set", "hard", "test")]
     assert (len(data.train), len(data.eval), data.train[0]["prompt"]) == (4, 2, "Q: p0 é")
-    with pytest.raises(UserError, match="me/set .*huggingface.co/datasets/me/set and.*data.path=FOLDER.*no such split"):
+    with pytest.raises(
+        UserError, match="me/set .*huggingface.co/datasets/me/set .*set data.path to a folder.*no such split"
+    ):
         load_source(DataConfig(name="hub", path="me/set", split="none"))
     with pytest.raises(UserError, match="me/set.*'question'"):
         load_source(DataConfig(name="hub", path="me/set", prompt_template="{question}"))

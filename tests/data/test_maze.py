@@ -52,7 +52,7 @@ def test_the_shortest_of_several_ways():
         *["DOWN"] * 2,
         *["RIGHT"] * 2,
     ]
-    with pytest.raises(UserError, match="no way"):
+    with pytest.raises(UserError, match="no path"):
         maze.solve("#####\n#S#.#\n###.#\n#..G#\n#####")
 
 

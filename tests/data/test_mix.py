@@ -129,7 +129,7 @@ def test_no_source_trains_on_what_another_holds_out(caplog):
         data = of(short, long)
     assert not {row["text"] for row in data.train} & (held_out["short"] | held_out["long"])
     assert count(data.train)["long"] == 2000 - leaking
-    assert f"data.sources[1] ('long'): {leaking} of its 2000 training rows are held out by another" in caplog.text
+    assert f"data.sources[1] ('long'): dropped {leaking} of 2000 training rows, which another" in caplog.text
 
 
 def test_nothing_left_to_train_on():
@@ -167,9 +167,7 @@ def test_rewards_by_source(folder, caplog):
     asked = {"name": "jsonl", "path": str(folder / "questions.jsonl"), "eval_size": 4}
     with caplog.at_level(logging.WARNING, "tunix_like"):
         data = of(words, asked)
-    assert (
-        "data.sources[1]: its rows have a column 'data_source', which is replaced by the label 'jsonl'" in caplog.text
-    )
+    assert "data.sources[1]: the column 'data_source' of its rows is replaced by the label 'jsonl'" in caplog.text
     assert data.tokenizer is None and data.draw is None and data.reward == "by_source"
     assert count(data.train) == {"gsm8k": 4, "jsonl": 16}
     assert {tuple(sorted(row)) for row in [*data.train, *data.eval]} == {
@@ -255,9 +253,12 @@ BAD = {
         [TEXT, SMALL | {"maze_sise": 9}],
         ["data.sources[1].maze_sise: unknown", "Did you mean 'maze_size'"],
     ),
-    "a key of the run": ([TEXT | {"batch_size": 4}], ["data.sources[0].batch_size", "write it beside data.sources"]),
+    "a key of the run": (
+        [TEXT | {"batch_size": 4}],
+        ["data.sources[0].batch_size", "set it as data.batch_size, beside data.sources"],
+    ),
     "no name": ([{"maze_size": 9}], ["data.sources[0].name is missing"]),
-    "a mix in a mix": ([{"name": "mix"}], ["data.sources[0].name: a mix holds no mix"]),
+    "a mix in a mix": ([{"name": "mix"}], ["data.sources[0].name=mix: a mix cannot contain a mix"]),
     "unknown source": ([{"name": "mase"}], ["data.sources[0] ('mase')", "data.name=mase is unknown", "'maze'"]),
     "wrong type": ([TEXT | {"text_length": "x"}], ["data.sources[0].text_length: got 'x' (string)", "integer or null"]),
     "out of range": ([TEXT, SMALL | {"maze_size": 3}], ["data.sources[1].maze_size: got 3; it must be at least 5"]),
@@ -267,11 +268,11 @@ BAD = {
     "empty label": ([TEXT | {"label": " "}], ["data.sources[0].label: got ' ', an empty text"]),
     "two of a name": (
         [SMALL, TEXT, TEXT],
-        ["data.sources[2]: data.sources[1] is called 'reverse_text' too", "another `label`"],
+        ["data.sources[2]: data.sources[1] has the label 'reverse_text' too", "set `label`"],
     ),
     "some weights": (
         [SMALL | {"weight": 1}, LARGE],
-        ["data.sources[1].weight is unset", "every entry a weight, or none"],
+        ["data.sources[1].weight is unset", "set it in every entry, or in none"],
     ),
     "a key it does not read": (
         [SMALL, TEXT | {"maze_size": 9}],
@@ -280,11 +281,11 @@ BAD = {
     "what the source says": ([SMALL | {"maze_size": 8}], ["data.sources[0] ('small')", "must be odd"]),
     "two tokenizers": (
         [SMALL, TEXT],
-        ["data.sources[0] (maze) brings its own tokenizer", "data.sources[1] (reverse_text) brings another"],
+        ["data.sources[0] (maze) has its own tokenizer", "data.sources[1] (reverse_text) has a different one"],
     ),
     "a tokenizer beside the model's": (
         [{"name": "jsonl", "path": "questions.jsonl"}, SMALL],
-        ["data.sources[1] (maze) brings its own", "data.sources[0] (jsonl) needs that of the model"],
+        ["data.sources[1] (maze) has its own", "data.sources[0] (jsonl) needs that of the model"],
     ),
     "a tremendous weight": (
         [SMALL | {"weight": 1e9}, LARGE | {"weight": 1}],
@@ -305,7 +306,7 @@ def test_bad_entries(case, folder, monkeypatch):
 def test_keys_beside_the_entries():
     assert len(of(SMALL, batch_size=4, shuffle=False, overlong_prompts="error").train) == 30
     for name, value in {"seed": 1, "train_size": 5, "maze_size": 9, "path": "x", "split": "dev"}.items():
-        with pytest.raises(UserError, match=f"data.{name} stands beside data.sources.*into the entries"):
+        with pytest.raises(UserError, match=f"data.{name} is set beside data.sources.*into the entries"):
             of(SMALL, **{name: value})
     with pytest.raises(UserError, match="data.sources is read by data.name=mix only, not by maze; set data.name=mix"):
         load_source(DataConfig(sources=[SMALL]))
@@ -509,7 +510,7 @@ BAD_ESTIMATORS = {
     "advantage_estimator: grpo, k: 2": r"data.sources\[1\].k: the estimator 'grpo' does not read it",
     "truncation_order: 9": r"data.sources\[1\].truncation_order: got 9; 'maxrl' needs",
     "advantage_estimator: none.py:mine": r"data.sources\[1\].advantage_estimator 'none.py:mine': the file .* not exist",
-    "label: a": "data.sources.1.: data.sources.0. is called 'a' too",
+    "label: a": "data.sources.1.: data.sources.0. has the label 'a' too",
 }
 
 

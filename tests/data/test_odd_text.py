@@ -45,9 +45,9 @@ def nested(levels):
         (b'{"prompt": "a", "b\xff": 1}', r"byte 19 of the line \(0xff\) is not UTF-8"),
         ("\ufeff{}".encode("utf-16-le"), r"byte 1 of the line \(0xff\) is not UTF-8; convert .* -f UTF-16 -t UTF-8"),
         (b'{"prompt": "\xed\xa0\x80"}', r"byte 13 of the line \(0xed\) is not UTF-8"),  # half a character, as bytes
-        (rb'{"prompt": "a\ud83d"}', r"column 'prompt' holds half of a character \('\\ud83d'"),
-        (rb'{"prompt": "a", "more": {"x": ["\uDE00"]}}', r"column 'more' holds half of a character \('\\ude00'"),
-        (rb'{"prompt": "a", "\udfff": 1}', r"column '\\udfff' holds half of a character"),
+        (rb'{"prompt": "a\ud83d"}', r"column 'prompt' contains a lone surrogate \('\\ud83d'"),
+        (rb'{"prompt": "a", "more": {"x": ["\uDE00"]}}', r"column 'more' contains a lone surrogate \('\\ude00'"),
+        (rb'{"prompt": "a", "\udfff": 1}', r"column '\\udfff' contains a lone surrogate"),
         (b'{"prompt": "a\0b"}', r"not valid JSON \(Invalid control character at at column 14\)"),
         (b"\0" * 50, r"not valid JSON \(Expecting value at column 1\)"),
         (nested(MOST_NESTED + 1), r"nested more than 100 levels deep"),
@@ -103,16 +103,14 @@ def test_prompts_without_tokens_or_with_too_many_are_skipped_and_counted(caplog)
     assert BYTES.encode("") == []
     found = check_prompts(MIXED, BYTES, 8, "skip", "training")
     assert (found.long, found.empty) == (2, 2)
-    assert str(found) == "2 of them longer than 8 tokens and skipped, 2 of them without any token and skipped"
+    assert str(found) == "2 of them longer than 8 tokens and skipped, 2 of them empty and skipped"
     given = {"batch_size": 2, "max_prompt_length": 8, "seed": 0, "shuffle": False, "forever": False}
     for rows in (MIXED, iter(MIXED), stream.grain.MapDataset.source(MIXED).to_iter_dataset()):
         assert texts(prompt_batches(rows, BYTES, **given)) == ["ab", "cd", "ef", "gh"]
     assert [problem.text for problem in eval_problems(MIXED, BYTES, 8, None)[0]] == ["ab", "cd", "ef", "gh"]
-    with pytest.raises(
-        UserError, match="training row 0 .the first is 0.: its prompt is empty. Leave the row out, or set"
-    ):
+    with pytest.raises(UserError, match="training row 0 .counted from 0.: its prompt is empty. Remove the row, or set"):
         check_prompts(MIXED, BYTES, 8, "error", "training")
-    with pytest.raises(UserError, match="row 1 .the first is 0.: its prompt has 100000 tokens.*Raise it, or set"):
+    with pytest.raises(UserError, match="row 1 .counted from 0.: its prompt has 100000 tokens.*Raise it, or set"):
         check_prompts(MIXED[1:3], BYTES, 8, "error", "training")
 
 
@@ -132,9 +130,9 @@ def test_an_empty_message_is_a_prompt_and_a_template_may_make_none(tmp_path):
     [
         (
             [""],
-            "all 3 training prompts are of no use: 3 without any token, 0 longer than .*=8. Check data.path",
+            "all 3 training prompts are unusable: 3 empty, 0 longer than .*=8. Check data.path",
         ),
-        (["", "x" * 100_000], "all 6 training prompts are of no use: 3 without any token, 3 longer than"),
+        (["", "x" * 100_000], "all 6 training prompts are unusable: 3 empty, 3 longer than"),
         (["x" * 100_000], "all 3 training prompts are longer than rollout.max_prompt_length=8; raise it"),
     ],
 )
@@ -146,8 +144,8 @@ def test_data_without_a_single_usable_prompt_is_an_error(rows, message):
 def test_what_was_not_looked_at_is_not_promised(monkeypatch):
     monkeypatch.setattr(stream, "SCANNED_ROWS", 3)
     rows = [{"prompt": text} for text in ("a", "b", "", "c", "")]
-    assert str(check_prompts(rows, BYTES, 8, "skip", "training")) == "1 of the first 3 without any token and skipped"
-    with pytest.raises(UserError, match="the first 3 training prompts are of no use"):
+    assert str(check_prompts(rows, BYTES, 8, "skip", "training")) == "1 of the first 3 empty and skipped"
+    with pytest.raises(UserError, match="the first 3 training prompts are unusable"):
         check_prompts([{"prompt": ""}] * 4, BYTES, 8, "skip", "training")
 
 
@@ -181,8 +179,8 @@ def test_a_row_that_the_start_did_not_see_costs_itself_and_not_the_run(monkeypat
         batches = prompt_batches(rows, BYTES, batch_size=2, max_prompt_length=8, seed=0, shuffle=False, forever=False)
         assert texts(batches) == ["a", "b", "c", "d"]
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and "a row is skipped" in said[0] and "half of a character" in said[0]
-    with pytest.raises(UserError, match="training row 0: the text .* half of a character"):
+    assert len(said) == 1 and "skipped a row" in said[0] and "half of a character" in said[0]
+    with pytest.raises(UserError, match="training row 0: the text .* lone surrogate"):
         check_prompts(rows[2:], BYTES, 8, "skip", "training")
 
 

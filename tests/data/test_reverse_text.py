@@ -50,7 +50,7 @@ def test_tokenizer_and_its_saved_form(tmp_path):
 
 
 def test_too_few_strings():
-    with pytest.raises(UserError, match="data.eval_size=40 is more than half of the 64 strings"):
+    with pytest.raises(UserError, match="data.eval_size=40 is more than half of the 64 possible strings"):
         source(text_length=2, eval_size=40)
     with pytest.raises(UserError, match="data.maze_size is not read"):
         source(maze_size=9)

@@ -62,7 +62,7 @@ def test_only_so_many_rows_are_compared(monkeypatch, caplog):
     monkeypatch.setattr(shared, "MOST_COMPARED", 5)
     rows = [row("text", number) for number in range(9)]
     warn_shared(rows, [rows[3], rows[7], row("text", -1)])
-    assert "1 of 3 held-out prompts stand in the training data, too (of its 9 rows the first 5" in caplog.text
+    assert "1 of 3 held-out prompts are also in the training data (the first 5 of its 9 rows" in caplog.text
     caplog.clear()
     warn_shared(rows, rows[7:])
     assert not caplog.text

@@ -65,10 +65,10 @@ def test_in_a_mix_and_from_the_hub(tmp_path, monkeypatch):
             "a.jsonl:1: data.answer_template names column 'sum'; the row has: Task No., a:b, the",
         ),
         ({"answer_template": "{Task Nr.}"}, "data.answer_template names column 'Task Nr.'; the row has"),
-        ({"answer_template": "{y"}, "data.answer_template '{y' is no Python format string"),
+        ({"answer_template": "{y"}, "data.answer_template '{y' is not a Python format string"),
         ({"answer_template": "{}"}, "data.answer_template '{}' must name its columns"),
         ({"answer_template": "{the sum:s}"}, "a.jsonl:1: data.answer_template .* failed: ValueError"),
-        ({"prompt_template": "{a}"}, "names column 'a'; the row has: .* a column's name ends at .* rename 'a:b'"),
+        ({"prompt_template": "{a}"}, "names column 'a'; the row has: .* a column name ends at .* rename 'a:b'"),
     ],
 )
 def test_what_a_template_cannot_do_is_said(tmp_path, keys, message):
@@ -79,5 +79,5 @@ def test_what_a_template_cannot_do_is_said(tmp_path, keys, message):
 def test_where_it_is_not_read_or_missing(tmp_path):
     with pytest.raises(UserError, match="data.answer_template is not read by data.name=gsm8k"):
         load_source(DataConfig(name="gsm8k", path=str(tmp_path), answer_template="{answer}"))
-    with pytest.raises(UserError, match="'answer', which is no column of the rows.* data.answer_template makes it"):
+    with pytest.raises(UserError, match="'answer', but the rows have no such column.* data.answer_template builds it"):
         check_arguments([("exact_match", resolve("exact_match"), 1.0)], list(ROWS[0]))

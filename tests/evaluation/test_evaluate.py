@@ -220,17 +220,15 @@ def test_the_problems_of_an_evaluation(tokenizer):
     assert str(skipped) == "1 of the first 4 longer than 3 tokens and skipped" and skipped.prompts == 1
     found, skipped = eval_problems(rows, tokenizer, 3, None)
     assert len(found) == 4 and skipped.prompts == 3
-    assert str(skipped) == "2 of them longer than 3 tokens and skipped, 1 of them without any token and skipped"
+    assert str(skipped) == "2 of them longer than 3 tokens and skipped, 1 of them empty and skipped"
     assert eval_problems(rows[2:5], tokenizer, 3, None)[1].prompts == 0
     with pytest.raises(UserError, match="none of 7 evaluation prompts has 1 to rollout.max_prompt_length=0 tokens"):
         eval_problems(rows, tokenizer, 0, None)
     with pytest.raises(
-        UserError, match=r"evaluation row 1 \(the first is 0\): its prompt has 5 tokens, .* is 3. Raise"
+        UserError, match=r"evaluation row 1 \(counted from 0\): its prompt has 5 tokens, .* is 3. Raise"
     ):
         eval_problems(rows, tokenizer, 3, 3, "error")
-    with pytest.raises(
-        UserError, match=r"evaluation row 1 .*: its prompt is empty. Leave the row out, or set data.over"
-    ):
+    with pytest.raises(UserError, match=r"evaluation row 1 .*: its prompt is empty. Remove the row, or set data.over"):
         eval_problems([rows[0], rows[-1]], tokenizer, 3, None, "error")
     with pytest.raises(UserError, match="evaluation row 1: a data row needs a 'prompt' column"):
         eval_problems([rows[0], {"question": "yes"}], tokenizer, 3, None)

@@ -142,7 +142,7 @@ def test_functions_get_the_columns_they_name():
         "greedy": {"gold": [1, 2, 3], "other": ["x", "y", "z"]},
         "defaulted": 7,
     }
-    with pytest.raises(UserError, match="'f0' needs an argument 'gold'.*there are: completions, other, prompts"):
+    with pytest.raises(UserError, match="'f0' needs an argument 'gold'.*they have: completions, other, prompts"):
         run((picky, 1.0), columns={"other": [1, 2, 3]})
     with pytest.raises(UserError, match="must not be called 'prompts'"):
         run((greedy, 1.0), columns={"prompts": [1, 2, 3]})
@@ -163,7 +163,7 @@ def test_registry(monkeypatch):
         return [0.0]
 
     assert resolve("mine") is mine and resolve("maze") is REWARDS["maze"]
-    with pytest.raises(UserError, match="'mine' is taken"):
+    with pytest.raises(UserError, match="'mine' is already registered"):
         register_reward_fn("mine")(mine)
     with pytest.raises(UserError, match="colon"):
         register_reward_fn("a:b")

@@ -276,8 +276,8 @@ def test_what_processes_tell_each_other(tmp_path):
     assert np.isnan(told[1]["spread"][0][3]) and told[1]["few"][0][0] == 7
     assert told[0]["error"] == "error: only the second process knows 99"
     assert told[0]["after"] is True and told[0]["by_first"] == "from 0"
-    assert told[0]["unsendable"].startswith("error: the data column 'bad' holds a ndarray")
-    assert "not one of 12 rows has a prompt that can be used" in told[0]["filtered"]
+    assert told[0]["unsendable"].startswith("error: the data column 'bad' contains a ndarray")
+    assert "none of the 12 rows has a usable prompt" in told[0]["filtered"]
     for each in told:
         assert str(each["nan"]) == str(each["own nan"]) == "[1.0, nan]"
         assert each["memory"] == 1000 and each["scores"] == [2.0, 0.0, 0.0, 0.0]

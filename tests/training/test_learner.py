@@ -961,7 +961,7 @@ def test_a_tokenizer_of_transformers(tmp_path):
 def test_held_out_prompts_among_the_training_prompts_are_warned_of(caplog):
     settings = {"max_steps": 1, "eval_config": EvalConfig(samples=1, batch_size=8)}
     make(**settings).train(ROWS, [ROWS[1], ROWS[3], reverse_text.record("zzz")], batch_size=4)
-    assert caplog.text.count("2 of 3 held-out prompts stand in the training data, too") == 1
+    assert caplog.text.count("2 of 3 held-out prompts are also in the training data") == 1
     caplog.clear()
     make(**settings).train(ROWS[:6], ROWS[6:], batch_size=4)
     assert "held-out" not in caplog.text

@@ -1,7 +1,7 @@
-"""Where problems come from: each source turns the `data` section of a configuration into rows.
+"""Data sources: each one turns the `data` section of a configuration into rows with prompts.
 
-Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; of a mix, `source_estimators`, `template_variables`,
-`check_parts`, `check_rewards`. It does NOT shuffle, batch, tokenize or score.
+Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; for mixes also `source_estimators`,
+`template_variables`, `check_parts`, `check_rewards`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ROW_KEYS = frozenset(
     {"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"}
 )
 
-_OWN_KEYS = _ROW_KEYS | {"answer_template"}  # the columns of GSM8K are known
+_OWN_KEYS = _ROW_KEYS | {"answer_template"}  # gsm8k does not read it: its answer column is fixed
 
-# Beside data.train_size and data.eval_size, which every source reads.
+# In addition to data.train_size and data.eval_size, which every source reads.
 _READS: dict[str, frozenset[str]] = {
     "maze": frozenset({"maze_size", "seed"}),
     "gsm8k": _ROW_KEYS,
@@ -55,14 +55,14 @@ _READS: dict[str, frozenset[str]] = {
 
 
 def load_source(config: DataConfig) -> DataSource:
-    """The rows that `config` names, checked.
+    """Loads and checks the data source that `config` names.
 
     Raises:
-      UserError: an unknown source, a key that the source does not read, or anything wrong with the rows themselves.
+      UserError: the source is unknown, does not read a key that is set, or its rows are invalid.
     """
     if config.name not in SOURCES:
         raise UserError(f"data.name={config.name} is unknown. {nearest(config.name, SOURCES)}")
-    entries(config)  # says what to do about data.sources where they do not belong, and about keys beside them
+    entries(config)  # raises if data.sources is set without a mix, or if keys are set beside data.sources
     if config.name != "mix":
         refuse_unread_keys(config, _READS[config.name])
     return SOURCES[config.name](config)

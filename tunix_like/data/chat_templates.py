@@ -1,7 +1,4 @@
-"""Chat templates, rendered in a process of their own that ends when one takes too much time or memory.
-
-It knows the process and its answers (`template_worker.py`). It does NOT know what a template says.
-"""
+"""Renders chat templates in a separate process (`template_worker.py`) with a limit on time and memory."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 REQUEST = struct.Struct("!Q")
-"""In front of a request: its length in bytes."""
+"""Header of a request: its length in bytes."""
 
 ANSWER = struct.Struct("!BQ")
-"""In front of an answer: one of the statuses below, and its length in bytes."""
+"""Header of an answer: one of the statuses below, and its length in bytes."""
 
 RENDERED, FAILED, TOO_LONG, NO_MEMORY = range(4)
 
@@ -30,33 +27,34 @@ _START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from tunix_like.data.template_worker import serve; serve(given['seconds'], given['memory'])"
 )
-"""What the interpreter is told to run (`-c`), with its settings as JSON: the modules that the run finds are found."""
+"""Code that the interpreter runs (`-c`). Its settings are passed as JSON and include the `sys.path` of the run."""
 
 SECONDS = 5.0
-"""Processor time that one rendering may take; an ordinary one takes some 20 microseconds."""
+"""CPU time limit of one rendering; a typical rendering takes about 20 microseconds."""
 
 MEMORY = 2 * 1024**3
-"""Bytes of memory that the process may have."""
+"""Memory limit of the process in bytes."""
 
 MOST = 10_000_000
-"""Characters that a template may make beyond `GROWTH` times those of its values; a million tokens are about half."""
+"""Characters that a rendering may have in addition to `GROWTH` times the characters of its values. A million tokens are
+about half of this."""
 
 GROWTH = 8
 
 _LIMITS = {
-    TOO_LONG: f"it makes more than {MOST} characters",
+    TOO_LONG: f"it renders more than {MOST} characters",
     NO_MEMORY: f"it takes more than {MEMORY >> 30} GB of memory",
 }
 _WINDOW = 32_768
-"""Bytes of requests under way, or half of what the pipe holds if that is less."""
+"""Maximum bytes of unanswered requests, or half of the pipe capacity if that is less."""
 
 
 class TemplateFailed(Exception):
-    """A template that raised an exception, or took too much; the text says which."""
+    """A template raised an exception or exceeded a limit; the text gives the reason."""
 
 
 class _Worker:
-    """The process; it is started with the first template, and ends with this one."""
+    """The rendering process. It starts with the first template and ends with the run."""
 
     def __init__(self) -> None:
         settings = {"path": sys.path, "seconds": SECONDS, "memory": MEMORY}
@@ -64,9 +62,9 @@ class _Worker:
             [sys.executable, "-c", _START, json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what Python says of an end that is told here
+            stderr=subprocess.DEVNULL,  # how the process ends is reported by `_how_it_ended`
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # Ctrl-C goes to the run only
         )
         self.owner, self.seconds, self.window = os.getpid(), SECONDS, _WINDOW
         if hasattr(fcntl, "F_GETPIPE_SZ"):
@@ -78,13 +76,15 @@ class _Worker:
         return self.process.stdin
 
     def answers(self, requests: Sequence[bytes]) -> Iterator[tuple[int, str]]:
-        """Status and text of each answer, in order. The process works on the next request while the last answer is
-        read; what it has not read yet fits into the pipe, so neither side waits for the other.
+        """Yields the status and the text of each answer, in order.
+
+        The process renders the next request while the last answer is read. Unread requests fit into the pipe, so
+        neither side blocks the other.
 
         Raises:
-          TemplateFailed: the process ended at the request that would be answered next.
+          TemplateFailed: the process ended while it rendered the next request.
         """
-        sent = waiting = 0  # requests; bytes that are sent and not answered
+        sent = waiting = 0  # number of requests sent; bytes sent and not yet answered
         try:
             for request in requests:
                 while sent < len(requests) and (not waiting or waiting + len(requests[sent]) <= self.window):
@@ -117,7 +117,7 @@ class _Worker:
         status = self.process.wait()
         if status == -signal.SIGPROF:
             return f"it takes more than {self.seconds:g} seconds"
-        return f"its process ended with status {status}; it may take more memory than there is"
+        return f"its process ended with status {status}; it may need more memory than is available"
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):
@@ -133,31 +133,33 @@ _worker: _Worker | None = None
 
 
 def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
-    """What `render` takes.
+    """Builds a request for `render`.
 
     Args:
       source: the template.
-      variables: the names that it sees; plain values.
-      size: characters that these hold.
+      variables: the variables of the template; plain values.
+      size: total number of characters of the values.
 
     Raises:
-      TemplateFailed: a value is none that another process can be told.
+      TemplateFailed: a value cannot be pickled.
     """
     try:
         content = pickle.dumps((source, dict(variables), MOST + GROWTH * size), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # what a value's own class raises
-        raise TemplateFailed(f"a value for it is no plain one: {error}") from error
+    except Exception as error:  # the class of a value may raise anything
+        raise TemplateFailed(f"one of its values cannot be pickled: {error}") from error
     return REQUEST.pack(len(content)) + content
 
 
 def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
-    """The texts of the first of `requests`, or why one failed: it raised an exception, or made too many characters
-    (`MOST`). One that takes more than `SECONDS` or `MEMORY` is the last of the result; the others are to be asked for
-    again."""
+    """Renders requests; returns the text of each, or its failure (an exception, or more than `MOST` characters).
+
+    A request that kills the process (it takes more than `SECONDS` or `MEMORY`) is the last of the result, which is
+    then shorter than `requests`; the caller sends the rest again.
+    """
     global _worker
     done: list[str | TemplateFailed] = []
     with _lock:
-        if _worker is not None and _worker.owner != os.getpid():  # after a fork: it is the other process's
+        if _worker is not None and _worker.owner != os.getpid():  # after a fork, it belongs to the parent process
             _worker = None
         if _worker is not None and _worker.process.poll() is not None:
             _forget()
@@ -170,7 +172,7 @@ def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
         except TemplateFailed as error:
             _forget()
             return [*done, error]
-        except BaseException:  # also a signal's: what is still to come would be taken for the next answer
+        except BaseException:  # includes signals: a late answer would be read as that of the next request
             _forget()
             raise
 

@@ -1,7 +1,5 @@
-"""What the entries of `data.sources` say: each is the `data` section of one source, and its place in the mix.
-
-It knows keys, types and which keys contradict each other. It does NOT know any row, or what an estimator computes.
-"""
+"""Parses and checks the entries of `data.sources`: each is the `data` section of one source plus its label, weight and
+estimator."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ _OF_AN_ESTIMATOR = ("advantage_estimator", "k", "truncation_order", "ddof")
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The keys of an entry that no section has."""
+    """The keys of an entry that exist in no section."""
 
     section = "data"
-    label: str | None = key(doc="what rows, metrics and messages call the source; unset: its name")
+    label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")
     weight: float | None = key(doc="share of the training prompts, as a ratio; unset: by number of rows", above=0)
 
     def __post_init__(self) -> None:
@@ -38,11 +36,11 @@ class Entry:
     """One entry of `data.sources`.
 
     Attributes:
-      place: where it stands, `data.sources[0]`.
-      label: what its rows carry in the column `data_source`.
-      weight: its share of the training prompts relative to the others', or None: by number of rows.
-      config: the `data` section of a run that had this source alone.
-      estimator: those of `advantage_estimator, k, truncation_order, ddof` that it sets.
+      place: the key of the entry, such as `data.sources[0]`.
+      label: value of the column `data_source` in its rows.
+      weight: share of the training prompts relative to the other entries; None: by number of rows.
+      config: the `data` section of a run with this source only.
+      estimator: the keys among `advantage_estimator, k, truncation_order, ddof` that the entry sets.
     """
 
     place: str
@@ -53,11 +51,11 @@ class Entry:
 
 
 def entries(config: DataConfig) -> list[Entry]:
-    """The sources of a mix, from `data.sources`; none for any other source.
+    """Returns the entries of `data.sources` for a mix; an empty list for any other source.
 
     Raises:
-      UserError: an unknown key, a value of the wrong type or out of range, doubled labels, weights in some entries
-        only, keys beside `data.sources` that belong into an entry, or `data.sources` without a mix.
+      UserError: an unknown key, a value of the wrong type or out of range, duplicate labels, weights in some entries
+        only, keys beside `data.sources` that belong in an entry, or `data.sources` without a mix.
     """
     if config.name != "mix":
         if config.sources is not None:
@@ -65,45 +63,45 @@ def entries(config: DataConfig) -> list[Entry]:
         return []
     if not config.sources:
         raise UserError("data.sources: data.name=mix needs a list of sources, each {name: ..., <its keys>}.")
-    plain = DataConfig()
+    defaults = DataConfig()
     for name in _OF_A_SOURCE:
-        if name != "name" and getattr(config, name) != getattr(plain, name):
+        if name != "name" and getattr(config, name) != getattr(defaults, name):
             raise UserError(
-                f"data.{name} stands beside data.sources, where no source reads it; write it into the entries of "
-                "data.sources that it is meant for."
+                f"data.{name} is set beside data.sources, where no source reads it; move it into the entries of "
+                "data.sources that need it."
             )
-    found = [_entry(values, f"data.sources[{i}]") for i, values in enumerate(config.sources)]
-    labels = [entry.label for entry in found]
+    result = [_entry(values, f"data.sources[{i}]") for i, values in enumerate(config.sources)]
+    labels = [entry.label for entry in result]
     for i, label in enumerate(labels):
         if label in labels[:i]:
-            first = found[labels.index(label)].place
-            raise UserError(f"{found[i].place}: {first} is called '{label}' too; give one of them another `label`.")
-    unset = [entry.place for entry in found if entry.weight is None]
-    if 0 < len(unset) < len(found):
+            first = result[labels.index(label)].place
+            raise UserError(f"{result[i].place}: {first} has the label '{label}' too; set `label` in one of them.")
+    unset = [entry.place for entry in result if entry.weight is None]
+    if 0 < len(unset) < len(result):
         raise UserError(
-            f"{unset[0]}.weight is unset, but other entries have one; give every entry a weight, or none (then each "
-            "has its share by its number of rows)."
+            f"{unset[0]}.weight is unset, but other entries have one; set it in every entry, or in none (the shares "
+            "are then proportional to the numbers of rows)."
         )
-    return found
+    return result
 
 
 def _entry(values: Mapping[str, Any], place: str) -> Entry:
-    own = [field.name for field in dataclasses.fields(_Share)]
-    known = [*_OF_A_SOURCE, *own, *_OF_AN_ESTIMATOR]
+    share_keys = [field.name for field in dataclasses.fields(_Share)]
+    allowed = [*_OF_A_SOURCE, *share_keys, *_OF_AN_ESTIMATOR]
     for name in values:
         if name in _OF_THE_RUN:
-            raise UserError(f"{place}.{name}: it is one for all sources; write it beside data.sources.")
-        if name not in known:
-            raise UserError(f"{place}.{name}: unknown key. {nearest(str(name), known)}")
+            raise UserError(f"{place}.{name} applies to all sources; set it as data.{name}, beside data.sources.")
+        if name not in allowed:
+            raise UserError(f"{place}.{name}: unknown key. {nearest(str(name), allowed)}")
     if values.get("name") is None:
-        raise UserError(f"{place}.name is missing: it says which source this is, e.g. {{name: jsonl, path: ...}}.")
+        raise UserError(f"{place}.name is missing; set it to the name of a source, e.g. {{name: jsonl, path: ...}}.")
     if values["name"] == "mix":
-        raise UserError(f"{place}.name: a mix holds no mix; write its entries into this list.")
+        raise UserError(f"{place}.name=mix: a mix cannot contain a mix; write its entries into this list.")
 
     def section(cls: type, names: Sequence[str]) -> Any:
         return read_section(cls, {name: value for name, value in values.items() if name in names}, place)
 
-    share, config = section(_Share, own), section(DataConfig, _OF_A_SOURCE)
+    share, config = section(_Share, share_keys), section(DataConfig, _OF_A_SOURCE)
     estimator = dataclasses.asdict(section(AlgorithmConfig, _OF_AN_ESTIMATOR))
     label = config.name if share.label is None else share.label
     chosen = {name: estimator[name] for name in _OF_AN_ESTIMATOR if estimator[name] is not None}
@@ -111,32 +109,32 @@ def _entry(values: Mapping[str, Any], place: str) -> Entry:
 
 
 def template_variables(config: DataConfig) -> dict[str, Any]:
-    """What the run's chat template is given: `chat_template_args`, in which the sources of a mix must agree.
+    """Returns the variables of the chat template: `chat_template_args`, which all sources of a mix must share.
 
     Raises:
-      UserError: naming two entries that differ.
+      UserError: two entries differ; the message names both.
     """
-    found = entries(config)
-    first, *others = [entry.config.chat_template_args or {} for entry in found] or [config.chat_template_args or {}]
+    parts = entries(config)
+    first, *others = [entry.config.chat_template_args or {} for entry in parts] or [config.chat_template_args or {}]
     for i, other in enumerate(others, start=1):
         if other != first:
             raise UserError(
-                f"{found[i].place}.chat_template_args is {other}, that of {found[0].place} is {first}: one tokenizer "
-                "renders the prompts of all sources; give every entry the same."
+                f"{parts[i].place}.chat_template_args is {other}, that of {parts[0].place} is {first}: one tokenizer "
+                "renders the prompts of all sources; set the same value in every entry."
             )
     return first
 
 
 def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
-    """What the learner is told of those sources of a mix that set an estimator or its parameters, by label.
+    """Returns label -> estimator and parameters, for the sources of a mix that set an estimator or its parameters.
 
     Args:
-      algorithm: resolved; its estimator is that of entries which name none.
+      algorithm: the resolved section; its estimator is used for entries that name none.
 
     Raises:
-      UserError: an unknown estimator, or parameters that it does not take, naming the entry.
+      UserError: an unknown estimator, or parameters that it does not accept; the message names the entry.
     """
-    found = {}
+    estimators = {}
     for entry in entries(config):
         if not entry.estimator:
             continue
@@ -145,7 +143,7 @@ def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[st
         try:
             check_parameters(name, params, algorithm.num_generations, key=entry.place)
         except UserError as error:
-            own = f"{entry.place}.advantage_estimator"
-            raise UserError(str(error).replace("algorithm.advantage_estimator", own, 1)) from error
-        found[entry.label] = {"advantage_estimator": name, **params}
-    return found
+            entry_key = f"{entry.place}.advantage_estimator"
+            raise UserError(str(error).replace("algorithm.advantage_estimator", entry_key, 1)) from error
+        estimators[entry.label] = {"advantage_estimator": name, **params}
+    return estimators

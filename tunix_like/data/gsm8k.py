@@ -1,8 +1,4 @@
-"""GSM8K: grade-school word problems (2110.14168), from a local folder or the hub.
-
-It knows the two columns of the set and where the final answer stands in a solution. It does NOT grade: the reward
-`gsm8k` does.
-"""
+"""Loads GSM8K, grade-school word problems (arXiv 2110.14168), from a local folder or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ HUB_ID = "openai/gsm8k"
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Completes a row: the prompt by its format, and `gold`, the text after `####`."""
+    """Adds to a row its prompt and `gold`, the text after `####`."""
 
     format: PromptFormat
 
@@ -40,24 +36,24 @@ class _Rows:
 
 
 def gold(solution: str) -> str:
-    """The final answer of a solution: what follows its last `####`."""
+    """Returns the final answer of a solution: the text after its last `####`."""
     return solution.rpartition("####")[2].strip()
 
 
 def load(config: DataConfig) -> DataSource:
-    """Rows with `question`, `answer` (the whole solution, which SFT trains on), `gold` and the prompt.
+    """Loads rows with `question`, `answer` (the full solution; SFT trains on it), `gold` and the prompt.
 
-    `data.path` is a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or a hub id; unset means openai/gsm8k.
+    `data.path` is a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or a hub id; the default is openai/gsm8k.
 
     Raises:
-      UserError: a missing folder or file, a bad row (file and line), or a hub that cannot be read.
+      UserError: a folder or file is missing, a row is invalid (named by file and line), or the hub is not reachable.
     """
     rows = _Rows(PromptFormat.of(config, template="{question}"))
     if config.path is not None and Path(config.path).is_dir():
         return split_folder(config, Path(config.path), rows.check, rows, reward="gsm8k")
     path = HUB_ID if config.path is None else config.path
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(f"data.path={path} is no folder with train.jsonl and test.jsonl, and no hub id (owner/name).")
+        raise UserError(f"data.path={path} must be a folder with train.jsonl and test.jsonl, or a hub id (owner/name).")
     path = f"{path}:main" if path == HUB_ID else path
     train, held_out = hub_rows(path, config.split), hub_rows(path, config.eval_split)
     check_hub_rows(config, path, train, held_out, rows.check)

@@ -1,8 +1,7 @@
-"""Rows of JSON-lines files, and of data sets on the Hugging Face hub.
+"""Loads rows from JSON-lines files and from datasets on the Hugging Face Hub.
 
-It knows one JSON object per line, read where it stands: a file of a million rows costs 8 bytes a row of memory. Every
-row is parsed once when the file is opened, so a bad one is an error before training, not in it. It does NOT know what
-the columns mean, beyond `prompt` and `answer`.
+Rows of a file are read from disk when they are needed; the index takes 8 bytes of memory per row. Every row is parsed
+once when the file is opened, so an invalid row is reported before training.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ if TYPE_CHECKING:
 DEFAULT_EVAL = 256
 
 MOST_COLUMNS = 1000
-"""Different columns that the rows of a file may have; every row is given all of them."""
+"""Maximum number of distinct columns in a file. Every row has all of them."""
 
 MOST_NESTED = 100
-"""Levels of lists and objects within a row; what is handed to reward functions and other processes must not run into
-Python's own limit, which depends on the caller."""
+"""Maximum nesting of lists and objects in a row. Rows are passed to reward functions and other processes, and must not
+reach the recursion limit of Python there."""
 
 LONG_FILE = 32
-"""MiB of a file whose reading is shown as it goes on."""
+"""File size in MiB from which progress is shown while reading."""
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of half a character; two of them may make a whole one
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate; a pair of them encodes one character
 
 
 class JsonlRows(Sequence[Record]):
-    """The rows of one file, parsed when they are asked for; picklable, safe to read from several threads.
+    """The rows of one JSON-lines file, parsed on access. Picklable and safe to read from several threads.
 
-    Columns that a row lacks are None, so every row has the same columns. Blank lines are no rows.
+    Columns that a row lacks are None, so every row has the same columns. Blank lines are ignored.
     """
 
     def __init__(self, path: str | Path, check: Callable[[Record, str], None]) -> None:
         """Indexes the file and runs `check(row, "file:line")` on every row.
 
         Raises:
-          UserError: a file that is missing or cannot be read as text, one without rows, rows of more than
-            `MOST_COLUMNS` columns, or a line (with its number) that is no JSON object in UTF-8, or holds half a
-            character or more than `MOST_NESTED` levels.
+          UserError: the file is missing, is not readable as text, has no rows, or has more than `MOST_COLUMNS`
+            columns; or a line (named by its number) is not a JSON object in UTF-8, contains a lone surrogate, or is
+            nested deeper than `MOST_NESTED` levels.
         """
         self._path = Path(path)
         self._descriptor: int | None = None
@@ -63,12 +62,12 @@ class JsonlRows(Sequence[Record]):
             raise UserError(f"{self._path} {problem}. data.path must name a JSON-lines file, or a folder of them.")
         end = self._index(check)
         if not self._starts:
-            raise UserError(f"{self._path} is empty: it must hold one JSON object per line.")
+            raise UserError(f"{self._path} is empty; it must contain one JSON object per line.")
         self._starts.append(end)
 
     def _index(self, check: Callable[[Record, str], None]) -> int:
-        """Finds where each row begins, and which columns there are. Returns the size of the file in bytes."""
-        place = 0
+        """Finds the offset of each row and the set of columns. Returns the size of the file in bytes."""
+        offset = 0
         with self._path.open("rb") as file, _shown(self._path) as advance:
             for number, line in enumerate(file, start=1):
                 if _content(line):
@@ -78,13 +77,13 @@ class JsonlRows(Sequence[Record]):
                     self._columns.update(dict.fromkeys(row))
                     if len(self._columns) > MOST_COLUMNS:
                         raise UserError(
-                            f"{where}: the rows have more than {MOST_COLUMNS} different columns by now; every row is "
-                            "given all of them: put what differs from row to row into one column."
+                            f"{where}: the rows up to here have more than {MOST_COLUMNS} different columns; put what "
+                            "differs from row to row into one column."
                         )
-                    self._starts.append(place)
-                advance(((place + len(line)) >> 20) - (place >> 20))
-                place += len(line)
-        return place
+                    self._starts.append(offset)
+                advance(((offset + len(line)) >> 20) - (offset >> 20))
+                offset += len(line)
+        return offset
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -105,7 +104,7 @@ class JsonlRows(Sequence[Record]):
         return self._descriptor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptor": None}  # a worker process opens the file for itself
+        return {**self.__dict__, "_descriptor": None}  # a worker process opens the file again
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", None) is not None:
@@ -114,7 +113,7 @@ class JsonlRows(Sequence[Record]):
 
 @contextlib.contextmanager
 def _shown(path: Path) -> Iterator[Callable[[int], None]]:
-    """A function to call with the MiB just read, which shows the progress of a long file."""
+    """Yields a function that is called with the MiB just read, and shows progress for a long file."""
     size = path.stat().st_size >> 20
     if size < LONG_FILE:
         yield lambda done: None
@@ -124,7 +123,7 @@ def _shown(path: Path) -> Iterator[Callable[[int], None]]:
 
 
 def _content(line: bytes) -> bytes:
-    """Without white space and the byte order mark that some editors put in front of a file."""
+    """Strips white space, and the byte order mark that some editors write at the start of a file."""
     return line.removeprefix(codecs.BOM_UTF8).strip()
 
 
@@ -136,10 +135,10 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         encoding = "UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise UserError(
             f"{where}: byte {error.start + 1} of the line (0x{content[error.start]:02x}) is not UTF-8; convert the "
-            f"file, e.g. iconv -f {encoding} -t UTF-8, or leave the row out."
+            f"file, e.g. iconv -f {encoding} -t UTF-8, or remove the row."
         ) from error
     except json.JSONDecodeError as error:
-        # json counts lines within the row, which would be mistaken for the file's
+        # json counts lines within the row; that number would be mistaken for the line of the file
         problem = f"{error.msg} at column {error.colno}"
         raise UserError(f"{where}: not valid JSON ({problem}); write one object per line.") from error
     except ValueError as error:
@@ -161,42 +160,42 @@ def _too_deep(where: str) -> str:
 
 
 def _levels(value: Any) -> int:
-    levels, inside = 0, [value]
-    while inside := [each for each in inside if isinstance(each, dict | list)]:
+    levels, values = 0, [value]
+    while values := [item for item in values if isinstance(item, dict | list)]:
         levels += 1
-        inside = [inner for each in inside for inner in (each.values() if isinstance(each, dict) else each)]
+        values = [inner for item in values for inner in (item.values() if isinstance(item, dict) else item)]
     return levels
 
 
 def _check_whole(row: dict[str, Any], where: str) -> None:
-    """Raises a UserError where a text holds a lone surrogate, which no tokenizer takes and UTF-8 cannot hold."""
+    """Raises a UserError if a text contains a lone surrogate, which tokenizers and UTF-8 cannot represent."""
     for name, value in row.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{where}: column {name!r} holds half of a character ({error.object[error.start]!r}, a surrogate "
-                "without its other half); write the whole character, or leave the row out."
+                f"{where}: column {name!r} contains a lone surrogate ({error.object[error.start]!r}, half of a "
+                "character); write the whole character, or remove the row."
             ) from error
 
 
 def load(config: DataConfig) -> DataSource:
-    """A folder with `{split}.jsonl` and `{eval_split}.jsonl`, or one file, whose last rows are held out.
+    """Loads a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or one file whose last rows are held out.
 
-    Of one file `data.eval_size` rows are held out, by default a tenth and at most 256.
+    For a single file, `data.eval_size` rows are held out; the default is a tenth of the rows and at most 256.
 
     Raises:
-      UserError: no `data.path`, a missing or empty file, a row that does not parse (file and line), a column that the
-        template names and a row lacks, fewer rows than asked for.
+      UserError: no `data.path`, a missing or empty file, a row that does not parse (named by file and line), a row
+        without a column that the template needs, or fewer rows than requested.
     """
     if config.path is None:
-        raise UserError("data.path is required with data.name=jsonl: a JSON-lines file, or a folder of them.")
+        raise UserError("data.path is required with data.name=jsonl; set it to a JSON-lines file or a folder of them.")
     path, format = Path(config.path), PromptFormat.of(config, template=None)
     if path.is_dir():
         return split_folder(config, path, format.check, format, reward="exact_match")
     for key, unset in (("split", "train"), ("eval_split", "test")):
         if getattr(config, key) != unset:
-            raise UserError(f"data.{key} is set, but data.path={path} is one file, not a folder of splits.")
+            raise UserError(f"data.{key} is set, but data.path={path} is one file, not a folder of splits; unset it.")
     rows = JsonlRows(path, format.check)
     held_out = min(DEFAULT_EVAL, len(rows) // 10) if config.eval_size is None else config.eval_size
     if held_out >= len(rows):
@@ -214,7 +213,11 @@ def split_folder(
     make: Callable[[Record], Record],
     reward: str,
 ) -> DataSource:
-    """The source in a folder of `{split}.jsonl` files; `check` sees every row once, `make` completes those asked for.
+    """Loads a source from a folder of `{split}.jsonl` files.
+
+    Args:
+      check: called once on every row, with its file and line.
+      make: called on a row when it is read; adds its prompt and further columns.
 
     Raises:
       UserError: as for `load`.
@@ -223,20 +226,21 @@ def split_folder(
     for key, split in (("split", config.split), ("eval_split", config.eval_split)):
         file = folder / f"{split}.jsonl"
         if not os.path.lexists(file):
-            found = ", ".join(sorted(each.name for each in folder.glob("*.jsonl*"))) or "no .jsonl file"
-            raise UserError(f"{file} does not exist (data.{key}={split}); data.path={folder} has {found}.")
+            names = ", ".join(sorted(path.name for path in folder.glob("*.jsonl*"))) or "no .jsonl file"
+            raise UserError(f"{file} does not exist (data.{key}={split}); data.path={folder} has {names}.")
         rows.append(JsonlRows(file, check))
     return make_source(config, rows[0], rows[1], make, reward)
 
 
 def load_hub(config: DataConfig) -> DataSource:
-    """A data set of the hub: `data.path` is `owner/name`, or `owner/name:configuration`.
+    """Loads a dataset of the Hugging Face Hub; `data.path` is `owner/name`, or `owner/name:configuration`.
 
     Raises:
-      UserError: no `data.path`, `datasets` not installed, the data set unreachable, or a bad row (split and number).
+      UserError: no `data.path`, `datasets` is not installed, the dataset is not reachable, or a row is invalid (named
+        by split and number).
     """
     if config.path is None:
-        raise UserError("data.path is required with data.name=hub: the id of a data set, as owner/name.")
+        raise UserError("data.path is required with data.name=hub; set it to the id of a dataset, as owner/name.")
     format = PromptFormat.of(config, template=None)
     train, held_out = hub_rows(config.path, config.split), hub_rows(config.path, config.eval_split)
     check_hub_rows(config, config.path, train, held_out, format.check)
@@ -250,7 +254,7 @@ def check_hub_rows(
     held_out: Sequence[Record],
     check: Callable[[Record, str], None],
 ) -> None:
-    """Runs `check` on every row of both splits: columns have types there, but any value may be missing."""
+    """Runs `check` on every row of both splits. Columns of a hub dataset have types, but any value may be missing."""
     for split, rows in ((config.split, train), (config.eval_split, held_out)):
         with progress.task(f"checking {path}, {split}", len(rows)) as advance:
             for number, row in enumerate(rows, start=1):
@@ -266,9 +270,16 @@ def make_source(
     make: Callable[[Record], Record],
     reward: str,
 ) -> DataSource:
-    """Cuts both splits to the sizes asked for and completes their rows."""
+    """Truncates both splits to the configured sizes and applies `make` to their rows.
+
+    Raises:
+      UserError: both splits are the same, or have fewer rows than requested.
+    """
     if config.split == config.eval_split:
-        raise UserError(f"data.split and data.eval_split are both '{config.split}': evaluation rows must be held out.")
+        raise UserError(
+            f"data.split and data.eval_split are both '{config.split}', but evaluation rows must be held out; set two "
+            "different splits."
+        )
     return DataSource(
         MappedRows(take(train, config.train_size, "data.train_size"), make),
         MappedRows(take(held_out, config.eval_size, "data.eval_size"), make),
@@ -278,28 +289,28 @@ def make_source(
 
 
 def hub_rows(path: str, split: str) -> Sequence[Record]:
-    """One split of a hub data set, memory-mapped.
+    """Loads one split of a hub dataset, memory-mapped.
 
     Raises:
-      UserError: `datasets` not installed, the data set or the network not there, or no rows.
+      UserError: `datasets` is not installed, the dataset or the network is not available, or the split has no rows.
     """
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"Reading {path} from the hub needs the package 'datasets': pip install 'tunix-like[hub]', or point "
-            "data.path at a local copy."
+            f"Reading {path} from the hub needs the package 'datasets'; run pip install 'tunix-like[hub]', or set "
+            "data.path to a local copy."
         ) from error
     name, _, configuration = path.partition(":")
     try:
         rows = datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # network, id, configuration and split errors come in many classes
+    except Exception as error:  # network, id, configuration and split errors have many classes
         raise UserError(
-            f"The data set {path} (split '{split}') could not be loaded from the hub. Check data.path and the network. "
-            f"Without one, download https://huggingface.co/datasets/{name} and name a folder with its train.jsonl and "
-            "test.jsonl: data.path=FOLDER (with data.name=jsonl, or gsm8k for GSM8K). With HF_HUB_OFFLINE=1 only "
-            f"what was downloaded before is used. The hub's client said: {one_line(error)}."
+            f"The dataset {path} (split '{split}') could not be loaded from the hub. Check data.path and the network. "
+            f"Without a network, download https://huggingface.co/datasets/{name} elsewhere and set data.path to a "
+            "folder with its train.jsonl and test.jsonl (with data.name=jsonl, or gsm8k for GSM8K). With "
+            f"HF_HUB_OFFLINE=1 only cached data is used. The error of the hub client: {one_line(error)}."
         ) from error
     if len(rows) == 0:
-        raise UserError(f"The data set {path} has no rows in split '{split}'.")
+        raise UserError(f"The dataset {path} has no rows in split '{split}'; check data.split and data.eval_split.")
     return rows

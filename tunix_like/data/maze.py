@@ -1,9 +1,8 @@
-"""Perfect mazes: made by Prim's algorithm, solved by breadth-first search, drawn in a terminal.
+"""Generates perfect mazes with Prim's algorithm, solves them by breadth-first search and draws them in a terminal.
 
-A maze of side n (odd, walls included) is a spanning tree of the (n-1)/2 x (n-1)/2 grid of cells, START at (1, 1) and
-GOAL at (n-2, n-2), so its solution is unique. A grid is a string of n rows of `#`, `.`, `S`, `G`, joined by newlines.
-The task is that of 2602.02710, section 6.2. How a completion is followed and judged stands in
-`rewards/maze.py`; this module does NOT know any model.
+A maze of side n (odd, walls included) is a spanning tree of the (n-1)/2 x (n-1)/2 grid of cells, with START at (1, 1)
+and GOAL at (n-2, n-2), so its solution is unique. A grid is a string of n rows of `#`, `.`, `S`, `G`, joined by
+newlines. The task is that of arXiv 2602.02710, section 6.2; its reward is in `rewards/maze.py`.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ _CELL_TOKENS = {"#": "WALL", ".": "PATH", "S": "START", "G": "GOAL"}
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 _NAMED = ["GRID_START", "GRID_END", "PATH_START", "DONE", "PATH", "WALL", "GOAL", "START", "NEWLINE", *MOVES]
 VOCABULARY = [*_SPECIAL, *_NAMED, *(f"<reserved_{i}>" for i in range(15))]
-"""The 32 tokens, by id."""
+"""The 32 tokens, in the order of their ids."""
 
 DEFAULT_SIZE, DEFAULT_TRAIN, DEFAULT_EVAL = 9, 8000, 256
 
 
 def load(config: DataConfig) -> DataSource:
-    """Mazes by `data.seed`: the held-out ones are drawn first, and no training maze equals any of them.
+    """Generates the mazes of `data.seed`; held-out mazes come first, and no training maze equals one of them.
 
     Raises:
-      UserError: a size that is even or below 5, or that has fewer distinct mazes than are asked for.
+      UserError: the size is even or below 5, or has fewer distinct mazes than requested.
     """
     size = DEFAULT_SIZE if config.maze_size is None else config.maze_size
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
@@ -59,7 +58,7 @@ def load(config: DataConfig) -> DataSource:
     if math.log10(max(1, train_size + eval_size)) > log10 + 1e-9:
         raise UserError(
             f"data.maze_size={size}: only {round(10**log10)} distinct mazes exist, but {train_size} for training and "
-            f"{eval_size} held out are asked for; raise data.maze_size or lower data.train_size and data.eval_size."
+            f"{eval_size} held out are requested; raise data.maze_size or lower data.train_size and data.eval_size."
         )
     check_generated(config, train_size + eval_size, size * (size + 1) + STRING_BYTES)
     rng = random.Random(config.seed)
@@ -76,7 +75,7 @@ def load(config: DataConfig) -> DataSource:
 
 
 def _log10_distinct(size: int) -> float:
-    """log10 of the number of distinct mazes: the spanning trees of an m x m grid, by Kirchhoff's theorem."""
+    """Returns log10 of the number of distinct mazes: the spanning trees of an m x m grid, by Kirchhoff's theorem."""
     m = (size - 1) // 2
     cosines = [2 - 2 * math.cos(math.pi * i / m) for i in range(m)]
     logs = [math.log10(a + b) for i, a in enumerate(cosines) for j, b in enumerate(cosines) if i or j]
@@ -84,20 +83,21 @@ def _log10_distinct(size: int) -> float:
 
 
 def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> list[str]:
-    """`count` grids, none of them equal to another or to one of `taken`; drawing near all there are is slow."""
-    found: dict[str, None] = {}
-    while len(found) < count:
+    """Generates `count` distinct grids that are not in `taken`. Slow if nearly all existing mazes are requested."""
+    grids: dict[str, None] = {}
+    while len(grids) < count:
         grid = make(size, rng)
         if grid not in taken:
-            found[grid] = None
-    return list(found)
+            grids[grid] = None
+    return list(grids)
 
 
 def make(size: int, rng: random.Random) -> str:
-    """One maze by randomised Prim: grow from a random cell through random walls of the frontier; any can come out."""
+    """Generates one maze by randomised Prim: it grows from a random cell through random frontier walls. Every maze has
+    a positive probability."""
     cells = bytearray(b"#" * (size * size))
     neighbours = _neighbours(size)
-    # `random()` draws the same on every Python version, which `choice` does not promise.
+    # `random()` gives the same sequence on every Python version; `choice` does not guarantee that.
     first = list(neighbours)[int(rng.random() * len(neighbours))]
     cells[first] = ord(".")
     frontier = list(neighbours[first])
@@ -118,7 +118,7 @@ _NEIGHBOURS: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
 
 def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
-    """For each cell, the (wall between, next cell) pairs, as flat positions; kept per size, for speed."""
+    """Returns the (wall between, next cell) pairs of each cell, as flat positions; cached per size."""
     if size not in _NEIGHBOURS:
         inside = range(1, size - 1, 2)
         _NEIGHBOURS[size] = {
@@ -134,27 +134,27 @@ def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
 
 
 def solve(grid: str) -> list[str]:
-    """The shortest moves from START to GOAL, by breadth-first search.
+    """Returns the shortest sequence of moves from START to GOAL, by breadth-first search.
 
     Raises:
-      UserError: GOAL cannot be reached.
+      UserError: GOAL is not reachable.
     """
     rows = grid.split("\n")
     came: dict[tuple[int, int], tuple[tuple[int, int], str] | None] = {(1, 1): None}
     queue = collections.deque([(1, 1)])
     while queue:
-        row, column = place = queue.popleft()
+        row, column = cell = queue.popleft()
         if rows[row][column] == "G":
             break
         for move, (down, right) in MOVES.items():
             beyond = (row + down, column + right)
             if beyond not in came and rows[beyond[0]][beyond[1]] != "#":
-                came[beyond] = (place, move)
+                came[beyond] = (cell, move)
                 queue.append(beyond)
     else:
-        raise UserError(f"The maze has no way from START to GOAL:\n{grid}")
+        raise UserError(f"The maze has no path from START to GOAL:\n{grid}")
     moves: list[str] = []
-    step = came[place]
+    step = came[cell]
     while step is not None:
         moves.append(step[1])
         step = came[step[0]]
@@ -162,14 +162,14 @@ def solve(grid: str) -> list[str]:
 
 
 def record(grid: str) -> Record:
-    """The row of one maze: `prompt`, `answer` (the moves and DONE, which SFT trains on) and `grid`."""
+    """Returns the row of a maze: `prompt`, `answer` (the moves and DONE; SFT trains on it) and `grid`."""
     rows = (" ".join([*(_CELL_TOKENS[cell] for cell in row), "NEWLINE"]) for row in grid.split("\n"))
     prompt = " ".join(["GRID_START", *rows, "GRID_END", "PATH_START"])
     return {"prompt": prompt, "answer": " ".join([*solve(grid), "DONE"]), "grid": grid}
 
 
 def grid_of(prompt: str) -> str | None:
-    """The grid that a prompt of `record` shows; None where the text is no such prompt."""
+    """Parses the grid from a prompt of `record`; returns None for any other text."""
     cells = {word: cell for cell, word in _CELL_TOKENS.items()} | {"NEWLINE": "\n"}
     first, *words = prompt.split() or [""]
     if first != "GRID_START" or words[-2:] != ["GRID_END", "PATH_START"]:
@@ -180,13 +180,14 @@ def grid_of(prompt: str) -> str | None:
     if not whole or "?" in grid or len(rows) < 5 or rows[1][1] != "S":
         return None
     border = rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)
-    return grid if set(border) == {"#"} else None  # nothing can be walked out of
+    return grid if set(border) == {"#"} else None  # closed border: no walk can leave the grid
 
 
 def tokenizer() -> Tokenizer:
-    """One token a word, `<bos>` in front; tokens a model should never emit are decoded as text, not dropped.
+    """Returns the tokenizer of mazes: one token per word, with `<bos>` in front.
 
-    (`<pad>` and `<bos>` are special tokens in the Hugging Face sense, so decoding does drop these two.)
+    Tokens that a model should never emit are decoded as text. Exceptions are `<pad>`, `<bos>` and `<eos>`: they are
+    special tokens in the sense of Hugging Face, so decoding drops them.
     """
     import tokenizers
 
@@ -201,7 +202,7 @@ def tokenizer() -> Tokenizer:
 
 
 def draw(grid: str, completion: str) -> str:
-    """The maze and a completion's path, for a terminal without colours, two characters a cell.
+    """Draws a maze and the path of a completion for a terminal without colours, with two characters per cell.
 
     Walls are full blocks, S is START, G is GOAL, dots are the path; a path that does not solve the maze ends in x.
     """
@@ -209,9 +210,9 @@ def draw(grid: str, completion: str) -> str:
     marks = dict.fromkeys(path, "••")
     if not reached:
         marks[path[-1]] = "x "
-    looks = {"#": "██", ".": "  ", "S": "S ", "G": "G "}
+    symbols = {"#": "██", ".": "  ", "S": "S ", "G": "G "}
     lines = []
     for r, row in enumerate(grid.split("\n")):
-        marked = [marks.get((r, c), looks[cell]) if cell == "." else looks[cell] for c, cell in enumerate(row)]
+        marked = [marks.get((r, c), symbols[cell]) if cell == "." else symbols[cell] for c, cell in enumerate(row)]
         lines.append("".join(marked).rstrip())
     return "\n".join(lines)

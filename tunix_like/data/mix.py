@@ -1,7 +1,7 @@
-"""Several data sources as one: the rows of all, in the shares that the entries of `data.sources` ask for.
+"""Combines several data sources into one, in the proportions that the entries of `data.sources` set.
 
-Every row says in the column `data_source` which entry it is of, and in `source_reward` which reward function fits it.
-This module knows how sources are put together; it does NOT know what any of them holds, or any estimator.
+Every row has the label of its entry in the column `data_source`, and the name of its default reward function in
+`source_reward`.
 """
 
 from __future__ import annotations
@@ -28,38 +28,40 @@ from tunix_like.types import RewardFunction
 logger = logging.getLogger("tunix_like")
 
 LONGEST_EPOCH = 50_000_000
-"""Rows that one pass over a mix may have, repeats included: their order is held in memory, at 8 bytes a row."""
+"""Maximum number of rows in an epoch of a mix, repeats included. Their order is kept in memory, at 8 bytes per row."""
 
 
 def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> DataSource:
-    """The sources of `data.sources` as one.
+    """Loads the sources of `data.sources` and combines them into one.
 
-    An epoch has every training row at least once, and rows of a source with a larger weight than its number of rows
-    gives it again. Training rows whose prompt another source of the same name holds out are left out. Rows stand
-    evenly spread, so that any beginning of them has the shares of the whole.
+    An epoch contains every training row at least once. Rows of a source repeat if its weight is larger than its share
+    by number of rows. Training rows whose prompt is held out by another source of the same name are dropped. The rows
+    of each source are spread evenly, so every prefix of an epoch has about the same proportions.
 
     Args:
       load_one: loads the source of one entry.
 
     Raises:
-      UserError: an entry that is wrong (see `entries`) or whose rows are, named; sources that need different
-        tokenizers; weights that make an epoch longer than `LONGEST_EPOCH`.
+      UserError: an entry (see `entries`) or its rows are invalid (the message names the entry); the sources need
+        different tokenizers; or the weights make an epoch longer than `LONGEST_EPOCH`.
     """
-    found, sources = entries(config), []
-    for entry in found:
+    mix_entries, sources = entries(config), []
+    for entry in mix_entries:
         try:
             sources.append(load_one(entry.config))
         except UserError as error:
             raise UserError(f"{entry.place} ('{entry.label}'): {error}") from error
-    tokenizer = _tokenizer(found, sources)
-    sources = [dataclasses.replace(each, train=_not_held_out(found, sources, i)) for i, each in enumerate(sources)]
-    counts = epoch_counts([len(each.train) for each in sources], [entry.weight for entry in found])
+    tokenizer = _tokenizer(mix_entries, sources)
+    sources = [
+        dataclasses.replace(source, train=_not_held_out(mix_entries, sources, i)) for i, source in enumerate(sources)
+    ]
+    counts = epoch_counts([len(source.train) for source in sources], [entry.weight for entry in mix_entries])
     parts = {
-        entry.label: dataclasses.replace(each, train=Repeated(each.train, count))
-        for entry, each, count in zip(found, sources, counts, strict=True)
+        entry.label: dataclasses.replace(source, train=Repeated(source.train, count))
+        for entry, source, count in zip(mix_entries, sources, counts, strict=True)
     }
-    tags = _tags(found, sources)
-    rewards = {each.reward for each in sources}
+    tags = _tags(mix_entries, sources)
+    rewards = {source.reward for source in sources}
     return DataSource(
         Interleaved([MappedRows(part.train, tag) for part, tag in zip(parts.values(), tags, strict=True)]),
         Interleaved([MappedRows(part.eval, tag) for part, tag in zip(parts.values(), tags, strict=True)]),
@@ -70,31 +72,37 @@ def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> Da
     )
 
 
-def _tokenizer(found: Sequence[Entry], sources: Sequence[DataSource]) -> Tokenizer | None:
-    """The one tokenizer of a run. Sources of one name bring the same one."""
-    bringing = [i for i, each in enumerate(sources) if each.tokenizer is not None]
-    if not bringing:
-        return None
-    first = found[bringing[0]]
-    for i, entry in enumerate(found):
-        if entry.config.name != first.config.name:
-            needs = "brings another one" if i in bringing else "needs that of the model"
-            raise UserError(
-                f"{first.place} ({first.config.name}) brings its own tokenizer, and {entry.place} "
-                f"({entry.config.name}) {needs}: all sources of a run are read by one. Leave one of them out, or write "
-                "the rows of a source that brings its own to a file and name that with `name: jsonl`."
-            )
-    return sources[bringing[0]].tokenizer
+def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> Tokenizer | None:
+    """Returns the tokenizer that the sources define, or None to use that of the model.
 
-
-def _not_held_out(found: Sequence[Entry], sources: Sequence[DataSource], number: int) -> Sequence[Record]:
-    """The training rows of a source, less those that another source of the same name evaluates on.
+    Sources of the same name define the same tokenizer.
 
     Raises:
-      UserError: none is left.
+      UserError: the sources need different tokenizers.
     """
-    entry, rows = found[number], sources[number].train
-    same = [i for i, other in enumerate(found) if other.config.name == entry.config.name and i != number]
+    with_tokenizer = [i for i, source in enumerate(sources) if source.tokenizer is not None]
+    if not with_tokenizer:
+        return None
+    first = mix_entries[with_tokenizer[0]]
+    for i, entry in enumerate(mix_entries):
+        if entry.config.name != first.config.name:
+            needs = "has a different one" if i in with_tokenizer else "needs that of the model"
+            raise UserError(
+                f"{first.place} ({first.config.name}) has its own tokenizer, and {entry.place} "
+                f"({entry.config.name}) {needs}: all sources of a run share one tokenizer. Remove one of them, or "
+                "write the rows of a source that has its own tokenizer to a file and load it with `name: jsonl`."
+            )
+    return sources[with_tokenizer[0]].tokenizer
+
+
+def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], number: int) -> Sequence[Record]:
+    """Returns the training rows of a source without those that another source of the same name holds out.
+
+    Raises:
+      UserError: no row is left.
+    """
+    entry, rows = mix_entries[number], sources[number].train
+    same = [i for i, other in enumerate(mix_entries) if other.config.name == entry.config.name and i != number]
     held_out = {repr(sources[i].eval[j]["prompt"]) for i in same for j in range(len(sources[i].eval))}
     if not held_out:
         return rows
@@ -102,74 +110,85 @@ def _not_held_out(found: Sequence[Entry], sources: Sequence[DataSource], number:
     if not kept:
         raise UserError(
             f"{entry.place} ('{entry.label}'): another source of name={entry.config.name} holds out all of its "
-            "training rows; leave one of the two out, or give them rows of their own."
+            "training rows; remove one of the two, or give them different rows."
         )
     if len(kept) < len(rows):
         logger.warning(
-            "%s ('%s'): %d of its %d training rows are held out by another source of name=%s, and are left out",
+            "%s ('%s'): dropped %d of %d training rows, which another source of name=%s holds out",
             entry.place, entry.label, len(rows) - len(kept), len(rows), entry.config.name,
         )  # fmt: skip
     return rows if len(kept) == len(rows) else MappedRows(kept, _Pick(rows))
 
 
 def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
-    """Rows of each source in an epoch: proportional to the weights to within a row, each at least its size, as few as
-    that allows; the sizes themselves without weights.
+    """Returns the number of rows of each source in an epoch.
+
+    The counts are proportional to the weights (to within one row), each is at least the size of its source, and their
+    sum is minimal. Without weights they equal the sizes.
 
     Raises:
-      UserError: more than `LONGEST_EPOCH` of them.
+      UserError: the sum exceeds `LONGEST_EPOCH`.
     """
-    known = [float(size) if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
-    scale = max(size / weight for size, weight in zip(sizes, known, strict=True))
-    if not math.isfinite(scale * sum(known)) or scale * sum(known) > LONGEST_EPOCH:
+    shares = [float(size) if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
+    scale = max(size / share for size, share in zip(sizes, shares, strict=True))
+    if not math.isfinite(scale * sum(shares)) or scale * sum(shares) > LONGEST_EPOCH:
         raise UserError(
-            f"data.sources: with these weights, an epoch that has every row once has {scale * sum(known):.2g} rows; "
-            f"at most {LONGEST_EPOCH} are possible. Bring the weights nearer to the numbers of rows "
+            f"data.sources: with these weights, an epoch with every row at least once has {scale * sum(shares):.2g} "
+            f"rows; at most {LONGEST_EPOCH} are allowed. Set weights closer to the numbers of rows "
             f"({', '.join(map(str, sizes))}), or lower train_size in the largest source."
         )
-    return [max(size, round(scale * weight)) for size, weight in zip(sizes, known, strict=True)]
+    return [max(size, round(scale * share)) for size, share in zip(sizes, shares, strict=True)]
 
 
 def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int, needs_answer: bool) -> None:
-    """What is checked of a run's rows as a whole, for each source of a mix by itself.
+    """Checks each source of a mix for prompts that fit and, if needed, for the column that SFT trains on.
 
     Args:
-      needs_answer: the run begins with supervised fine-tuning.
+      needs_answer: whether the run begins with supervised fine-tuning.
 
     Raises:
-      UserError: naming a source without a prompt that fits, or without the column that fine-tuning trains on.
+      UserError: a source has no prompt that fits, or no column `answer`; the message names the source.
     """
     for label, part in source.parts.items():
         if needs_answer and "answer" not in part.train[0]:
             raise UserError(
                 f"data source '{label}': its rows have no column 'answer', which SFT trains on; set its "
-                "answer_template or sft.max_steps=0, or leave the source out."
+                "answer_template or sft.max_steps=0, or remove the source."
             )
         for rows, what in ((part.train, "training"), (part.eval, "evaluation")):
             count = min(len(rows), SCANNED_ROWS)
             first = (render(rows[i], tokenizer, max_prompt_length) for i in range(count))
             if count and not any(usable(prompt, max_prompt_length) for prompt in first):
-                them = f"all of its {what} prompts" if count == len(rows) else f"the first {count} {what} prompts"
+                which = f"all of its {what} prompts" if count == len(rows) else f"the first {count} {what} prompts"
                 raise UserError(
-                    f"data source '{label}': {them} are empty or longer than "
-                    f"rollout.max_prompt_length={max_prompt_length}; raise it, or leave the source out."
+                    f"data source '{label}': {which} are empty or longer than "
+                    f"rollout.max_prompt_length={max_prompt_length}; raise it, or remove the source."
                 )
 
 
 def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
-    """Raises a UserError naming a source of a mix whose rows lack a column that a reward function (or, for `by_source`,
-    the source's own) asks for: in the mix they would have None there."""
+    """Checks that the rows of each source of a mix have the columns that the reward functions need.
+
+    For `by_source`, the default reward function of the source is checked. Without this check, missing columns would be
+    None in the mix.
+
+    Raises:
+      UserError: a column is missing; the message names the source.
+    """
     for label, part in source.parts.items():
         columns = [*(name for name in part.train[0] if name != "prompt"), SOURCE_COLUMN, REWARD_COLUMN]
-        asked = [(name, resolve(part.reward) if name == "by_source" else each, w) for name, each, w in functions]
+        called = [
+            (name, resolve(part.reward) if name == "by_source" else function, weight)
+            for name, function, weight in functions
+        ]
         try:
-            check_arguments(asked, columns)
+            check_arguments(called, columns)
         except UserError as error:
             raise UserError(f"data source '{label}': {error}") from error
 
 
 class Repeated(Sequence[Any]):
-    """The first `count` rows of other rows said over and over."""
+    """Repeats a sequence of rows cyclically up to a length of `count`."""
 
     def __init__(self, rows: Sequence[Any], count: int) -> None:
         self._rows, self._range = rows, range(count)
@@ -184,14 +203,14 @@ class Repeated(Sequence[Any]):
 
 
 class Interleaved(Sequence[Any]):
-    """All rows of several sources, each source's in its own order and evenly spread: its row `j` of `n` stands about
-    `(j + 1/2) / n` of the way down."""
+    """Interleaves the rows of several sources, each in its own order and evenly spread: row `j` of `n` is placed at the
+    fraction `(j + 1/2) / n` of the total."""
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
         self._parts = list(parts)
         self._starts = list(itertools.accumulate((len(part) for part in self._parts), initial=0))
-        places = [(np.arange(len(part)) + 0.5) / max(len(part), 1) for part in self._parts]
-        self._order = np.argsort(np.concatenate(places), kind="stable")  # equal places: in the order of the sources
+        positions = [(np.arange(len(part)) + 0.5) / max(len(part), 1) for part in self._parts]
+        self._order = np.argsort(np.concatenate(positions), kind="stable")  # ties: in the order of the sources
 
     def __len__(self) -> int:
         return len(self._order)
@@ -206,20 +225,20 @@ class Interleaved(Sequence[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Tag:
-    """Completes a row of a mix: every column that any source has (None where it has not), and what the row is of."""
+    """Adds to a row of a mix the missing columns of the other sources (as None), its label and its reward name."""
 
     label: str
     reward: str | None
     columns: tuple[str, ...]
 
     def __call__(self, row: Record) -> Record:
-        own = {SOURCE_COLUMN: self.label} | ({} if self.reward is None else {REWARD_COLUMN: self.reward})
-        return {**dict.fromkeys(self.columns), **row, **own}
+        tags = {SOURCE_COLUMN: self.label} | ({} if self.reward is None else {REWARD_COLUMN: self.reward})
+        return {**dict.fromkeys(self.columns), **row, **tags}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pick:
-    """Row `i` of other rows."""
+    """Returns row `i` of other rows; picklable."""
 
     rows: Sequence[Record]
 
@@ -227,22 +246,23 @@ class _Pick:
         return self.rows[index]
 
 
-def _tags(found: Sequence[Entry], sources: Sequence[DataSource]) -> list[_Tag]:
-    """What completes the rows of each source. Warns where a label takes the place of a column of theirs."""
-    shown = [rows[0] for each in sources for rows in (each.train, each.eval) if len(rows)]
-    columns = tuple(dict.fromkeys(name for row in shown for name in row))
-    for entry, each in zip(found, sources, strict=True):
-        if each.train[0].get(SOURCE_COLUMN, entry.label) != entry.label:
-            message = "%s: its rows have a column '%s', which is replaced by the label '%s'"
+def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_Tag]:
+    """Returns the tag of each source. Warns if a label replaces a column of its rows."""
+    first_rows = [rows[0] for source in sources for rows in (source.train, source.eval) if len(rows)]
+    columns = tuple(dict.fromkeys(name for row in first_rows for name in row))
+    for entry, source in zip(mix_entries, sources, strict=True):
+        if source.train[0].get(SOURCE_COLUMN, entry.label) != entry.label:
+            message = "%s: the column '%s' of its rows is replaced by the label '%s'"
             logger.warning(message, entry.place, SOURCE_COLUMN, entry.label)
-    several = len(found) > 1
+    several = len(mix_entries) > 1
     return [
-        _Tag(entry.label, each.reward if several else None, columns) for entry, each in zip(found, sources, strict=True)
+        _Tag(entry.label, source.reward if several else None, columns)
+        for entry, source in zip(mix_entries, sources, strict=True)
     ]
 
 
 def _draw(parts: Mapping[str, DataSource]) -> Callable[[Record, str], str] | None:
-    """A picture by the row's own source, where all of them can be drawn."""
+    """Returns a function that draws a row with its own source; None if a source cannot draw."""
     draws = {label: part.draw for label, part in parts.items()}
-    known = {label: draw for label, draw in draws.items() if draw is not None}
-    return None if len(known) < len(draws) else lambda row, completion: known[row[SOURCE_COLUMN]](row, completion)
+    present = {label: draw for label, draw in draws.items() if draw is not None}
+    return None if len(present) < len(draws) else lambda row, completion: present[row[SOURCE_COLUMN]](row, completion)

@@ -1,8 +1,8 @@
-"""Reversing short strings (`abcd>` to `dcba`): the smallest text job that a tiny model learns, for smoke runs.
+"""Generates short strings to reverse (`abcd>` to `dcba`): a minimal text task for smoke tests with a tiny model.
 
-Eight letters and at most four of them by default: a string is then one of 4,672, a random guess is right often enough
-for rewards to appear after a short warm-up, and the vocabulary stays at 13. More letters or longer strings make the
-warm-up longer and teach nothing else. It does NOT read any file.
+By default, a string has at most four of eight letters, so there are 4,672 strings and 13 tokens. Random guesses are
+then correct often enough for rewards to appear after a short warm-up. More letters or longer strings only make the
+warm-up longer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DEFAULT_TRAIN, DEFAULT_EVAL = 2000, 64
 
 
 def load(config: DataConfig) -> DataSource:
-    """Random strings of 2 to `data.text_length` letters, every length equally often, by `data.seed`.
+    """Generates random strings of 2 to `data.text_length` letters from `data.seed`; all lengths are equally likely.
 
-    The held-out strings are distinct and drawn first; training strings may repeat and are never one of them.
+    The held-out strings are distinct and are generated first. Training strings may repeat, and none is held out.
 
     Raises:
-      UserError: a `data.text_length` below 2, or more held-out strings than half of all that exist.
+      UserError: `data.text_length` is below 2, or `data.eval_size` exceeds half of the possible strings.
     """
     longest = DEFAULT_LONGEST if config.text_length is None else config.text_length
     if longest < SHORTEST:
@@ -38,8 +38,8 @@ def load(config: DataConfig) -> DataSource:
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
     if eval_size > existing // 2:
         raise UserError(
-            f"data.eval_size={eval_size} is more than half of the {existing} strings of {SHORTEST} to {longest} "
-            "letters; lower it or raise data.text_length."
+            f"data.eval_size={eval_size} is more than half of the {existing} possible strings of {SHORTEST} to "
+            f"{longest} letters; lower it or raise data.text_length."
         )
     check_generated(config, train_size + eval_size, longest + STRING_BYTES)
     rng = random.Random(config.seed)
@@ -55,18 +55,18 @@ def load(config: DataConfig) -> DataSource:
 
 
 def _draw(rng: random.Random, longest: int) -> str:
-    # `random()` draws the same on every Python version, which `choice` does not promise.
+    # `random()` gives the same sequence on every Python version; `choice` does not guarantee that.
     length = SHORTEST + int(rng.random() * (longest - SHORTEST + 1))
     return "".join(LETTERS[int(rng.random() * len(LETTERS))] for _ in range(length))
 
 
 def record(text: str) -> Record:
-    """The row of one string: `prompt`, `answer` (what SFT trains on and the reward compares with) and `text`."""
+    """Returns the row of a string: `prompt`, `answer` (for SFT and for the reward) and `text`."""
     return {"prompt": f"{text}>", "answer": text[::-1], "text": text}
 
 
 def tokenizer() -> Tokenizer:
-    """One token a character, `<bos>` in front."""
+    """Returns the tokenizer: one token per character, with `<bos>` in front."""
     import tokenizers
 
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", ">", *LETTERS])}

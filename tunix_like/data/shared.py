@@ -1,7 +1,4 @@
-"""Prompts that stand both in the held-out rows and in the training rows of a run.
-
-It compares prompts as they stand in the rows, by their hashes. It knows no tokenizer and no file format.
-"""
+"""Detects prompts that are in both the training rows and the held-out rows of a run, by hashes of the prompts."""
 
 from __future__ import annotations
 
@@ -20,11 +17,18 @@ from tunix_like.runtime.processes import by_first
 logger = logging.getLogger("tunix_like")
 
 MOST_COMPARED = 1_000_000
-"""Training rows, and held-out rows, that are compared; a row takes about 20 microseconds, which is to parse it."""
+"""Maximum number of training rows, and of held-out rows, to compare. A row takes about 20 microseconds to parse."""
 
 
 class Shared(NamedTuple):
-    """`both` of `held_out` prompts stand among the first `compared` of `rows` training rows."""
+    """The result of a comparison of held-out and training prompts.
+
+    Attributes:
+      both: number of held-out prompts that are also training prompts.
+      held_out: number of held-out rows compared.
+      compared: number of training rows compared, from the first.
+      rows: number of training rows.
+    """
 
     both: int
     held_out: int
@@ -33,32 +37,34 @@ class Shared(NamedTuple):
 
 
 def warn_shared(train: Any, held_out: Any) -> None:
-    """Logs a warning where held-out prompts stand in the training data. In a run of several processes the first one
+    """Logs a warning if held-out prompts are also in the training data. In a run of several processes, the first one
     compares."""
     with progress.task("comparing training and evaluation prompts"):
-        told = by_first(lambda: shared_prompts(train, held_out))
-    if told is None or not (found := Shared(*told)).both:
+        result = by_first(lambda: shared_prompts(train, held_out))
+    if result is None or not (shared := Shared(*result)).both:
         return
     part = (
-        "" if found.compared == found.rows else f" (of its {found.rows} rows the first {found.compared} were compared)"
+        ""
+        if shared.compared == shared.rows
+        else f" (the first {shared.compared} of its {shared.rows} rows were compared)"
     )
     logger.warning(
-        "%d of %d held-out prompts stand in the training data, too%s: an evaluation on them measures what was trained "
-        "on. Leave them out of one of the two.",
-        found.both, found.held_out, part,
+        "%d of %d held-out prompts are also in the training data%s: an evaluation on them measures memorised rows. "
+        "Remove them from one of the two.",
+        shared.both, shared.held_out, part,
     )  # fmt: skip
 
 
 def shared_prompts(train: Any, held_out: Any) -> Shared | None:
-    """Counts the held-out rows whose prompt is the prompt of a training row, character by character.
+    """Counts the held-out rows whose prompt is identical to the prompt of a training row.
 
-    Rows without a prompt, and rows that cannot be made, are not counted.
+    Rows without a prompt, and rows that raise a UserError, are not counted.
 
     Args:
-      train: a sequence or a grain `MapDataset`. Other data is not read, as it may be readable only once.
+      train: a sequence or a grain `MapDataset`. Other data is not read, since it may be readable only once.
 
     Returns:
-      None where there is nothing to compare.
+      the counts; None if there is nothing to compare.
     """
     if not isinstance(train, Sequence | grain.MapDataset) or held_out is None or not len(held_out):
         return None
@@ -73,7 +79,7 @@ def shared_prompts(train: Any, held_out: Any) -> Shared | None:
 
 
 def _key(rows: Any, place: int) -> int | None:
-    """A hash of the row's prompt, of 64 bits; None for a row without one."""
+    """Returns a 64-bit hash of the prompt of a row; None for a row without a prompt."""
     try:
         row = rows[place]
     except UserError:

@@ -1,7 +1,6 @@
-"""What a data source is: rows to train on, rows to evaluate on, and how a row's columns become a prompt.
+"""Defines data sources (rows for training and evaluation) and how the columns of a row become its prompt.
 
-It knows columns, templates and messages. It does NOT know any file format, any tokenizer's working (chat messages are
-handed on as messages and rendered where they are encoded), shuffling or batching.
+Chat messages stay messages here; the tokenizer renders them when they are encoded.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ if TYPE_CHECKING:
     from tunix_like.data.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
-"""A flat row: `prompt` (a string, or a list of messages) and any further columns; `answer` is what SFT trains on."""
+"""A flat row: `prompt` (a string, or a list of messages) and any further columns; SFT trains on `answer`."""
 
 SOURCE_COLUMN = "data_source"
-"""The column that says which of several sources a row is of."""
+"""The column with the label of the source of a row, in a mix of several sources."""
 
 REWARD_COLUMN = "source_reward"
-"""In a mix of several sources, the column with the name of the reward function that fits the row."""
+"""The column with the name of the default reward function of a row's source, in a mix of several sources."""
 
 
 MOST_GENERATED = 10**9
-"""Bytes of rows that are made and kept in memory by a source."""
+"""Maximum bytes of rows that a source generates and keeps in memory."""
 STRING_BYTES = 60
-"""What a Python string and its place in a list take beside its characters."""
+"""Overhead in bytes of a Python string and its list entry, in addition to its characters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +41,10 @@ class DataSource:
     Attributes:
       train: rows to train on, in a fixed order; never empty.
       eval: held-out rows, none of them in `train`; may be empty.
-      tokenizer: the source's own tokenizer, or None where the model's is to be used.
-      reward: name of the registered reward function that fits.
-      draw: `draw(row, completion)` is a picture of it for the terminal, or None.
-      parts: the sources of a mix by label, with the rows that an epoch takes of each; empty for any other source.
+      tokenizer: the source's own tokenizer; None: the tokenizer of the model is used.
+      reward: name of the default reward function, registered.
+      draw: `draw(row, completion)` returns a picture for the terminal; None: the source cannot be drawn.
+      parts: for a mix, its sources by label, with the rows of one epoch of each; empty for any other source.
     """
 
     train: Sequence[Record]
@@ -57,7 +56,7 @@ class DataSource:
 
 
 class MappedRows(Sequence[Record]):
-    """`function(row)` of every row, made when it is asked for; `function` must be picklable for worker processes."""
+    """Applies `function` to each row on access. `function` must be picklable for worker processes."""
 
     def __init__(self, rows: Sequence[Any], function: Callable[[Any], Record]) -> None:
         self._rows, self._function = rows, function
@@ -72,7 +71,7 @@ class MappedRows(Sequence[Record]):
 
 
 class RowRange(Sequence[Any]):
-    """Rows `start` up to (not including) `stop` of other rows, without copying them."""
+    """A view of rows `start` up to (not including) `stop` of other rows, without a copy."""
 
     def __init__(self, rows: Sequence[Any], start: int, stop: int) -> None:
         self._rows, self._range = rows, range(start, stop)
@@ -88,13 +87,13 @@ class RowRange(Sequence[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """How the columns of a row become its prompt and its answer.
+    """Builds the prompt and the answer of a row from its columns.
 
     Attributes:
-      template: Python format string over the columns; None takes the column `prompt` as it is.
-      system_prompt: first message; implies messages.
-      chat: True makes messages, False text; None leaves messages messages and text text.
-      answer: the like of `template` for the column `answer`, in whose place it comes; None leaves that as it is.
+      template: Python format string over the columns; None: use the column `prompt` unchanged.
+      system_prompt: content of the first message; implies messages.
+      chat: True: the prompt is messages; False: it is text; None: it keeps the form of the column or template.
+      answer: Python format string that replaces the column `answer`; None: use that column unchanged.
     """
 
     template: str | None
@@ -104,21 +103,21 @@ class PromptFormat:
 
     @staticmethod
     def of(config: DataConfig, template: str | None) -> PromptFormat:
-        """The format that `config` asks for, `template` being the source's default.
+        """Returns the format that `config` sets; `template` is the default prompt template of the source.
 
         Raises:
-          UserError: a template that is no format string over named columns, or keys that contradict each other.
+          UserError: a template is not a format string over named columns, or keys contradict each other.
         """
         if config.system_prompt is not None and config.apply_chat_template is False:
-            raise UserError("data.system_prompt needs the chat template: drop data.apply_chat_template=false.")
+            raise UserError("data.system_prompt needs the chat template; remove data.apply_chat_template=false.")
         chosen = template if config.prompt_template is None else config.prompt_template
-        for key, each in (("prompt_template", chosen), ("answer_template", config.answer_template)):
-            if each is not None:
-                _fields(each, key)
+        for key, text in (("prompt_template", chosen), ("answer_template", config.answer_template)):
+            if text is not None:
+                _fields(text, key)
         return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Raises a UserError that names `where` when this row cannot become a prompt, and an answer if asked for."""
+        """Raises a UserError that names `where` if the prompt, or the answer if templated, cannot be built."""
         if self.template is None:
             _check_columns(row, ["prompt"], f"{where}: without data.prompt_template a row needs")
         for key, template in (("prompt_template", self.template), ("answer_template", self.answer)):
@@ -130,10 +129,10 @@ class PromptFormat:
             raise UserError(f"{where}: {error}") from error
 
     def __call__(self, row: Record) -> Record:
-        """The row with its `prompt` and `answer` made, both out of the columns it came with; these stay."""
-        made = {**row, "prompt": self._prompt(row)}
-        # plain text, as what SFT trains on is data whole
-        return made if self.answer is None else made | {"answer": str(_filled(self.answer, row, "answer_template"))}
+        """Returns the row with its `prompt` and `answer`, both built from the original columns, which are kept."""
+        result = {**row, "prompt": self._prompt(row)}
+        # plain str: the whole answer counts as data, so control tokens in the template are not encoded as such
+        return result if self.answer is None else result | {"answer": str(_filled(self.answer, row, "answer_template"))}
 
     def _prompt(self, row: Record) -> str | list[Mapping[str, str]]:
         value = row["prompt"] if self.template is None else _filled(self.template, row, "prompt_template")
@@ -146,9 +145,11 @@ class PromptFormat:
             ):
                 raise UserError("column 'prompt' is a list, but not one of messages with 'role' and 'content'.")
             if self.chat is False:
-                raise UserError("data.apply_chat_template=false, but column 'prompt' holds messages.")
+                raise UserError("data.apply_chat_template=false, but column 'prompt' contains messages; unset it.")
             if self.system_prompt is not None and value[0]["role"] == "system":
-                raise UserError("data.system_prompt is set, but column 'prompt' already opens with a system message.")
+                raise UserError(
+                    "data.system_prompt is set, but column 'prompt' already begins with a system message; unset it."
+                )
         elif self.chat or self.system_prompt is not None:
             value = [{"role": "user", "content": value}]
         if self.system_prompt is not None:
@@ -157,17 +158,17 @@ class PromptFormat:
 
 
 def _fields(template: str, key: str) -> list[str]:
-    """What stands in the braces of a template, without format specs.
+    """Returns the replacement fields of a template, without format specs.
 
     Raises:
-      UserError: it is not a format string over named columns.
+      UserError: the template is not a format string over named columns.
     """
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise UserError(
-            f"data.{key} {template!r} is no Python format string ({error}); write {{column}} for a column and double a "
-            "brace that is meant as itself."
+            f"data.{key} {template!r} is not a Python format string ({error}); write {{column}} for a column, and "
+            "double a literal brace."
         ) from error
     names = [_head(field) for field in fields]
     if any(not name or name.isdigit() for name in names):
@@ -180,47 +181,47 @@ def _head(field: str) -> str:
 
 
 def _check_columns(row: Record, fields: Collection[str], what: str) -> None:
-    """Every field must be a column of the row, or an attribute or item of one."""
+    """Raises a UserError if a field is not a column of the row, or an attribute or item of one."""
     for field in fields:
         if row.get(field) is None and row.get(_head(field)) is None:
-            there = sorted(name for name in row if row[name] is not None)
-            cut = [name for name in there if re.match(re.escape(field) + "[:!]", name)]
-            why = f" In a template a column's name ends at ':' and '!'; rename '{cut[0]}'." if cut else ""
-            raise UserError(f"{what} column '{field}'; the row has: {', '.join(there) or 'none'}.{why}")
+            present = sorted(name for name in row if row[name] is not None)
+            cut = [name for name in present if re.match(re.escape(field) + "[:!]", name)]
+            why = f" In a template, a column name ends at ':' or '!'; rename '{cut[0]}'." if cut else ""
+            raise UserError(f"{what} column '{field}'; the row has: {', '.join(present) or 'none'}.{why}")
 
 
 def _filled(template: str, row: Record, key: str) -> Filled:
     try:
         return fill(template, row)
-    except Exception as error:  # a format spec or an attribute that this value does not have
+    except Exception as error:  # a format spec or an attribute that this value does not support
         raise UserError(f"data.{key} {template!r} failed: {type(error).__name__}: {error}") from error
 
 
 def take(rows: Sequence[Any], size: int | None, key: str) -> Sequence[Any]:
-    """The first `size` rows (all when None).
+    """Returns the first `size` rows; all rows if it is None.
 
     Raises:
-      UserError: fewer rows than `key` asks for.
+      UserError: there are fewer rows than `size`; the message names `key`.
     """
     if size is not None and size > len(rows):
-        raise UserError(f"{key}={size}, but there are only {len(rows)} rows; lower it or leave it unset.")
+        raise UserError(f"{key}={size}, but there are only {len(rows)} rows; lower it or unset it.")
     return rows if size is None else RowRange(rows, 0, size)
 
 
 def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
-    """Raises a UserError where rows that a source makes, of so many bytes each, would fill `MOST_GENERATED`."""
+    """Raises a UserError if generated rows of `row_bytes` each would exceed `MOST_GENERATED` bytes."""
     if rows * row_bytes > MOST_GENERATED:
         raise UserError(
             f"data.train_size and data.eval_size: {rows} generated rows of {config.name} take about "
-            f"{rows * row_bytes / 1e9:.3g} GB of memory, and {MOST_GENERATED / 1e9:g} GB are the most; lower them."
+            f"{rows * row_bytes / 1e9:.3g} GB of memory; the limit is {MOST_GENERATED / 1e9:g} GB. Lower them."
         )
 
 
 def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:
-    """Keys that only some sources read must be unset for the others.
+    """Checks that no key is set that the source does not read.
 
     Raises:
-      UserError: a key that is set, and that source `config.name` does not read.
+      UserError: a key is set that the source `config.name` does not read.
     """
     unset: dict[str, Any] = {
         "path": None,

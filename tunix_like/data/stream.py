@@ -1,7 +1,6 @@
-"""Rows to batches of tokenised prompts: shuffled by seed (through grain), resumable, over-long prompts left out.
+"""Turns rows into batches of tokenised prompts: shuffled by seed (with grain), resumable, without overlong prompts.
 
-Where a run has several processes, each loads and tokenises its share of a batch, and all get the whole batch. This
-module knows the tokenizer and the limits of a prompt; it does not know where rows come from or what is done with them.
+In a run of several processes, each loads and tokenises a part of the batch, and all receive the whole batch.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from tunix_like.runtime.processes import spread
 logger = logging.getLogger("tunix_like")
 
 SCANNED_ROWS = 20_000
-"""Rows tokenised before the start, to say how many prompts are skipped."""
+"""Maximum number of rows tokenised before training, to report how many prompts will be skipped."""
 
 _AT_ONCE = 64
-"""Rows that are rendered together."""
+"""Rows rendered per request."""
 
 _COUNTED = 100_000
-"""Tokens, up to twice as many of which are counted in a prompt that is too long and may not be."""
+"""Tokens up to which (at most twice as many) an overlong prompt is counted for its error message."""
 
 
 class Prompt(NamedTuple):
-    """A row, rendered and tokenised; `columns` are the row without its prompt."""
+    """A rendered and tokenised prompt; `columns` are the other columns of its row."""
 
     text: str
     tokens: list[int]
@@ -40,7 +39,15 @@ class Prompt(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """How many prompts of the first `scanned` of `rows` rows are longer than `limit` tokens, or without any."""
+    """Counts of the prompts that will be skipped.
+
+    Attributes:
+      rows: number of rows.
+      scanned: number of rows that were tokenised, from the first.
+      limit: maximum number of tokens of a prompt.
+      long: prompts with more than `limit` tokens.
+      empty: prompts without tokens.
+    """
 
     rows: int
     scanned: int
@@ -53,74 +60,72 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def warn(self, what: str) -> None:
-        """Logs a warning where something was skipped; `what` says which prompts they are (training, evaluation)."""
+        """Logs a warning if prompts are skipped; `what` names the kind of prompts (training, evaluation)."""
         if self.prompts:
             logger.warning("%d %s prompts, %s", self.rows, what, self)
 
     def __str__(self) -> str:
-        them = "them" if self.scanned == self.rows else f"the first {self.scanned}"
-        found = ((self.long, f"longer than {self.limit} tokens"), (self.empty, "without any token"))
-        return ", ".join(f"{count} of {them} {what} and skipped" for count, what in found if count)
+        scanned = "them" if self.scanned == self.rows else f"the first {self.scanned}"
+        counts = ((self.long, f"longer than {self.limit} tokens"), (self.empty, "empty"))
+        return ", ".join(f"{count} of {scanned} {what} and skipped" for count, what in counts if count)
 
 
 def usable(prompt: Prompt, max_prompt_length: int) -> bool:
-    """Whether it can be sampled from."""
+    """Returns whether a prompt has between 1 and `max_prompt_length` tokens."""
     return 0 < len(prompt.tokens) <= max_prompt_length
 
 
 def check_overlong(overlong: str) -> None:
-    """Raises UserError where `overlong` is none of the values of `data.overlong_prompts`."""
+    """Raises a UserError if `overlong` is not a valid value of `data.overlong_prompts`."""
     if overlong not in OVERLONG:
         raise UserError(f"overlong_prompts: unknown value '{overlong}'. {nearest(overlong, OVERLONG)}")
 
 
 def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
-    """Returns the tokens up to which prompts are counted: more where the error for a long one names its length."""
+    """Returns the number of tokens up to which prompts are counted. It is larger for `overlong="error"`, since that
+    error reports the length of the prompt."""
     return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
 
 def unusable(length: int, limit: int, row: str, most: int) -> UserError:
     """Returns the error for a prompt of `length` tokens, 0 or more than `limit`, under `data.overlong_prompts=error`.
-    `most` is what `render` was given; a longer prompt was cut."""
-    said = f"over {2 * most}" if length > 2 * most else length
-    problem = (
-        f"has {said} tokens, rollout.max_prompt_length is {limit}. Raise it"
-        if length
-        else "is empty. Leave the row out"
-    )
-    return UserError(f"{row} (the first is 0): its prompt {problem}, or set data.overlong_prompts=skip.")
+    `most` is the value that was passed to `render`; a longer prompt was truncated."""
+    count = f"over {2 * most}" if length > 2 * most else length
+    too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
+    problem = too_long if length else "is empty. Remove the row"
+    return UserError(f"{row} (counted from 0): its prompt {problem}, or set data.overlong_prompts=skip.")
 
 
 def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
-    """Renders a row's `prompt`: text as it is, messages through the chat template.
+    """Renders and tokenises the `prompt` of a row: text unchanged, messages through the chat template.
 
     Args:
-      most: tokens beyond which the prompt is of no use; of a longer one only some more are made.
+      most: a prompt with more tokens than this may be truncated to somewhat more than this.
 
     Raises:
-      UserError: no `prompt` column, or one that is neither text nor messages, or cannot be encoded.
+      UserError: the column `prompt` is missing, is neither text nor messages, or cannot be encoded.
     """
-    (found,) = render_all([row], tokenizer, most)
-    if isinstance(found, UserError):
-        raise found
-    return found
+    (result,) = render_all([row], tokenizer, most)
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
 def render_all(rows: Sequence[Any], tokenizer: Tokenizer, most: int | None = None) -> Iterator[Prompt | UserError]:
-    """`render` of each row, or what is wrong with it; quicker than one by one."""
+    """Yields `render` of each row, or the error of that row; faster than one call per row."""
     problems = [_problem(row) for row in rows]
     good = [row["prompt"] for row, problem in zip(rows, problems, strict=True) if problem is None]
     encoded = tokenizer.encode_prompts(good, most)
     for row, problem in zip(rows, problems, strict=True):
-        found = next(encoded) if problem is None else UserError(problem)
-        if isinstance(found, UserError):
-            yield found
+        result = next(encoded) if problem is None else UserError(problem)
+        if isinstance(result, UserError):
+            yield result
         else:
-            yield Prompt(*found, {name: value for name, value in row.items() if name != "prompt"})
+            yield Prompt(*result, {name: value for name, value in row.items() if name != "prompt"})
 
 
 def _problem(row: Any) -> str | None:
-    """Why a row has no prompt that could be rendered; None where it has one."""
+    """Returns why a row has no valid prompt; None if it has one."""
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"it has {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
         return f"a data row needs a 'prompt' column (text or messages); {has}."
@@ -133,13 +138,13 @@ def _problem(row: Any) -> str | None:
 def check_prompts(
     rows: Sequence[Any] | grain.MapDataset, tokenizer: Tokenizer, max_prompt_length: int, overlong: str, what: str
 ) -> Skipped:
-    """Tokenises up to `SCANNED_ROWS` rows and counts the prompts longer than `max_prompt_length` tokens, or empty.
+    """Tokenises up to `SCANNED_ROWS` rows and counts the prompts that are empty or exceed `max_prompt_length` tokens.
 
-    What a grain filter has taken out of a `MapDataset` stands there as None, and is no row.
+    Rows that a grain filter removes from a `MapDataset` appear as None and are ignored.
 
     Raises:
-      UserError: no rows, no prompt that can be used, one that cannot be rendered or (`overlong="error"`) used, naming
-        the row.
+      UserError: there are no rows, no prompt is usable, or a prompt cannot be rendered or (with `overlong="error"`) is
+        not usable; the message names the row.
     """
     check_overlong(overlong)
     if len(rows) == 0:
@@ -148,18 +153,18 @@ def check_prompts(
     most = tokens_to_count(overlong, max_prompt_length)
 
     lengths = spread(range(count), lambda places: _lengths(rows, places, tokenizer, most, what))
-    bad = next((place for place, found in enumerate(lengths) if found == 0 or found > max_prompt_length), None)
+    bad = next((i for i, length in enumerate(lengths) if length == 0 or length > max_prompt_length), None)
     if bad is not None and overlong == "error":
         raise unusable(lengths[bad], max_prompt_length, f"{what} row {bad}", most)
-    long, empty = sum(found > max_prompt_length for found in lengths), lengths.count(0)
+    long, empty = sum(length > max_prompt_length for length in lengths), lengths.count(0)
     if lengths.count(-1) == count:
-        raise UserError(f"the {what} data is empty: its filter takes out all of the first {count} rows.")
+        raise UserError(f"the {what} data is empty: its filter removes all of the first {count} rows.")
     if long + empty + lengths.count(-1) == count:
         all_of = f"all {count} {what} prompts" if count == len(rows) else f"the first {count} {what} prompts"
         raise UserError(
             f"{all_of} are longer than rollout.max_prompt_length={max_prompt_length}; raise it."
             if long and not empty
-            else f"{all_of} are of no use: {empty} without any token, {long} longer than "
+            else f"{all_of} are unusable: {empty} empty, {long} longer than "
             f"rollout.max_prompt_length={max_prompt_length}. Check data.path and data.prompt_template."
         )
     return Skipped(len(rows), count, max_prompt_length, long, empty)
@@ -168,21 +173,21 @@ def check_prompts(
 def _lengths(
     rows: Sequence[Any] | grain.MapDataset, places: Sequence[int], tokenizer: Tokenizer, most: int, what: str
 ) -> list[int]:
-    """Tokens of the prompts of the rows at `places`; -1 where a grain filter has taken the row out.
+    """Returns the number of prompt tokens of the rows at the indices `places`; -1 for rows that a grain filter removed.
 
     Raises:
-      UserError: the first prompt that cannot be rendered, with its place.
+      UserError: a prompt cannot be rendered; the message names the first such row.
     """
     out = []
     for start in range(0, len(places), _AT_ONCE):
-        held = {place: rows[place] for place in places[start : start + _AT_ONCE]}
-        there = [place for place, row in held.items() if row is not None or not isinstance(rows, grain.MapDataset)]
-        found = {}
-        for place, prompt in zip(there, render_all([held[i] for i in there], tokenizer, most), strict=True):
+        batch = {place: rows[place] for place in places[start : start + _AT_ONCE]}
+        present = [place for place, row in batch.items() if row is not None or not isinstance(rows, grain.MapDataset)]
+        lengths = {}
+        for place, prompt in zip(present, render_all([batch[i] for i in present], tokenizer, most), strict=True):
             if isinstance(prompt, UserError):
                 raise UserError(f"{what} row {place}: {prompt}") from prompt
-            found[place] = len(prompt.tokens)
-        out += [found.get(place, -1) for place in held]
+            lengths[place] = len(prompt.tokens)
+        out += [lengths.get(place, -1) for place in batch]
     return out
 
 
@@ -196,15 +201,15 @@ def prompt_batches(
     shuffle: bool,
     forever: bool,
 ) -> Iterator[list[Prompt]]:
-    """Batches of `batch_size` prompts of 1 to `max_prompt_length` tokens; an incomplete last batch is dropped.
+    """Iterates over batches of `batch_size` prompts of 1 to `max_prompt_length` tokens; drops an incomplete last batch.
 
     Args:
-      rows: a sequence or a grain `MapDataset` (shuffled anew each epoch when `shuffle`), a grain `IterDataset` (as it
-        comes), or any other iterable (as it comes; its place cannot be saved).
+      rows: a sequence or a grain `MapDataset` (reshuffled each epoch if `shuffle`), a grain `IterDataset` (in its own
+        order), or any other iterable (in its own order; its position cannot be saved).
       forever: start over after each epoch.
 
     Returns:
-      an iterator; a `Resumable` one unless `rows` is a plain iterable.
+      an iterator; it is `Resumable` unless `rows` is a plain iterable.
     """
     if isinstance(rows, Sequence | grain.MapDataset):
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
@@ -222,7 +227,7 @@ def prompt_batches(
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An iterator whose place is a JSON value that can be saved; so is a `grain.DatasetIterator`."""
+    """An iterator whose position can be saved as a JSON value, such as a `grain.DatasetIterator`."""
 
     def get_state(self) -> Any: ...
 
@@ -230,16 +235,18 @@ class Resumable(Protocol):
 
 
 class SharedBatches(Iterator[list[Prompt]]):
-    """Batches out of rows that can be asked for by number. Every candidate for a batch is rendered by one process; its
-    place is the number of the next candidate, whatever the number of processes. A row that the start did not see
-    (`SCANNED_ROWS`) and that cannot be rendered is skipped, with a warning of the first one.
+    """Iterates over batches from randomly accessible rows; the processes of a run share the work.
+
+    Each candidate row is rendered by one process. The saved position is the index of the next candidate, so it does
+    not depend on the number of processes. A row beyond `SCANNED_ROWS` that cannot be rendered is skipped; the first
+    such row is logged as a warning.
 
     Attributes:
-      next: number of the next candidate.
-      end: the candidates end there; None: they do not.
+      next: index of the next candidate.
+      end: index at which the candidates end; None: they do not end.
 
     Raises:
-      UserError: not one of an `epoch` of candidates is left.
+      UserError: no candidate of a whole `epoch` is usable.
     """
 
     def __init__(
@@ -262,36 +269,34 @@ class SharedBatches(Iterator[list[Prompt]]):
             candidates = range(place, place + missing if self.end is None else min(place + missing, self.end))
             if not candidates:
                 raise StopIteration
-            found = spread(candidates, self._render)
-            prompts = (Prompt(*each) for each in found if each is not None)
+            rendered = spread(candidates, self._render)
+            prompts = (Prompt(*fields) for fields in rendered if fields is not None)
             batch += [prompt for prompt in prompts if usable(prompt, self.limit)]
             place = candidates.stop
             if not batch and place - self.next >= self.epoch + self.batch_size:
-                raise UserError(
-                    f"not one of {self.epoch} rows has a prompt that can be used; raise rollout.max_prompt_length."
-                )
+                raise UserError(f"none of the {self.epoch} rows has a usable prompt; raise rollout.max_prompt_length.")
         self.next = place
         return batch
 
     def next_epoch(self) -> None:
-        """Goes on with the next epoch, whatever is left of this one."""
+        """Advances to the next epoch and skips the rest of this one."""
         if self.end is not None:
             self.next, self.end = self.end, self.end + self.epoch
 
     def _render(self, places: Sequence[int]) -> list[Prompt | None]:
         rows = [self.rows[place] for place in places]
-        found = render_all([row for row in rows if row is not None], self.tokenizer, self.limit)
-        prompts = [None if row is None else self._usable(next(found)) for row in rows]  # None: out by a grain filter
+        results = render_all([row for row in rows if row is not None], self.tokenizer, self.limit)
+        prompts = [None if row is None else self._usable(next(results)) for row in rows]  # None: removed by a filter
         if jax.process_count() > 1:
             for prompt in prompts:
                 _check_sendable(prompt)
         return prompts
 
-    def _usable(self, found: Prompt | UserError) -> Prompt | None:
-        if isinstance(found, Prompt):
-            return found
+    def _usable(self, result: Prompt | UserError) -> Prompt | None:
+        if isinstance(result, Prompt):
+            return result
         if not self._warned:
-            logger.warning("a row is skipped, and so will be others that have no prompt to be used: %s", found)
+            logger.warning("skipped a row without a usable prompt; further ones are skipped silently: %s", result)
         self._warned = True
         return None
 
@@ -300,7 +305,7 @@ class SharedBatches(Iterator[list[Prompt]]):
 
     def set_state(self, state: Mapping[str, int]) -> None:
         if "next" not in state:
-            raise UserError("the place in the data was saved by an earlier version of tunix_like; start a new run.")
+            raise UserError("the data position was saved by an earlier version of tunix_like; start a new run.")
         self.next = int(state["next"])
 
 
@@ -308,13 +313,13 @@ def _check_sendable(prompt: Prompt | None) -> None:
     for name, value in {} if prompt is None else prompt.columns.items():
         if not _keeps(value):
             raise UserError(
-                f"the data column '{name}' holds a {type(value).__name__} that cannot be told to the other processes "
-                "of this run; make it text, a number, a list of them, or a dict with text as keys."
+                f"the data column '{name}' contains a {type(value).__name__}, which cannot be sent to the other "
+                "processes of this run; make it text, a number, a list of them, or a dict with text as keys."
             )
 
 
 def _keeps(value: Any) -> bool:
-    """Whether JSON gives it back as it was."""
+    """Returns whether a JSON round trip preserves the value."""
     if isinstance(value, list):
         return all(map(_keeps, value))
     if isinstance(value, dict):
@@ -327,13 +332,13 @@ def _plain_batches(
 ) -> Iterator[list[Prompt]]:
     def endless() -> Iterator[Prompt]:
         while True:
-            found = False
+            any_usable = False
             for row in rows:
                 prompt = render(row, tokenizer, limit)
                 if usable(prompt, limit):
-                    found = True
+                    any_usable = True
                     yield prompt
-            if not (forever and found):
+            if not (forever and any_usable):
                 return
 
     prompts = endless()

@@ -1,8 +1,8 @@
-"""The program that renders chat templates: a template is a program of a stranger, and may loop for ever or grow.
+"""The program of the process that renders chat templates.
 
-It is started by `chat_templates.py` as an interpreter of its own, with limits that the operating system enforces in
-the middle of an operation too. A request is a pickled `(source, variables, most)`, an answer a status and UTF-8 text,
-each with its length in front. It knows jinja2 in the Hugging Face dialect. It does NOT know any tokenizer.
+A template is untrusted code that may loop forever or exhaust memory. `chat_templates.py` therefore starts this program
+in a separate interpreter, with limits that the operating system enforces at any point. A request is a pickled
+`(source, variables, most)`; an answer is a status and UTF-8 text. Each has a header with its length.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tunix_like.data.chat_templates import ANSWER, FAILED, NO_MEMORY, RENDERED, 
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Answers requests on standard input until it is closed. SIGPROF ends the process in the middle of a rendering
-    that takes more than so many seconds of processor time.
+    """Answers requests from standard input until it is closed.
 
     Args:
-      memory: bytes of address space that the process may have.
+      seconds: CPU time limit of one rendering; SIGPROF kills the process when it is exceeded.
+      memory: limit of the address space of the process, in bytes.
     """
-    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+    with contextlib.suppress(ValueError, OSError):  # not every system supports this limit
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while len(header := requests.read(REQUEST.size)) == REQUEST.size:
@@ -51,13 +51,13 @@ def _answer(source: str, variables: dict[str, Any], most: int) -> tuple[int, str
         text = _compile(source).render(variables)
     except MemoryError:
         return NO_MEMORY, ""
-    except Exception as error:  # whatever a template raises is about its input
+    except Exception as error:  # a template may raise anything
         return FAILED, f"{type(error).__name__}: {error}"[:1000]
     return (RENDERED, text) if len(text) <= most else (TOO_LONG, "")
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for other tools; here it is its body."""
+    """Renders the body of `{% generation %} ... {% endgeneration %}`, which marks assistant text for other tools."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -68,13 +68,14 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
-    """The Hugging Face jinja dialect. Constant expressions are computed here, so this needs the limits too."""
+    """Compiles a template in the Hugging Face jinja dialect. Jinja evaluates constant expressions at this point, so the
+    limits must apply here too."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # jinja's own filter escapes HTML characters, which a model never saw in training
+        # the filter of jinja escapes HTML characters, which models do not see in training
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

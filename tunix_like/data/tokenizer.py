@@ -1,9 +1,8 @@
-"""Text to token ids and back, and chat messages to text, over the `tokenizers` library.
+"""Converts text to token ids and back, and chat messages to text, with the `tokenizers` library.
 
-It knows the files of a Hugging Face folder that concern text: tokenizer.json, tokenizer_config.json,
-special_tokens_map.json and chat_template.jinja. It does NOT know any model, generation_config.json (whoever reads that
-hands its stop ids over through `Tokenizer.with_eos_ids`) or transformers, which takes a second or more to import; the
-tests hold the two libraries to the same ids and the same text.
+Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja of a Hugging Face folder.
+The stop ids of generation_config.json are added by its reader through `Tokenizer.with_eos_ids`. This module does not
+import transformers, which takes more than a second; the tests check that both give the same ids and the same text.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from tunix_like.types import Message
 
 _LONG_TOKEN = 16
-"""Characters of a long token: a text of so many times as many as there may be tokens is likely to have too many."""
+"""Characters of a long token. A text with more than this many characters per allowed token is probably too long."""
 
 
 class Tokenizer:
@@ -43,18 +42,18 @@ class Tokenizer:
         eos_ids: Sequence[int] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Wraps `backend`, which must no longer be changed by the caller.
+        """Wraps `backend`, which the caller must not change afterwards.
 
         Args:
-          backend: the tokenizer itself; truncation and padding stored in it are switched off.
-          bos_token, eos_token, pad_token: special tokens by their text.
+          backend: the tokenizer; its truncation and padding are disabled.
+          bos_token, eos_token, pad_token: texts of the special tokens.
           chat_template: jinja source, in the Hugging Face dialect.
-          eos_ids: further ids that end a completion; the id of `eos_token` always does (so vLLM has it too), as it is
-            what supervised fine-tuning teaches as the end of an answer.
-          template_variables: handed to the chat template at every rendering, e.g. `enable_thinking`.
+          eos_ids: further ids that end a completion. The id of `eos_token` always ends it (as in vLLM), since
+            supervised fine-tuning trains it as the end of an answer.
+          template_variables: passed to the chat template at every rendering, e.g. `enable_thinking`.
 
         Raises:
-          UserError: a special token that the vocabulary does not have.
+          UserError: a special token is not in the vocabulary.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -62,7 +61,7 @@ class Tokenizer:
         self._bos_token, self._eos_token, self._pad_token = bos_token, eos_token, pad_token
         self._chat_template = chat_template
         self._template_variables = dict(template_variables or {})
-        self._letters: tokenizers.Tokenizer | None = None  # made when first needed: a copy takes a second
+        self._letters: tokenizers.Tokenizer | None = None  # created when first needed: a copy takes a second
         self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
         self._eos_id = eos_id
         given = tuple(int(i) for i in eos_ids or ())
@@ -79,7 +78,7 @@ class Tokenizer:
         number = self._backend.token_to_id(token)
         if number is None:
             raise UserError(
-                f"{name} {token!r} is not in the tokenizer's vocabulary: add it there or name another token."
+                f"{name} {token!r} is not in the vocabulary of the tokenizer; add it there or set another token."
             )
         return number
 
@@ -87,16 +86,16 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """Reads the tokenizer of a Hugging Face model folder.
 
-        Whether a beginning-of-sequence token is added is said by tokenizer.json alone; as in transformers 5,
-        `add_bos_token` of tokenizer_config.json is not read.
+        Only tokenizer.json decides whether a beginning-of-sequence token is added. As in transformers 5,
+        `add_bos_token` of tokenizer_config.json is ignored.
 
         Raises:
-          UserError: no tokenizer.json in the folder, or one of its files cannot be parsed (the message names it).
+          UserError: the folder has no tokenizer.json, or one of its files cannot be parsed (the message names it).
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise UserError(f"{file} does not exist: name a folder that holds a Hugging Face tokenizer.json.")
+            raise UserError(f"{file} does not exist; set the path to a folder with a Hugging Face tokenizer.json.")
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
             backend.encode("\uffff")  # a vocabulary without its unknown token fails at the first unknown word
@@ -115,7 +114,7 @@ class Tokenizer:
 
     @classmethod
     def wrap(cls, obj: Any) -> Tokenizer:
-        """Makes a `Tokenizer` of ours or of a fast tokenizer of transformers, whose own state is left alone.
+        """Returns a `Tokenizer` unchanged, or wraps a copy of a fast tokenizer of transformers.
 
         Raises:
           UserError: the object is neither.
@@ -130,7 +129,7 @@ class Tokenizer:
             )
         template = obj.chat_template
         return cls(
-            tokenizers.Tokenizer.from_str(backend.to_str()),  # a copy: ours switches truncation and padding off
+            tokenizers.Tokenizer.from_str(backend.to_str()),  # a copy, since truncation and padding are disabled
             bos_token=obj.bos_token,
             eos_token=obj.eos_token,
             pad_token=obj.pad_token,
@@ -138,12 +137,11 @@ class Tokenizer:
         )
 
     def with_eos_ids(self, ids: Sequence[int]) -> Tokenizer:
-        """The same tokenizer with these ids (as generation_config.json lists them) and its own as ends of a
-        completion."""
+        """Returns a copy in which these ids (from generation_config.json) and its own `eos_id` end a completion."""
         return self._copy(eos_ids=ids)
 
     def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
-        """The same tokenizer whose chat template always sees these variables, e.g. `enable_thinking`."""
+        """Returns a copy that passes these variables to every chat template rendering, e.g. `enable_thinking`."""
         return self._copy(template_variables=variables)
 
     def _copy(self, **changed: Any) -> Tokenizer:
@@ -159,78 +157,82 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Largest id + 1, added tokens included: what a model's embedding must at least hold."""
+        """Largest id + 1, added tokens included: the minimum number of rows of a model's embedding."""
         return self._vocab_size
 
     @property
     def pad_id(self) -> int:
-        """Id to fill rows with: the pad token's, else the end-of-sequence token's, else 0."""
+        """Id used for padding: that of the pad token, else of the end-of-sequence token, else 0."""
         return self._pad_id
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the beginning-of-sequence token, if there is one."""
+        """Id of the beginning-of-sequence token, or None."""
         return self._bos_id
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the tokenizer's own end-of-sequence token, if there is one: what ends a turn of its chat template."""
+        """Id of the tokenizer's own end-of-sequence token, which ends a turn of its chat template, or None."""
         return self._eos_id
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Every id that ends a completion; empty when the tokenizer names none."""
+        """All ids that end a completion; empty if the tokenizer defines none."""
         return self._eos_ids
 
     @property
     def chat_template(self) -> str | None:
-        """The jinja source, if there is one."""
+        """The jinja source of the chat template, or None."""
         return self._chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in the text become their ids, as in transformers.
+        """Encodes `text`; special tokens that are written in the text become their ids, as in transformers.
 
         Raises:
-          UserError: the text is none that UTF-8 can hold (it has a surrogate without its other half).
+          UserError: the text is not representable in UTF-8 (it contains a lone surrogate).
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise UserError(
-                f"the text {text!r:.80} cannot be encoded: it holds half of a character (a lone surrogate); write the "
-                "whole character, or leave the row out."
+                f"the text {text!r:.80} cannot be encoded: it contains a lone surrogate (half of a character); write "
+                "the whole character, or remove the row."
             ) from error
 
     def encode_data(self, text: str, most: int) -> list[int]:
-        """The first `most` token ids of text that comes out of data: control tokens that it spells stay the text they
-        are. None is added. Raises what `encode` raises."""
+        """Returns the first `most` token ids of untrusted text: control tokens written in it are encoded as plain text,
+        and no special tokens are added.
+
+        Raises:
+          UserError: see `encode`.
+        """
         beginning = self._enough(text, most)
         return self._encode_guarded(refer(beginning, self._control, everything=True), False, most)[1][:most]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text, in parallel threads; no padding."""
+        """Encodes several texts in parallel threads, without padding."""
         return [row.ids for row in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`, without any clean-up of spaces; ids outside the vocabulary give no text."""
+        """Decodes `ids` to text, without clean-up of spaces; ids outside the vocabulary are dropped."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token(self, id: int) -> str:
-        """How the vocabulary spells one id, for showing; models often have more ids than the tokenizer."""
+        """Returns the vocabulary entry of one id, for display. A model may have more ids than the tokenizer."""
         token = self._backend.id_to_token(int(id))
         return f"<no token {int(id)}>" if token is None else token
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_variables: Any) -> str:
-        """The text of a conversation, through the chat template.
+        """Renders a conversation to text with the chat template.
 
         Args:
           messages: the turns, oldest first.
-          add_generation_prompt: open the assistant's turn at the end.
-          **template_variables: further names that the template may read (`enable_thinking=False`).
+          add_generation_prompt: append the start of an assistant turn.
+          **template_variables: further variables of the template (`enable_thinking=False`).
 
         Raises:
-          UserError: there is no chat template, a message lacks role or content, or the template fails: it raises an
-            exception, or takes too much time or memory (`chat_templates`).
+          UserError: there is no chat template, a message lacks role or content, or the template raises an exception or
+            exceeds a limit on time or memory (`chat_templates`).
         """
         turns = _plain(messages)
         (text,) = self._rendered([turns], add_generation_prompt, template_variables)
@@ -241,12 +243,12 @@ class Tokenizer:
     def _rendered(
         self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """The text of each, or what is wrong with it."""
+        """Yields the text of each conversation, or its error."""
         if self._chat_template is None:
             for _ in conversations:
                 yield UserError(
-                    "The tokenizer has no chat template: add chat_template.jinja to its folder, or give prompts as "
-                    "text (data.apply_chat_template=false, no data.system_prompt)."
+                    "The tokenizer has no chat template; add chat_template.jinja to its folder, or use text prompts "
+                    "(data.apply_chat_template=false, no data.system_prompt)."
                 )
             return
         tokens = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
@@ -274,17 +276,19 @@ class Tokenizer:
     def encode_prompt(
         self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
     ) -> tuple[str, list[int]]:
-        """The prompt as the model sees it: its text and its ids, with at most one beginning-of-sequence token, and
-        without end-of-sequence tokens that the tokenizer appends to every text: the completion would follow the end.
+        """Returns the text and the token ids of a prompt, as the model receives them.
 
-        A list of messages is always rendered; a string is wrapped as a user message and rendered when
-        `apply_chat_template`, else encoded as it is. Rendered text brings its own special tokens, so none are added.
-        Control tokens that a message spells in any of its fields, or a column that a prompt template inserted, stay the
-        text they are; in a string that is the whole prompt they are what they say.
+        A list of messages is always rendered. A string is wrapped as a user message and rendered if
+        `apply_chat_template`, else it is encoded unchanged. Rendered text contains its own special tokens, so none are
+        added. There is at most one beginning-of-sequence token. End-of-sequence tokens that the tokenizer appends to
+        every text are removed, since the completion follows the prompt.
+
+        Control tokens that are written in a field of a message, or in a column that a prompt template inserted, are
+        encoded as plain text. In a string that is the whole prompt, they are encoded as control tokens.
 
         Args:
-          most: of a prompt with more ids than that, some more than that may be returned, not all: a text of 100,000
-            characters, which would take up to a second, takes no longer than one that fits.
+          most: a prompt with more ids than this may be truncated to somewhat more than this. It bounds the time:
+            100,000 characters would take up to a second.
 
         Raises:
           UserError: see `render` and `encode`.
@@ -293,43 +297,45 @@ class Tokenizer:
             prompt = prompt if most is None else self._enough(prompt, most)
             guarded_text = refer(prompt, self._control, everything=False)
             text, ids = self._encode_guarded(guarded_text, add_special_tokens=True, most=most)
-            # The text itself may open with the token that the tokenizer adds.
+            # The text may already begin with the token that the tokenizer adds.
             doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
             return text, ids[1:] if doubled else ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        (found,) = self.encode_prompts([messages], most)
-        if isinstance(found, UserError):
-            raise found
-        return found
+        (result,) = self.encode_prompts([messages], most)
+        if isinstance(result, UserError):
+            raise result
+        return result
 
     def encode_prompts(
         self, prompts: Sequence[str | Sequence[Message]], most: int | None = None
     ) -> Iterator[tuple[str, list[int]] | UserError]:
-        """`encode_prompt` of each, text as it is and messages rendered, or what is wrong with it; quicker than one by
-        one, as the process that renders is never waited for."""
+        """Yields `encode_prompt` of each prompt, or its error; strings are encoded unchanged, messages are rendered.
+
+        It is faster than one call per prompt, since rendering and encoding overlap.
+        """
         enough = [
             prompt if most is None or isinstance(prompt, str) else self._enough(prompt, most) for prompt in prompts
         ]
         guarded = [prompt if isinstance(prompt, str) else self._guarded(prompt) for prompt in enough]
-        rendered = self._rendered([each for each in guarded if isinstance(each, list)], True, {})
+        rendered = self._rendered([turns for turns in guarded if isinstance(turns, list)], True, {})
         for whole, beginning, prompt in zip(prompts, enough, guarded, strict=True):
             text = next(rendered) if isinstance(prompt, list) else prompt
-            found: tuple[str, list[int]] | UserError
+            result: tuple[str, list[int]] | UserError
             try:
                 if isinstance(text, UserError):
                     raise text
-                as_it_is = prompt is text
-                found = self.encode_prompt(text, False, most) if as_it_is else self._encode_guarded(text, False, most)
+                is_text = prompt is text
+                result = self.encode_prompt(text, False, most) if is_text else self._encode_guarded(text, False, most)
             except UserError as error:
-                found = error
-            # A template may leave out what is long: then the beginning says nothing of the whole.
-            if beginning is not whole and (isinstance(found, UserError) or len(found[1]) <= (most or 0)):
-                (found,) = self.encode_prompts([whole])
-            yield found
+                result = error
+            # A template may drop long texts, so a truncated prompt that fits does not show that the whole one is long.
+            if beginning is not whole and (isinstance(result, UserError) or len(result[1]) <= (most or 0)):
+                (result,) = self.encode_prompts([whole])
+            yield result
 
     def _enough(self, prompt: Any, most: int) -> Any:
-        """The prompt; or, if one of its texts has more than twice `most` tokens, with the beginnings of its texts that
-        are enough to say so: a text of 30 MB takes a minute to encode."""
+        """Returns the prompt. If one of its texts has more than twice `most` tokens, the texts are truncated to a
+        length that shows this. It bounds the time: encoding a text of 30 MB takes a minute."""
         longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
         while size < len(longest):
             if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
@@ -338,15 +344,15 @@ class Tokenizer:
         return prompt
 
     def _guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]] | UserError:
-        """Checked messages, all of whose texts are data."""
+        """Checks messages and marks all their texts as data, so that control tokens in them are plain text."""
         try:
             return [refer_deep(message, self._control) for message in _plain(messages)]
         except UserError as error:
             return error
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
-        """Text and ids (see `most` of `encode_prompt`); a control token that stands in it by reference is encoded by
-        its characters. Where there is one, tokens end at both sides of it."""
+        """Returns the text and ids of guarded text (for `most` see `encode_prompt`). A control token that the text
+        contains by reference is encoded by its characters; token boundaries are placed on both sides of it."""
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):
             return text, self._encode_enough(text, add_special_tokens, most)
@@ -362,7 +368,7 @@ class Tokenizer:
         size = len(text) if most is None else _LONG_TOKEN * max(most, 1)
         while most is not None and size < len(text):
             beginning = encode(text[:size])
-            # The last tokens of a beginning may be others than in the whole: hence twice as many as would do.
+            # The last tokens of a truncated text may differ from those of the whole text, hence the factor of two.
             if len(beginning) > 2 * most:
                 return beginning
             size *= 4
@@ -372,20 +378,20 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _open(self, text: str) -> list[int]:
-        """Ids with the special tokens that the tokenizer adds, but for the end-of-sequence tokens behind the text."""
+        """Encodes with the special tokens that the tokenizer adds, except end-of-sequence tokens after the text."""
         ids = self.encode(text)
         return ids[: len(ids) - self._appended_ends]
 
     @functools.cached_property
     def _appended_ends(self) -> int:
-        """How many end-of-sequence tokens the post-processor of tokenizer.json appends to every text."""
+        """The number of end-of-sequence tokens that the post-processor of tokenizer.json appends to every text."""
         if not self._eos_ids:
             return 0
-        # Any text does that gives a token: of none it is not known which added tokens stand before it.
+        # The probe must have a token: for an empty text, tokens added before and after it are indistinguishable.
         probe = self._backend.encode(self.token(self._eos_ids[-1]))
-        added = zip(reversed(probe.ids), reversed(probe.sequence_ids), strict=True)
-        behind = itertools.takewhile(lambda each: each[1] is None and each[0] in self._eos_ids, added)
-        return sum(1 for _ in behind)
+        pairs = zip(reversed(probe.ids), reversed(probe.sequence_ids), strict=True)
+        appended = itertools.takewhile(lambda pair: pair[1] is None and pair[0] in self._eos_ids, pairs)
+        return sum(1 for _ in appended)
 
     def _by_letters(self, text: str) -> list[int]:
         if self._letters is None:
@@ -397,7 +403,7 @@ class Tokenizer:
         """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        # PreTrainedTokenizerFast takes tokenizer.json as written; a model family's own class rebuilds parts of it.
+        # PreTrainedTokenizerFast uses tokenizer.json unchanged; the class of a model family rebuilds parts of it.
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -407,8 +413,8 @@ class Tokenizer:
         }
         config = {name: value for name, value in config.items() if value is not None}
         if not isinstance(self._backend.model, tokenizers.models.BPE):
-            # Beside a config.json of type qwen2, transformers 5 overrules `tokenizer_class` and rebuilds any vocabulary
-            # as Qwen's BPE, silently wrong for a word-level one. An auto_map with no class in it prevents that.
+            # For a config.json of type qwen2, transformers 5 ignores `tokenizer_class` and rebuilds any vocabulary as
+            # the BPE of Qwen, which is silently wrong for a word-level one. An auto_map without a class prevents that.
             config["auto_map"] = {"AutoTokenizer": [None, ""]}
         self._backend.save(str(folder / "tokenizer.json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
@@ -419,7 +425,7 @@ class Tokenizer:
 
 def _template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
     roles = [str(turn["role"]) for turn in turns]
-    cure = " If it takes no system message, unset data.system_prompt and put its text into data.prompt_template."
+    cure = " If it rejects system messages, unset data.system_prompt and put its text into data.prompt_template."
     return UserError(
         f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
         f"{failure}.{cure if 'system' in roles else ''}"
@@ -427,7 +433,7 @@ def _template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> U
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Checked plain dicts: what the template sees must be ordinary JSON values."""
+    """Checks messages and returns them as plain dicts, since the template must receive ordinary JSON values."""
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")

@@ -1,7 +1,5 @@
-"""The files beside tokenizer.json that say which tokens are special and what the chat template is, checked.
-
-It knows tokenizer_config.json, special_tokens_map.json and chat_template.jinja of a Hugging Face folder.
-"""
+"""Reads and checks the special tokens and the chat template of a Hugging Face folder: tokenizer_config.json,
+special_tokens_map.json and chat_template.jinja."""
 
 from __future__ import annotations
 
@@ -16,14 +14,17 @@ from tunix_like.runtime.json_files import read_object
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
-_CURE = "Mend it, or download it again."
+_CURE = "Correct it, or download it again."
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """The object in an optional JSON file about tokens, checked as far as it is read; empty when there is no such file.
+    """Reads an optional JSON file with special tokens, and checks the fields that are used.
+
+    Returns:
+      its object; empty if the file does not exist.
 
     Raises:
-      UserError: naming the file and the field.
+      UserError: a field is invalid; the message names the file and the field.
     """
     if not file.is_file():
         return {}
@@ -36,16 +37,16 @@ def read_fields(file: Path) -> dict[str, Any]:
     for name in NAMED_TOKENS:
         check(name, config.get(name) is None or _is_token(config[name]), "a token: its text, or a mapping with content")
     declared = config.get("added_tokens_decoder") or {}
-    fit = isinstance(declared, dict) and all(map(str.isdecimal, declared))
-    fit = fit and all(isinstance(each, dict) and _is_token(each) for each in declared.values())
-    check("added_tokens_decoder", fit, "a mapping of ids to tokens, each with its content")
+    valid = isinstance(declared, dict) and all(map(str.isdecimal, declared))
+    valid = valid and all(isinstance(token, dict) and _is_token(token) for token in declared.values())
+    check("added_tokens_decoder", valid, "a mapping of ids to tokens, each with its content")
     for name in _MORE_TOKENS:
         more = config.get(name) or []
         check(name, isinstance(more, list | dict) and all(map(_is_token, _items(more))), "a list of tokens")
     template = config.get("chat_template")
     several = isinstance(template, list) and all(
-        isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
-        for each in template
+        isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+        for item in template
     )
     check("chat_template", template is None or isinstance(template, str) or several, "a text, or a list of named ones")
     return config
@@ -60,7 +61,7 @@ def _items(tokens: Any) -> list[Any]:
 
 
 def content(token: Any) -> Any:
-    """A special token's text: it is written as a string or as the fields of an AddedToken."""
+    """Returns the text of a special token, which is given as a string or as the fields of an AddedToken."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
@@ -72,7 +73,7 @@ def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedTo
 
 
 def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Adds the tokens that tokenizer_config.json declares and tokenizer.json does not know as added tokens."""
+    """Adds the tokens that tokenizer_config.json declares and that are not among the added tokens of tokenizer.json."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]
@@ -88,7 +89,7 @@ def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template in chat_template.jinja, else in tokenizer_config.json (one, or the default of several)."""
+    """Returns the template of chat_template.jinja, else of tokenizer_config.json (the only one, or the default)."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:

@@ -1,7 +1,7 @@
-"""What a completion is worth: reward functions, the registry that names them, and the scoring of a batch.
+"""Reward functions, their registry, and the scoring of a batch of completions.
 
 Public names: `REWARDS`, `ANSWERS`, `register_reward_fn`, `resolve`, `verl_compatible`, `Scores`, `score`,
-`check_arguments`, `check_form`, `pooled`, `close_pools`. It does NOT know estimators, models or where rows come from.
+`check_arguments`, `check_form`, `pooled`, `close_pools`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The reward of a mix of data sources: each row is scored by the function of its own source.
-
-It knows that the column `source_reward` names that function. It does NOT know what any of them measures.
-"""
+"""The reward function for a mix of data sources: scores each row with the function of its own source."""
 
 from __future__ import annotations
 
@@ -15,27 +12,28 @@ from tunix_like.rewards.registry import REWARDS
 def by_source(
     prompts: list[str], completions: list[str], source_reward: list[str], **columns: Any
 ) -> list[float | None]:
-    """The reward of each completion by the function that its row's column `source_reward` names; each function is
-    called once, with its own rows.
+    """Scores each completion with the registered function that the row's column `source_reward` names.
+
+    Each function is called once, with all rows that name it.
 
     Raises:
-      UserError: a name that is not registered; or a function returned what is no reward, named; called with single
-        completions, this is told of the right one.
+      UserError: a name is not registered, or a function returned an invalid reward (the message names the function).
+        The scoring then repeats the call with single completions, which attributes the failure to the right one.
       Exception: whatever a function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}
     out: list[float | None] = [None] * len(completions)
     for name in dict.fromkeys(source_reward):
-        if name not in REWARDS:  # a place of a function is not run for being named in data
+        if name not in REWARDS:  # data must not be able to run code, so `FILE.py:function` is not accepted here
             raise UserError(
-                f"Reward function 'by_source': the column 'source_reward' holds {name!r:.80}, which is no registered "
-                "function. Name your own in rewards.functions."
+                f"Reward function 'by_source': the column 'source_reward' contains {name!r:.80}, which is not a "
+                "registered function. Name your own function in rewards.functions."
             )
-        own, function = [i for i, each in enumerate(source_reward) if each == name], REWARDS[name]
-        arguments = {key: [given[key][i] for i in own] for key in arguments_of(name, function, given)}
-        found = call(name, function, arguments, len(own))
-        if found.failures:
-            raise UserError(next(iter(found.failures.values())).reason)
-        for i, value in zip(own, found.rewards.tolist(), strict=True):
+        rows, function = [i for i, row_name in enumerate(source_reward) if row_name == name], REWARDS[name]
+        arguments = {key: [given[key][i] for i in rows] for key in arguments_of(name, function, given)}
+        marks = call(name, function, arguments, len(rows))
+        if marks.failures:
+            raise UserError(next(iter(marks.failures.values())).reason)
+        for i, value in zip(rows, marks.rewards.tolist(), strict=True):
             out[i] = value
     return out

@@ -1,7 +1,6 @@
-"""One call of one reward function: what it is given, what it may return, and what becomes of a call that fails.
+"""Calls one reward function: selects its arguments, checks its return values and isolates failing completions.
 
-It runs functions in this process, without a deadline (`pool.py` has workers and deadlines). It does NOT know where
-functions come from, or how several are added up.
+Functions run in this process without a deadline; `pool.py` runs them in workers with deadlines.
 """
 
 from __future__ import annotations
@@ -21,72 +20,81 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LARGEST = 1e15
-"""Rewards beyond this are refused: sums and squares of them lose every digit in float32."""
+"""Largest absolute reward that is accepted. Sums and squares of larger values lose all precision in float32."""
 
 LONGEST_REASON = 20_000
-"""Characters of what is told about a failure: a message may hold megabytes."""
+"""Maximum number of characters of a failure reason. An exception message may contain megabytes."""
 
 _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")}
 
 
 class WrongCount(UserError):
-    """A function returned something else than one value per completion, so that none belongs to any of them."""
+    """A function did not return one value per completion, so its values cannot be assigned to completions."""
 
 
 class Failure(NamedTuple):
-    """Why a function gave no reward for a completion."""
+    """The reason why a function returned no reward for a completion."""
 
     kind: Literal["timeout", "error"]
     reason: str
 
 
 class Marks(NamedTuple):
-    """What one function made of n completions: [n] rewards, NaN where there is none, and the failures among these by
-    index; the others were None or NaN."""
+    """The results of one function for n completions.
+
+    Attributes:
+      rewards: [n]; NaN where the function returned None or NaN, or failed.
+      failures: by index of the completion. A NaN reward without an entry here was returned as None or NaN.
+    """
 
     rewards: NDArray[np.float64]
     failures: dict[int, Failure]
 
 
 def check_form(name: str, function: Any) -> None:
-    """Raises UserError where this cannot be called for rewards: it is no function, has no signature, or a call only
-    makes a coroutine or a generator."""
+    """Checks that an object can be called as a reward function.
+
+    Raises:
+      UserError: it is not callable, has no signature, or is a coroutine or generator function.
+    """
     if not callable(function):
         raise UserError(
-            f"Reward function '{name}' is {_show(function)}, which cannot be called; its form is "
+            f"Reward function '{name}' is {_show(function)}, which is not callable; the expected signature is "
             "f(prompts, completions, **columns)."
         )
-    forms = (function, function.__call__)  # an object's own __call__ may be what is async
+    forms = (function, function.__call__)  # the __call__ of an object may be the async function
     if any(map(inspect.iscoroutinefunction, forms)) or any(map(inspect.isasyncgenfunction, forms)):
         raise UserError(
-            f"Reward function '{name}' is async, and nothing would wait for its result; write a plain def, which may "
-            "use asyncio.run."
+            f"Reward function '{name}' is async, which is not supported; write a plain def, which may use asyncio.run."
         )
     if any(map(inspect.isgeneratorfunction, forms)):
-        raise UserError(f"Reward function '{name}' is a generator (it has a yield); return a list of one number each.")
+        raise UserError(
+            f"Reward function '{name}' is a generator (it has a yield); return a list with one number per completion."
+        )
     try:
         inspect.signature(function)
-    except ValueError:  # some of Python's own functions have no signature
+    except ValueError:  # some built-in functions of Python have no signature
         raise UserError(
-            f"Reward function '{name}' takes no arguments by name; its form is f(prompts, completions, **columns)."
+            f"Reward function '{name}' does not accept keyword arguments; the expected signature is "
+            "f(prompts, completions, **columns)."
         ) from None
 
 
 def arguments_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> list[str]:
-    """Those of the columns (`prompts` and `completions` among them) that the function accepts by keyword.
+    """Returns the columns (including `prompts` and `completions`) that the function accepts as keyword arguments.
 
     Raises:
-      UserError: it needs another one, or has another form than that of a reward function.
+      UserError: the function requires a column that does not exist, or is not a valid reward function.
     """
     check_form(name, function)
     parameters = inspect.signature(function).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [p.name for p in needed if p.name not in columns or p.kind is p.POSITIONAL_ONLY]
     if missing:
-        cure = " data.answer_template makes it out of others, e.g. '{column}'." if missing[0] == "answer" else ""
+        cure = " data.answer_template builds it from other columns, e.g. '{column}'." if missing[0] == "answer" else ""
         raise UserError(
-            f"Reward function '{name}' needs an argument '{missing[0]}', which is no column of the rows; there are: "
-            f"{', '.join(sorted(columns))}.{cure} Its form is f(prompts, completions, **columns)."
+            f"Reward function '{name}' needs an argument '{missing[0]}', but the rows have no such column; they have: "
+            f"{', '.join(sorted(columns))}.{cure} The expected signature is f(prompts, completions, **columns)."
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return list(columns)
@@ -94,12 +102,14 @@ def arguments_of(name: str, function: Callable[..., Any], columns: Collection[st
 
 
 def call(name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int) -> Marks:
-    """Calls a function once for `count` completions, with its own copy of each list. A value that is no finite number,
-    None or NaN, or beyond 1e15 in size, is a failure for its completion.
+    """Calls a function once for `count` completions, with a copy of each list.
+
+    None and NaN mean "no reward". Any other value that is not a finite number of at most 1e15 in absolute value is a
+    failure of its completion.
 
     Raises:
-      WrongCount: it returned a wrong number of values, or no list.
-      Exception: whatever it raises.
+      WrongCount: the function returned a wrong number of values, or not a list.
+      Exception: whatever the function raises.
     """
     values = function(**{key: list(column) for key, column in arguments.items()})
     if hasattr(values, "tolist"):  # numpy and jax arrays
@@ -121,11 +131,11 @@ def call(name: str, function: Callable[..., Any], arguments: Mapping[str, Sequen
 
 
 def _number(value: Any) -> tuple[float, str | None]:
-    """The reward, NaN where there is none, and what is wrong with the value."""
+    """Returns the reward (NaN if there is none) and the problem with the value, or None if it is valid."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # scalars of numpy and jax
     if number is None:
         return math.nan, None
-    if isinstance(number, str | bytes):  # float() reads them
+    if isinstance(number, str | bytes):  # float() would parse them
         return math.nan, "is not a number"
     try:
         reward = float(number)
@@ -133,7 +143,7 @@ def _number(value: Any) -> tuple[float, str | None]:
         reward = math.inf
     except (TypeError, ValueError):
         return math.nan, "is not a number"
-    if abs(reward) > LARGEST:  # infinities too; false for NaN
+    if abs(reward) > LARGEST:  # also true for infinities; false for NaN
         return math.nan, f"is not within +-{LARGEST:.0e}"
     return reward, None
 
@@ -141,18 +151,21 @@ def _number(value: Any) -> tuple[float, str | None]:
 def call_in_process(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
 ) -> Marks:
-    """The marks of `count` completions. The function is called once with all of them; if that fails, with each group,
-    and of a group that fails with each completion, so that those alone stay unscored for which it fails. A group for
-    which it returns a wrong number of values stays unscored whole."""
+    """Scores `count` completions in this process and isolates the completions for which the function fails.
+
+    The function is called once with all completions. If that fails, it is called once per group; for a group that
+    fails, it is called once per completion. Only completions that fail on their own stay unscored. If the function
+    returns a wrong number of values for a group, the whole group stays unscored.
+    """
     marks = Marks(np.full(count, np.nan), {})
 
     def attempt(rows: range) -> None:
         try:
-            found = call(name, function, slices(arguments, rows), len(rows))
-        except (Exception, SystemExit) as error:  # Ctrl-C is the user's
+            results = call(name, function, slices(arguments, rows), len(rows))
+        except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
             reason, of_all = explain(name, error), isinstance(error, WrongCount) and len(rows) <= group_size
         else:
-            return put(marks, rows, found)
+            return put(marks, rows, results)
         if of_all or len(rows) == 1:
             return marks.failures.update(dict.fromkeys(rows, Failure("error", reason)))
         finer = group_size if len(rows) > group_size else 1
@@ -164,19 +177,19 @@ def call_in_process(
     return marks
 
 
-def put(marks: Marks, rows: range, found: Marks) -> None:
-    """Enters what was found for these completions."""
-    marks.rewards[rows.start : rows.stop] = found.rewards
-    marks.failures.update({rows[i]: failure for i, failure in found.failures.items()})
+def put(marks: Marks, rows: range, results: Marks) -> None:
+    """Copies the results of these completions into `marks`."""
+    marks.rewards[rows.start : rows.stop] = results.rewards
+    marks.failures.update({rows[i]: failure for i, failure in results.failures.items()})
 
 
 def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:
-    """The given completions' part of every column."""
+    """Returns the given rows of every column."""
     return {key: column[rows.start : rows.stop] for key, column in arguments.items()}
 
 
 def explain(name: str, error: BaseException) -> str:
-    """What went wrong in a call of the function `name`, with the function's own part of the traceback."""
+    """Describes the failure of a call of the function `name`, with the user's part of the traceback."""
     if isinstance(error, UserError):
         return str(error)[:LONGEST_REASON]
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

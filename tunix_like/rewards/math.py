@@ -1,7 +1,7 @@
-"""The reward for problems whose answer is a number: find the answer in a completion, compare it with the gold one.
+"""Rewards for math problems: extracts the final answer of a completion and compares it with the gold answer.
 
-It knows how models mark final answers. A gold answer that is a plain number is compared as a number (`numbers.py`);
-`math-verify` (imported when first needed) compares formulas. It does NOT know data sets.
+A gold answer that is a plain number is compared as a number (`numbers.py`). Formulas are compared by `math-verify`,
+which is imported when first needed.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ from tunix_like.errors import UserError
 from tunix_like.rewards.numbers import LONGEST, Number, has_neighbours, has_odd_digits, parse_number, written_out
 
 SECONDS = 2
-"""Limit of each of math-verify's steps, in whole seconds (it uses signal.alarm)."""
+"""Time limit of each step of math-verify, in whole seconds (it uses signal.alarm)."""
 
-_BOXES = 16  # how many of the last boxes are looked at for one that is closed
+_BOXES = 16  # number of boxes at the end of a completion that are searched for a closed one
 
 
 def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float | None]:
-    """1 where the completion's final answer is the column `gold`, else 0.
+    """Returns 1 where the final answer of the completion equals the column `gold`, else 0.
 
-    The final answer is what follows the last `#### `, or stands in the last `\\boxed{}` or `<answer></answer>`,
-    whichever comes last; a completion with none of them has no answer and gets 0. Where `gold` is a plain number the
-    answer must be one too: arithmetic that was not carried out (`2*9`, `36/2`, `5²`) gets 0. Where `gold` is a
-    formula, math-verify compares the two; None where it cannot.
+    The final answer is the text after the last `#### `, or inside the last `\\boxed{}` or `<answer></answer>`,
+    whichever comes last. A completion with none of them has no answer and gets 0. If `gold` is a plain number, the
+    answer must be one too: unevaluated arithmetic (`2*9`, `36/2`, `5²`) gets 0. If `gold` is a formula, math-verify
+    compares the two; the reward is None if it cannot.
 
     Raises:
-      UserError: a gold answer that is empty.
+      UserError: a gold answer is empty.
     """
     return [grade(completion, str(right)) for completion, right in zip(completions, gold, strict=True)]
 
 
 def gsm8k_lenient(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float | None]:
-    """As `gsm8k`, but a formula is right where math-verify evaluates it to the number in `gold` (`2*9` for 18)."""
+    """Like `gsm8k`, but also accepts a formula that math-verify evaluates to the number in `gold` (`2*9` for 18)."""
     return [grade(completion, str(right), lenient=True) for completion, right in zip(completions, gold, strict=True)]
 
 
 def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
-    """The reward of one completion: 1, 0, or None where `gold` is a formula and math-verify settles nothing.
+    """Returns the reward of one completion: 1, 0, or None if `gold` is a formula that math-verify cannot compare.
 
     Args:
-      lenient: formulas are evaluated and compared with a gold answer that is a plain number; one that cannot be
-        evaluated gets 0.
+      lenient: evaluate a formula in the completion before comparing it with a gold answer that is a plain number; a
+        formula that cannot be evaluated gets 0.
+
+    Raises:
+      UserError: `gold` is empty.
     """
     if not gold.strip():
-        raise UserError("Reward gsm8k: a row's column 'gold' is empty; it must hold the right answer.")
+        raise UserError("Reward gsm8k: a row's column 'gold' is empty; it must contain the correct answer.")
     answer = final_answer(completion)
     if answer is None or len(answer) > LONGEST:
         return 0.0
@@ -57,20 +60,20 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
     if ours is not None and right is not None:
         return float((lenient or not ours.quotient) and not _readings(ours).isdisjoint(_readings(right)))
     if right is not None and not (lenient and any(character.isdigit() for character in answer)):
-        return 0.0  # words too, which the parser would read as products of letters
+        return 0.0  # includes words, which math-verify would parse as products of letters
     if has_neighbours(answer) or has_odd_digits(written_out(answer)):
-        return 0.0  # the parser would add or join them
+        return 0.0  # math-verify would add or join adjacent numbers
     verdict = _math_verify(answer, gold)
     return 0.0 if verdict is None and right is not None else verdict
 
 
 def _readings(number: Number) -> set[Fraction]:
-    """The values that count: a percentage is read both ways, as problems ask for "what percentage" and for shares."""
+    """Returns the accepted values of a number. `25%` is both 25 and 0.25, since problems ask for either form."""
     return {number.value, number.value / 100} if number.percent else {number.value}
 
 
 def final_answer(completion: str) -> str | None:
-    """The text of the last marked answer that is not empty, or None."""
+    """Returns the text of the last non-empty marked answer, or None."""
     marks: list[tuple[int, str]] = []
     hashes = completion.rfind("####")
     while hashes >= 0:
@@ -84,7 +87,8 @@ def final_answer(completion: str) -> str | None:
     start = completion.rfind("<answer>", 0, max(close, 0))
     if close >= 0 and start >= 0 and completion[start + 8 : close].strip():
         marks.append((start, completion[start + 8 : close].strip()))
-    # A few tries, as each reads on to the limit: junk may open thousands of boxes and close none.
+    # Each attempt scans up to the length limit, so their number is bounded: degenerate text may open thousands of
+    # boxes without closing any.
     for match in list(re.finditer(r"\\boxed\s*\{", completion))[: -1 - _BOXES : -1]:
         boxed = _braced(completion, match.end())
         if boxed:
@@ -94,11 +98,11 @@ def final_answer(completion: str) -> str | None:
 
 
 def vote(completion: str) -> Fraction | str | None:
-    """What a completion answers, so that answers which mean the same number are equal; None where there is none.
+    """Returns the answer of a completion as a hashable key for majority votes, or None if there is no answer.
 
-    A plain number is its value (a percent sign is passed over, as grading reads it both ways); anything else, such as a
-    division that was not carried out, is its text without white space, and two ways to write one formula are two
-    answers.
+    A plain number is represented by its value, so equal numbers vote alike. A percent sign is ignored, since grading
+    accepts both readings. Anything else, such as an unevaluated division, is represented by its text without white
+    space; two spellings of one formula are two answers.
     """
     answer = final_answer(completion)
     if answer is None or len(answer) > LONGEST:
@@ -108,7 +112,7 @@ def vote(completion: str) -> Fraction | str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """What stands between an opened brace and the one that closes it; None if that one is far or missing."""
+    """Returns the text between an open brace and its closing brace; None if that one is too far away or missing."""
     depth = 1
     for i in range(start, min(len(text), start + 2 * LONGEST)):
         if text[i] in "{}" and text[i - 1] != "\\":
@@ -119,10 +123,10 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _math_verify(answer: str, gold: str) -> float | None:
-    """Equality as math-verify sees it; None when it fails or runs out of time.
+    """Compares two formulas with math-verify: 1, 0, or None if it fails or times out.
 
-    Its limits are alarms, which exist only in the main thread; elsewhere nothing is settled, rather than risking an
-    expression such as 9^{9^9} that never ends.
+    Its time limits are alarms, which work in the main thread only. In any other thread the result is None, since an
+    expression such as 9^{9^9} would run without end.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -130,7 +134,7 @@ def _math_verify(answer: str, gold: str) -> float | None:
     from math_verify.errors import TimeoutException
 
     def read(text: str) -> Any:
-        # Between dollar signs all of it is read as one formula; loose text would be searched for any number in it.
+        # Between dollar signs the whole text is parsed as one formula; otherwise math-verify searches it for a number.
         formula = written_out(text).replace("\\$", "").replace("$", "")
         return parse(
             f"${formula}$",
@@ -141,7 +145,7 @@ def _math_verify(answer: str, gold: str) -> float | None:
         )
 
     try:
-        # gold first: the comparison is not symmetric
+        # gold comes first: the comparison is not symmetric
         return float(verify(read(gold), read(answer), timeout_seconds=SECONDS, raise_on_error=True))
     except (Exception, TimeoutException):  # its TimeoutException is not an Exception
         return None

@@ -1,7 +1,6 @@
-"""The maze reward, and how a completion is followed through its maze.
+"""The maze reward, and the path of a completion through its maze.
 
-It knows the grid (rows of `#`, `.`, `S`, `G` joined by newlines, START at (1, 1)) and the words of an answer. It does
-NOT know how mazes are made, or tokens.
+A grid is rows of `#`, `.`, `S` and `G` joined by newlines; START is at (1, 1).
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
-"""Step of each move, as (rows, columns)."""
+"""Offset of each move, as (rows, columns)."""
 
 
 class Walk(NamedTuple):
-    """Cells visited, as (row, column) from START on, and whether the completion solves the maze."""
+    """The visited cells, as (row, column) beginning at START, and whether the completion solves the maze."""
 
     cells: list[tuple[int, int]]
     reached: bool
@@ -22,9 +21,9 @@ class Walk(NamedTuple):
 def walk(grid: str, completion: str) -> Walk:
     """Follows a completion through its maze.
 
-    It solves the maze iff DONE occurs, every word before it is a move, no move enters a wall, and GOAL is reached.
-    Moves after GOAL are ignored, and cells may be visited again. The cells end at GOAL, before the first wall, or
-    before the first word that is no move.
+    The completion solves the maze iff DONE occurs, every word before it is a move, no move enters a wall, and GOAL is
+    reached. Moves after GOAL are ignored, and cells may be visited again. The list of cells ends at GOAL, before the
+    first wall, or before the first word that is not a move.
     """
     rows = grid.split("\n")
     words = completion.split()
@@ -43,5 +42,5 @@ def walk(grid: str, completion: str) -> Walk:
 
 
 def maze(prompts: list[str], completions: list[str], grid: list[str], **_: Any) -> list[float]:
-    """1 where the completion solves the maze in the column `grid` (see `walk`), else 0."""
-    return [float(walk(each, completion).reached) for each, completion in zip(grid, completions, strict=True)]
+    """Returns 1 where the completion solves the maze in the column `grid` (see `walk`), else 0."""
+    return [float(walk(rows, completion).reached) for rows, completion in zip(grid, completions, strict=True)]

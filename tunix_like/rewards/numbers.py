@@ -1,7 +1,7 @@
-r"""Plain numbers in the ways models write them: the value of a text that is one number, and nothing where it is not.
+r"""Parses plain numbers as language models write them.
 
-It knows digits, signs, separators, fractions, currency, percent and units, in ASCII, Unicode and LaTeX. It evaluates
-nothing: sums, products and powers are not numbers here. It does NOT know completions, gold answers or rewards.
+Supports digits, signs, separators, fractions, currency, percent and units, in ASCII, Unicode and LaTeX. It evaluates
+nothing: sums, products and powers are not plain numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 LONGEST = 200
-"""Characters; a longer text is no number. Keeps the work bounded whatever a model writes."""
+"""Maximum number of characters; a longer text is not a number. This bounds the work for any completion."""
 
 _MINUS = re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]")
 _SLASH = re.compile("[\u2044\u2215]")
-# NFKC would join these to the digits beside them (5² to 52, 2½ to 21⁄2), so they are written out before it.
+# NFKC would join these to the adjacent digits (5² to 52, 2½ to 21⁄2), so they are rewritten before it is applied.
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
-# A no-break or thin space, or LaTeX's \, {,} ,\! between digits: separators of thousands. A plain space is none.
+# Thousands separators: a no-break or thin space, or LaTeX's \, {,} ,\! between digits. A plain space is not one.
 _GROUPING = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _SPACING = re.compile(
     r"\\(?:[,;:!>() \[\]]|q?quad\b|(?:thin|med|thick|negthin|en)(?:space|skip)\b|left\b|right\b|displaystyle\b)|~"
@@ -54,9 +54,9 @@ class Number(NamedTuple):
     """A plain number.
 
     Attributes:
-      value: exact; of a percentage the number in front of the sign.
-      percent: a percent sign, or the word, follows it.
-      quotient: it is written as a fraction and is a whole number (`36/2`): a division that was not carried out.
+      value: the exact value; for a percentage, the number in front of the sign.
+      percent: whether a percent sign, or the word, follows the number.
+      quotient: whether it is a fraction with an integer value (`36/2`), that is, an unevaluated division.
     """
 
     value: Fraction
@@ -65,10 +65,10 @@ class Number(NamedTuple):
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that a text writes, or None where the text is anything else, or longer than 200 characters.
+    """Parses a text that is one plain number; returns None for any other text, or one longer than 200 characters.
 
-    Of an equation the last side is read; several equations are no number. A unit of any words may follow. Two numbers
-    side by side are no number.
+    For an equation, its last side is parsed; several equations are not a number. A unit of any words may follow. Two
+    adjacent numbers are not a number.
     """
     if len(text) > LONGEST:
         return None
@@ -90,11 +90,11 @@ def parse_number(text: str) -> Number | None:
 
 
 def written_out(text: str) -> str:
-    r"""The text with Unicode's numerals in ASCII and LaTeX: `5²` as `5^{2}`, `2½` as `2\frac{1}{2}`, minus signs as
-    hyphens, separators of thousands as commas.
+    r"""Rewrites Unicode numerals in ASCII and LaTeX: `5²` as `5^{2}`, `2½` as `2\frac{1}{2}`, minus signs as hyphens,
+    thousands separators as commas.
 
-    Other characters are normalised one by one (NFKC), except those that would become digits and so join the digits
-    beside them, such as `₂`, `①` or `㎡`; `has_odd_digits` finds these.
+    Other characters are normalised one by one (NFKC), except those that would become digits and join adjacent digits,
+    such as `₂`, `①` or `㎡`; `has_odd_digits` detects these.
     """
     text = _RAISED.sub(lambda raised: f"^{{{_MINUS.sub('-', unicodedata.normalize('NFKC', raised[0]))}}}", text)
     text = _VULGAR.sub(_as_fraction, text)
@@ -105,7 +105,7 @@ def written_out(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""The text written out, with LaTeX's styles and spaces as spaces and its fractions of whole numbers as ` 1/2 `."""
+    r"""Returns `written_out(text)` with LaTeX styles and spacing as spaces and integer fractions as ` 1/2 `."""
     text = _STYLED.sub(r" \1 ", written_out(text))
     text = _FRACTION.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]} ", text)
     text = _SPACING.sub(" ", text).replace("\\%", "%").replace("\\$", "$")
@@ -113,12 +113,12 @@ def plain(text: str) -> str:
 
 
 def has_neighbours(text: str) -> bool:
-    """Whether two numbers stand side by side (`5 6`, `5{6}`, `5\\frac{6}{1}`), which is neither a number nor a sum."""
+    """Returns whether two numbers are adjacent (`5 6`, `5{6}`, `5\\frac{6}{1}`), which is not a number or a sum."""
     return _NEIGHBOURS.search(_TWO_PARTS.sub(r"(\1)/(\2)", _SCRIPT.sub("^", plain(text)))) is not None
 
 
 def has_odd_digits(text: str) -> bool:
-    """Whether it holds characters that are digits by their compatibility form alone (`₂`, `①`, `㎡`)."""
+    """Returns whether the text has characters that are digits only in their compatibility form (`₂`, `①`, `㎡`)."""
     return any(map(_is_odd, text))
 
 
@@ -130,7 +130,7 @@ def _as_fraction(vulgar: re.Match[str]) -> str:
 def _is_odd(character: str) -> bool:
     if character.isascii() or character.isdecimal():
         return False
-    return any(each.isdigit() for each in unicodedata.normalize("NFKC", character))
+    return any(part.isdigit() for part in unicodedata.normalize("NFKC", character))
 
 
 def _folded(character: str) -> str:
@@ -138,7 +138,7 @@ def _folded(character: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without marks of emphasis, brackets around all of it, and a currency sign in front."""
+    """Strips emphasis marks, brackets around the whole text, and a leading currency sign."""
     text = text.strip(" \t\r\n*_`")
     while len(text) > 1 and _BRACKETS.get(text[0]) == text[-1]:
         text = text[1:-1].strip(" \t\r\n*_`")

@@ -1,7 +1,7 @@
-"""Reward functions in processes of their own: with a deadline, and whatever a function does, the run goes on.
+"""Runs reward functions in worker processes with a deadline and a memory limit.
 
-Each call goes to a worker, a fresh interpreter (`worker.py`). One that does not answer in time, ends, or grows too
-large is killed with all that it started, and another takes its place. It does NOT know how rewards are added up.
+Each call goes to a worker, a fresh interpreter (`worker.py`). A worker that times out, exits or exceeds the memory
+limit is killed together with its child processes and replaced, so a failing function does not stop the run.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from tunix_like.rewards.calls import Failure, Marks, arguments_of, check_form, p
 from tunix_like.rewards.process import WorkerProcess
 
 START_SECONDS = 120
-"""How long a worker may take to start and to load the functions."""
+"""Maximum seconds for a worker to start and to load the functions."""
 
 PATIENCE = 10
-"""Calls that fail may take this many times `timeout_seconds` (and the seconds that a start takes) of each worker's time
-in a batch; what is not scored by then stays unscored."""
+"""Limit on the time of failed calls in a batch: this many times (`timeout_seconds` + start time) per worker. What is
+not scored by then stays unscored."""
 
 POLL_SECONDS = 0.2
-"""How often the memory of workers is looked at while they work."""
+"""Interval of the memory checks while workers are busy."""
 
 
 class PooledFunction:
-    """A reward function that runs in the workers of a pool; `pooled` makes it."""
+    """A reward function that runs in the workers of a pool; created by `pooled`."""
 
     def __init__(self, name: str, function: Callable[..., Any], place: str, pool: Pool):
         self.__name__, self.place, self.pool = name, place, pool
         self.__signature__ = inspect.signature(function)
 
     def marks(self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int) -> Marks:
-        """The marks of `count` completions, groups whole; of a group for which the function fails, one by one."""
+        """Scores `count` completions group by group; a group for which the function fails is scored one by one."""
         return self.pool.marks(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        """Rewards of one group; NaN where the function fails."""
+        """Returns the rewards of one group; NaN where the function fails."""
         given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
         arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
         return list(self.marks(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
@@ -60,19 +60,21 @@ def pooled(
     timeout_seconds: float = 30.0,
     memory_gb: float = 4.0,
 ) -> dict[str, PooledFunction]:
-    """Reward functions that run in `workers` processes of their own, by name (a sequence: by their `__name__`).
+    """Wraps reward functions so that they run in `workers` separate processes; returns them by name.
 
-    Workers start at the first call. A worker imports a function anew, so it must stand at the top level of a module or
-    of a file that was named as `FILE.py:function`.
+    Workers start at the first call. A worker imports each function by name, so it must be defined at the top level of
+    a module or of a file that was given as `FILE.py:function`.
 
     Args:
+      functions: by name, or a sequence (the names are then their `__name__`).
+      workers: number of processes.
       timeout_seconds: a call (one group, or one completion of a group that failed) that takes longer is stopped.
-      memory_gb: a worker that holds more than so many GB (10^9 bytes) of memory is stopped (Linux).
+      memory_gb: a worker that uses more than this many GB (10^9 bytes) of memory is stopped (Linux only).
 
     Raises:
-      UserError: a function that no other process can import, or that is none of rewards (async, a generator).
+      UserError: another process cannot import a function, or it is not a valid reward function (async, a generator).
     """
-    named = functions if isinstance(functions, Mapping) else {_name_of(each): each for each in functions}
+    named = functions if isinstance(functions, Mapping) else {_name_of(function): function for function in functions}
     if len(named) < len(functions):
         raise UserError("pooled: two reward functions have the same __name__; give a mapping of names to functions.")
     for name, function in named.items():
@@ -83,7 +85,7 @@ def pooled(
 
 
 def close_pools(functions: Iterable[Callable[..., Any]]) -> None:
-    """Ends the workers of those functions that have some; they start again when a function is called again."""
+    """Stops the workers of the pooled functions among `functions`. They restart at the next call."""
     for function in functions:
         if isinstance(function, PooledFunction):
             function.pool.close()
@@ -94,10 +96,11 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def place_of(name: str, function: Callable[..., Any]) -> str:
-    """Where another process finds a function: `/absolute/file.py:function` or `module:function`.
+    """Returns the location from which another process imports a function: `/absolute/file.py:function` or
+    `module:function`.
 
     Raises:
-      UserError: it finds it nowhere.
+      UserError: another process cannot import it.
     """
     if ":" in name:
         file, _, attribute = name.rpartition(":")
@@ -108,14 +111,14 @@ def place_of(name: str, function: Callable[..., Any]) -> str:
         return f"{file}:{attribute}" if str(module).startswith("tunix_like_user_") else f"{module}:{attribute}"
     raise UserError(
         f"Reward function '{name}' cannot run in a worker, which imports it by name: it is a closure, a lambda, a "
-        "method, or defined in the script itself. Move it to the top level of a file that is imported, or run it in "
+        "method, or is defined in the main script. Move it to the top level of a file that is imported, or run it in "
         "this process (rewards.workers=0, or without `pooled`)."
     )
 
 
 @dataclasses.dataclass
 class _Call:
-    """Completions that one call is for, and when (by `time.monotonic`) it was handed out and must be over."""
+    """The completions of one call, and the `time.monotonic` values of its start and its deadline."""
 
     rows: range
     given: float = 0.0
@@ -123,7 +126,7 @@ class _Call:
 
 
 class _Slot:
-    """A place for a worker, and the call that it works on."""
+    """One worker of the pool (None until it is started) and its current call."""
 
     worker: WorkerProcess | None = None
     ready = False
@@ -131,14 +134,14 @@ class _Slot:
 
 
 class Pool:
-    """Workers that share the calls of a batch. It is used by one thread at a time."""
+    """Distributes the calls of a batch over workers. Not thread-safe."""
 
     def __init__(self, places: Sequence[str], workers: int, timeout_seconds: float, memory_gb: float):
         self.places, self.workers = list(places), workers
         self.timeout_seconds, self.memory_bytes = timeout_seconds, int(memory_gb * 1e9)
         self._slots = [_Slot() for _ in range(workers)]
         self._start_seconds = 0.0  # the longest start so far
-        # at the end of the interpreter too, should nobody call `close`
+        # also runs at interpreter exit if `close` was not called
         self._finalizer = weakref.finalize(self, _kill_all, self._slots)
 
     def close(self) -> None:
@@ -148,24 +151,24 @@ class Pool:
     def marks(
         self, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> Marks:
-        """The marks of `count` completions by the function at `place`."""
+        """Scores `count` completions with the function at `place`."""
         batch = _Batch(self, place, name, arguments, count)
         groups = deque(_Call(range(i, min(i + group_size, count))) for i in range(0, count, group_size))
         try:
             batch.run(groups)
         except BaseException:
-            self.close()  # their answers would be taken for those of the next batch
+            self.close()  # otherwise late answers would be read as those of the next batch
             raise
         return batch.marks
 
 
 class _Batch:
-    """One function's calls for one batch."""
+    """The calls of one function for one batch."""
 
     def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int):
         self.pool, self.place, self.name, self.arguments = pool, place, name, arguments
         self.marks = Marks(np.full(count, np.nan), {})
-        self.wasted = 0.0  # seconds of workers in calls that failed
+        self.wasted = 0.0  # worker seconds spent in failed calls
         self.queue: deque[_Call] = deque()
 
     def run(self, calls: deque[_Call]) -> None:
@@ -186,8 +189,8 @@ class _Batch:
 
     def _give_up(self) -> None:
         reason = (
-            f"Reward function '{self.name}' was not called: calls of it that failed took {self.wasted:.0f} s of the "
-            "workers' time in this batch, which is all that such calls are given."
+            f"Reward function '{self.name}' was not called: its failed calls took {self.wasted:.0f} s of worker time "
+            "in this batch, which exceeds the limit."
         )
         for call in self.queue:
             self.marks.failures.update(dict.fromkeys(call.rows, Failure("timeout", reason)))
@@ -215,7 +218,7 @@ class _Batch:
             ) from error
 
     def _wait(self, busy: list[_Slot]) -> None:
-        """Sleeps until a worker has something to say or a deadline is over, and deals with it."""
+        """Waits until a worker is ready for reading or writing or a deadline passes, and handles the event."""
         nearest = min(slot.call.deadline for slot in busy if slot.call) - time.monotonic()
         with selectors.DefaultSelector() as selector:
             for slot in busy:
@@ -228,7 +231,7 @@ class _Batch:
     def _look_at(self, slot: _Slot) -> None:
         worker, call, pool = slot.worker, slot.call, self.pool
         assert worker is not None and call is not None
-        alive = worker.alive  # asked first: what a worker says before it ends is read
+        alive = worker.alive  # checked before `pump`, so that output written just before an exit is still read
         answer, now, size = worker.pump(), time.monotonic(), worker.memory()
         if answer is not None and not slot.ready:
             slot.ready, call.deadline = True, now + pool.timeout_seconds
@@ -258,7 +261,7 @@ class _Batch:
             self._failed(call, "timeout", f"Reward function '{self.name}' {what}.", now)
 
     def _replace(self, slot: _Slot) -> str:
-        """Kills the slot's worker; the next call there starts another. Returns how it ended."""
+        """Kills the worker of a slot; the next call starts a new one. Returns a description of how it ended."""
         assert slot.worker is not None
         how = slot.worker.kill()
         slot.worker, slot.call = None, None
@@ -267,7 +270,8 @@ class _Batch:
     def _failed(
         self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
     ) -> None:
-        """Notes it, if it is that of a single completion or of all; else each is tried by itself, after all groups."""
+        """Records the failure if it concerns a single completion or all of them (`of_all`). Otherwise queues one call
+        per completion, after all groups."""
         self.wasted += now - call.given
         if of_all or len(call.rows) == 1:
             self.marks.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))

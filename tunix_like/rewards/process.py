@@ -1,7 +1,4 @@
-"""A worker as the process that started it sees it: started, sent a request, listened to, killed.
-
-It knows pipes and signals, and reads and writes without ever waiting. It does NOT know what is asked of a worker.
-"""
+"""Starts, communicates with and kills one worker process, with non-blocking reads and writes."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ from tunix_like.rewards.worker import HEADER, START, message
 from tunix_like.runtime.visible import visible
 
 SHOWN = 65_536
-"""Bytes of what a worker prints that are passed on to stderr; what follows is dropped, as it may be without end."""
+"""Bytes of a worker's printed output that are forwarded to stderr; the rest is dropped, since it is unbounded."""
 
 _CUT = "(it prints more, which is not shown)"
-_TAIL = 4_000  # bytes of it that are told when a worker dies
+_TAIL = 4_000  # bytes of the last output that are reported when a worker dies
 _READ = 1 << 20
 
 
 class WorkerProcess:
-    """One worker.
+    """One worker process.
 
     Attributes:
-      gone: it has ended, or closed its side.
+      gone: whether it has exited, or closed its end of the socket.
     """
 
     def __init__(self, places: Sequence[str]):
@@ -46,8 +43,8 @@ class WorkerProcess:
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the run; and all that a function starts is killed with it
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerator is the run's
+                start_new_session=True,  # Ctrl-C goes to the run only; child processes are killed with the worker
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # only the run uses the accelerator
             )
         assert self._process.stdout is not None
         self.output = self._process.stdout
@@ -55,7 +52,7 @@ class WorkerProcess:
         os.set_blocking(self.output.fileno(), False)
         self.gone = False
         self._out, self._in = b"", bytearray()
-        self._printed, self._line, self._tail = 0, b"", b""  # bytes, an unfinished line of them, the last of them
+        self._printed, self._line, self._tail = 0, b"", b""  # bytes printed so far, incomplete last line, last bytes
 
     @property
     def alive(self) -> bool:
@@ -65,13 +62,13 @@ class WorkerProcess:
         self._out += message(content)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Asks the selector to wake up when there is something to do for `pump`."""
+        """Registers the socket and the output with a selector, which wakes up when `pump` has work to do."""
         selector.register(self.channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0))
         if not self.output.closed:
             selector.register(self.output, selectors.EVENT_READ)
 
     def pump(self) -> dict[str, Any] | None:
-        """Writes and reads what can be; returns an answer if one is complete."""
+        """Writes and reads without blocking; returns an answer once it is complete, else None."""
         self._pass_on()
         try:
             while self._out:
@@ -98,8 +95,8 @@ class WorkerProcess:
         return dict(json.loads(content))
 
     def _pass_on(self) -> None:
-        """Shows on stderr the lines that were printed, whole: workers print at the same time, and a line may arrive in
-        parts. An unfinished one is shown once the output ends."""
+        """Forwards printed output to stderr in complete lines, since workers print concurrently and a line may arrive
+        in parts. An incomplete last line is shown when the output ends."""
         if self.output.closed:
             return
         try:
@@ -126,12 +123,12 @@ class WorkerProcess:
         self._line = b""
 
     def _show(self, lines: Sequence[bytes]) -> None:
-        """Writes the lines to stderr in one call, so that no other process's come between them."""
+        """Writes the lines to stderr in one call, so that lines of other processes do not interleave."""
         texts = [visible(_decoded(line)) for line in lines]
         sys.stderr.write("".join(f"[reward worker {self._process.pid}] {text}\n" for text in texts))
 
     def memory(self) -> int:
-        """Bytes of physical memory that it holds; 0 where that is not known."""
+        """Returns the resident memory of the worker in bytes; 0 where it is not available."""
         try:
             pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         except (OSError, IndexError):
@@ -139,7 +136,7 @@ class WorkerProcess:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def kill(self) -> str:
-        """Ends it and all that it started; returns how it ended and what it printed last, for a message."""
+        """Kills the worker and its child processes; returns how it ended and its last output, for a message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.1 if self.gone else 0)
         ended = self._process.poll()
@@ -148,17 +145,17 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self.channel.close()
-        self._pass_on()  # what it printed meanwhile
+        self._pass_on()  # output printed since the last read
         if not self.output.closed:
             self._end_output()
         self.gone = True
-        how = "closed its side" if ended is None else f"ended with status {ended}"
+        how = "closed its socket" if ended is None else f"ended with status {ended}"
         if ended is not None and ended < 0:
             how = f"was killed by signal {-ended} ({signal.strsignal(-ended)})"
-        said = _decoded(self._tail).strip()
-        return f"{how}; it printed last:\n{said}" if said else how
+        output = _decoded(self._tail).strip()
+        return f"{how}; its last output was:\n{output}" if output else how
 
 
 def _decoded(printed: bytes) -> str:
-    """The text, with line ends of Windows as those of Unix, and a byte that is no UTF-8 as its number."""
+    """Decodes UTF-8 with invalid bytes as escapes, and converts a Windows line end to a Unix one."""
     return printed.decode(errors="backslashreplace").replace("\r\n", "\n").removesuffix("\r")

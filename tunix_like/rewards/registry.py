@@ -1,7 +1,4 @@
-"""Reward functions by name: the registry, a user's own file, and functions written for verl.
-
-It knows where a function comes from. It does NOT call reward functions (`scoring.py` does) or know what they measure.
-"""
+"""The registry of reward functions by name, loading of functions from a user's file, and an adapter for verl."""
 
 from __future__ import annotations
 
@@ -22,26 +19,29 @@ REWARDS: dict[str, RewardFunction] = {}
 """Every registered reward function, by name."""
 
 ANSWERS: dict[str, Callable[[str], Hashable | None]] = {}
-"""By the name of a reward: what a completion answers, for majority votes. Equal answers vote alike; None is no vote."""
+"""Answer extractors by the name of a reward: each maps a completion to a hashable answer for majority votes (maj@k).
+Equal answers are one vote option; None is no vote."""
 
 
 def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | None = None) -> Callable[[_F], _F]:
-    """Decorator that makes a reward function known as `name`.
+    """Decorator that registers a reward function under `name`.
 
     Args:
-      answer: what a completion answers (see `ANSWERS`), for maj@k; None: there is no maj@k of this reward.
+      answer: extracts the answer of a completion (see `ANSWERS`) for maj@k; None: maj@k is not reported for this
+        reward.
 
     Raises:
-      UserError: the name is taken, or holds a colon (those are files and modules).
+      UserError: the name is already registered, or contains a colon (reserved for files and modules).
     """
     if ":" in name:
         raise UserError(
-            f"register_reward_fn: the name '{name}' must not hold a colon; 'FILE.py:function' means a file."
+            f"register_reward_fn: the name '{name}' must not contain a colon, which is reserved for "
+            "'FILE.py:function'; choose another."
         )
 
     def register(function: _F) -> _F:
         if name in REWARDS:
-            raise UserError(f"register_reward_fn: the name '{name}' is taken; choose another.")
+            raise UserError(f"register_reward_fn: the name '{name}' is already registered; choose another.")
         REWARDS[name] = function
         if answer is not None:
             ANSWERS[name] = answer
@@ -51,36 +51,36 @@ def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | Non
 
 
 def resolve(name: str) -> RewardFunction:
-    """The reward function behind a name of the configuration.
+    """Returns the reward function for a name from the configuration.
 
     Args:
       name: a registered name, `path/to/file.py:function`, or `package.module:function`.
 
     Raises:
-      UserError: an unknown name, a file or module that is missing or fails to load, or a function that it lacks (with
-        the list of those it has).
+      UserError: the name is unknown, the file or module is missing or fails to load, or it does not define the
+        function (the message lists the functions it defines).
     """
     if ":" not in name:
         if name not in REWARDS:
             raise UserError(
                 f"Reward function '{name}' is unknown. {nearest(name, REWARDS)} "
-                "Your own is written as path/to/file.py:function."
+                "Write a function of your own as path/to/file.py:function."
             )
         return REWARDS[name]
     return load_function(name, "Reward")
 
 
 def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
-    """Makes a reward function of one written for verl, which scores one completion at a time.
+    """Adapts a reward function written for verl, which scores one completion at a time.
 
-    Both of verl's forms are taken: `compute_score(completion, ground_truth)` by position, and by keyword any of
-    `data_source, solution_str, ground_truth, extra_info`. The ground truth is the column `ground_truth`, else that of
-    the column `reward_model`, else `gold`, else `answer`. A returned dict counts by its `score`.
+    Both signatures of verl are supported: `compute_score(completion, ground_truth)` by position, and by keyword any of
+    `data_source, solution_str, ground_truth, extra_info`. The ground truth is taken from the column `ground_truth`,
+    else `reward_model`, else `gold`, else `answer`. If the function returns a dict, its `score` is the reward.
 
-    The function made raises a UserError when none of these columns is there.
+    The returned function raises a UserError if the rows have none of these columns.
 
     Raises:
-      UserError: what is given is no function, async, or a generator.
+      UserError: `function` is not callable, is async, or is a generator.
     """
     check_form(getattr(function, "__name__", repr(function)), function)
     parameters = inspect.signature(function).parameters
@@ -100,7 +100,7 @@ def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
             scores.append(result["score"] if isinstance(result, Mapping) else result)
         return scores
 
-    # not functools.wraps: `__wrapped__` would make callers see the wrapped function's parameters
+    # functools.wraps is not used: through `__wrapped__`, inspect.signature would return verl's parameters
     reward.__name__ = getattr(function, "__name__", "reward")
     return reward
 
@@ -109,7 +109,7 @@ def _ground_truths(columns: Mapping[str, Any], name: str) -> list[Any]:
     if "ground_truth" in columns:
         return columns["ground_truth"]
     if "reward_model" in columns:
-        return [each["ground_truth"] for each in columns["reward_model"]]
+        return [fields["ground_truth"] for fields in columns["reward_model"]]
     for column in ("gold", "answer"):
         if column in columns:
             return columns[column]

@@ -1,8 +1,4 @@
-"""One rollout batch, several reward functions, one number per completion.
-
-It knows how the functions are added up and what counts as unscored. It does NOT know where functions come from, or
-advantages.
-"""
+"""Scores a rollout batch: calls every reward function and adds the weighted rewards of each completion."""
 
 from __future__ import annotations
 
@@ -28,11 +24,11 @@ class Scores:
     """The rewards of n completions.
 
     Attributes:
-      total: [n] weighted sum of the functions; NaN where unscored.
-      by_function: [n] of each function, unweighted, by its name; NaN where that function gave None or NaN, or failed.
-      timeouts: [n] where a function did not return in time.
-      errors: [n] where a function raised, returned what is no reward, or brought its worker down.
-      first_failure: why, and the whole prompt and completion, of the first of these; None where there is none.
+      total: [n] weighted sum over the functions; NaN where unscored.
+      by_function: function name -> [n] unweighted rewards; NaN where the function returned None or NaN, or failed.
+      timeouts: [n] True where a function did not return in time.
+      errors: [n] True where a function raised, returned an invalid reward, or crashed its worker.
+      first_failure: reason, full prompt and full completion of the first failure; None if there was no failure.
     """
 
     total: NDArray[np.float64]
@@ -43,16 +39,16 @@ class Scores:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """[n] False where any function gave None or NaN, or failed."""
+        """[n] False where any function returned None or NaN, or failed."""
         return ~np.isnan(self.total)
 
     def pick(self, rows: NDArray[np.int_]) -> Scores:
-        """The given completions, in the given order."""
+        """Returns the scores of the given completions, in the given order."""
         by_function = {name: values[rows] for name, values in self.by_function.items()}
         return Scores(self.total[rows], by_function, self.timeouts[rows], self.errors[rows], self.first_failure)
 
     def join(self, other: Scores) -> Scores:
-        """These and then the others, of the same functions."""
+        """Concatenates these scores and others of the same functions."""
         by_function = {
             name: np.concatenate([values, other.by_function[name]]) for name, values in self.by_function.items()
         }
@@ -66,14 +62,21 @@ class Scores:
 
 
 def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], columns: Collection[str]) -> None:
-    """Raises the UserError that `score` would for rows with these columns, before there is anything to score."""
+    """Checks before scoring that rows with these columns provide what the reward functions need.
+
+    Raises:
+      UserError: as `score`.
+    """
     names = [name for name, _, _ in functions]
     if len(set(names)) != len(names):
-        raise UserError(f"rewards.functions names one function twice ({', '.join(names)}); give one entry its weight.")
+        raise UserError(
+            f"rewards.functions names one function twice ({', '.join(names)}); keep one entry and set its weight."
+        )
     taken = sorted({"prompts", "completions"} & set(columns))
     if taken:
         raise UserError(
-            f"A data column must not be called '{taken[0]}': reward functions get the batch under that name."
+            f"A data column must not be called '{taken[0]}': reward functions receive the batch under that name; "
+            "rename the column."
         )
     for name, function, _ in functions:
         arguments_of(name, function, ["prompts", "completions", *columns])
@@ -86,18 +89,22 @@ def score(
     columns: Mapping[str, Sequence[Any]],
     group_size: int = 1,
 ) -> Scores:
-    """Asks each function for every completion and adds the results up. A function that fails for a completion leaves it
-    unscored: it is called again with fewer of them, down to one, to find out for which it does.
+    """Scores every completion with every function and returns the weighted sums.
+
+    If a function fails, it is called again with fewer completions, down to one, to isolate the failing ones; these
+    stay unscored.
 
     Args:
-      functions: (name, function, weight) of each; one of `pooled` runs in its workers, the others here.
+      functions: (name, function, weight) triples; functions made by `pooled` run in workers, the others in this
+        process.
       prompts: [n] rendered prompts, one per completion.
-      completions: [n] texts; `group_size` neighbours are of one prompt.
-      columns: further columns of the rows, each [n]; a function gets those that it has a parameter for, or all of
-        them when it takes `**kwargs`.
+      completions: [n] texts; each `group_size` consecutive ones belong to one prompt.
+      columns: further columns of the rows, each [n]; a function receives those that it has a parameter for, or all of
+        them if it accepts `**kwargs`.
 
     Raises:
-      UserError: a function needs a column that is not there, or workers are to be sent one that cannot be pickled.
+      UserError: a function needs a column that does not exist, a column has a reserved name, a function is named
+        twice, or a column that workers need cannot be pickled.
     """
     check_arguments(functions, columns)
     given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
@@ -116,6 +123,6 @@ def score(
             (timeouts if failure.kind == "timeout" else errors)[i] = True
         if first is None and marks.failures:
             i = min(marks.failures)
-            reason = visible(marks.failures[i].reason)  # what a function says may hold what a model wrote
+            reason = visible(marks.failures[i].reason)  # the reason may quote text that the model wrote
             first = f"{reason}\nPrompt: {prompts[i]!r}\nCompletion: {completions[i]!r}"
     return Scores(total, by_function, timeouts, errors, first)

@@ -1,8 +1,8 @@
-"""The program of a worker: it calls reward functions for the process that started it.
+"""The program of a worker process: calls reward functions on request of the process that started it.
 
-It is started as a fresh interpreter, never forked, so it holds no lock, thread or device of the run, and nothing of the
-user's script runs again. Requests and answers go over a socket; all that a function prints goes elsewhere. It knows how
-a function is called. It does NOT know deadlines: the process that started it has them (`pool.py`).
+A worker is a fresh interpreter and never a fork, so it holds no lock, thread or device of the run, and the user's
+script does not run again. Requests and answers use a socket that is separate from stdout and stderr. The parent process
+enforces the deadlines (`pool.py`).
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from tunix_like.rewards.calls import WrongCount, call, explain
 from tunix_like.runtime.user_code import load_function
 
 HEADER = struct.Struct("!Q")
-"""In front of every message: its length in bytes."""
+"""Header of every message: its length in bytes."""
 
 START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from tunix_like.rewards.worker import serve; serve(given['socket'], given['places'], given['parent'])"
 )
-"""What the interpreter is told to run (`-c`), with its settings as JSON: the modules that the run finds are found."""
+"""Code that the interpreter runs (`-c`). Its settings are passed as JSON and include the `sys.path` of the run."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def message(content: bytes) -> bytes:
-    """The content with its length in front."""
+    """Prepends the header with the length to a message."""
     return HEADER.pack(len(content)) + content
 
 
 def serve(number: int, places: list[str], parent: int) -> None:
-    """Loads the functions at `places`, says so, and answers requests until the other side is gone.
+    """Loads the functions at `places`, sends `{}` when ready, and answers requests until the socket is closed.
 
-    A request is a pickled `(place, name, arguments, count)`, an answer JSON:
-    `{"rewards": [...], "failures": [[index, kind, reason], ...]}` or `{"error": text, "of_all": whether it is no single
-    completion's fault}`.
+    A request is a pickled `(place, name, arguments, count)`. An answer is JSON:
+    `{"rewards": [...], "failures": [[index, kind, reason], ...]}` or `{"error": text, "of_all": whether the error
+    concerns all completions of the call}`.
 
     Args:
       number: file descriptor of the socket.
-      parent: process that started this one.
+      places: locations of the functions, as `place_of` returns them.
+      parent: id of the process that started this one.
     """
     _die_with(parent)
-    faulthandler.enable()  # a crash in C says where
+    faulthandler.enable()  # prints a traceback on a crash in C code
     channel, own = socket.socket(fileno=number), os.getpid()
     functions = {place: _load(place) for place in places}
     channel.sendall(message(b"{}"))
@@ -63,13 +64,13 @@ def serve(number: int, places: list[str], parent: int) -> None:
             break
         answer = _answer(functions, request)
         if os.getpid() != own:
-            os._exit(0)  # a function forked, and this is the child: the answer is its parent's to give
+            os._exit(0)  # the function forked and this is the child; only the parent sends the answer
         channel.sendall(message(json.dumps(answer).encode()))
 
 
 def _die_with(parent: int) -> None:
-    """On Linux the kernel ends this process with its parent, even in the midst of a function; elsewhere it ends itself
-    once the function returns. Where memory runs out it goes before the run does."""
+    """Ends this process when its parent ends. On Linux the kernel kills it at once, even during a call; on other
+    systems it exits when the call returns. Also makes the out-of-memory killer choose this process before the run."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -80,10 +81,10 @@ def _die_with(parent: int) -> None:
 
 
 def _load(place: str) -> Callable[..., Any] | str:
-    """The function, or why there is none."""
+    """Returns the function, or the reason why it could not be loaded."""
     try:
         return load_function(place, "Reward")
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # includes SystemExit
         return explain(place, error)
 
 
@@ -97,12 +98,12 @@ def _answer(functions: Mapping[str, Callable[..., Any] | str], request: bytes) -
         marks = call(name, function, arguments, count)
         failures = [[i, *failure] for i, failure in marks.failures.items()]
         return {"rewards": marks.rewards.tolist(), "failures": failures}
-    except BaseException as error:  # sys.exit and KeyboardInterrupt too
+    except BaseException as error:  # includes SystemExit and KeyboardInterrupt
         return {"error": explain(name, error), "of_all": isinstance(error, WrongCount)}
 
 
 def _read(channel: socket.socket, length: int) -> bytes | None:
-    """So many bytes, or None at the end."""
+    """Reads exactly `length` bytes; returns None at the end of the stream."""
     parts = bytearray()
     while len(parts) < length:
         part = channel.recv(min(length - len(parts), 1 << 20))
