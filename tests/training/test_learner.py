@@ -205,7 +205,9 @@ def test_an_iterator_that_was_read_before_is_named():
     learner = make(max_steps=None)
     rows = iter(ROWS)
     learner.train(rows, batch_size=4)
-    with pytest.raises(UserError, match="fewer than 4 usable prompts.*An iterator that was read before is empty"):
+    with pytest.raises(
+        UserError, match="fewer than 4 usable prompts.*If the data is an iterator, check that it was not consumed"
+    ):
         learner.train(rows, batch_size=4)
 
 
