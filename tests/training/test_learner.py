@@ -517,8 +517,8 @@ def test_an_estimator_of_ones_own_by_its_file(tmp_path):
 
 BAD_ESTIMATORS = {
     "first_two": "own.py:first_two' returned an array of shape .2, 4. for rewards of shape .4, 4.",
-    "broken": "own.py:broken' gave (inf|nan) for completion 0 of group 2 .prompt '(ab|cd|ef|gh|ba|dc|fe|hg)>'.*"
-    "whose rewards are .5.0, 1.0, 0.0, 2.0.*The weights are as they were",
+    "broken": "own.py:broken' returned (inf|nan) for completion 0 of group 2 .prompt '(ab|cd|ef|gh|ba|dc|fe|hg)>'.*"
+    "with rewards .5.0, 1.0, 0.0, 2.0.*The weights are those before this step",
 }
 
 
