@@ -103,7 +103,7 @@ def test_parameters_of_a_users_own_estimator(registry):
         advantages_of(found, REWARDS, SCORED, LENGTHS, OWN), np.where(SCORED, np.maximum(REWARDS - 0.5 * LENGTHS, 0), 0)
     )
     for given, message in [
-        ({}, "algorithm.estimator_params.price: the estimator 'mine' needs it"),
+        ({}, "algorithm.estimator_params.price: the estimator 'mine' requires it"),
         ({"prize": 1.0}, "algorithm.estimator_params.prize: .*'mine' has no such keyword-only .*it has: floor, price"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -139,7 +139,7 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
     ("changes", "message"),
     [
         ({"advantage_estimator": "rlo"}, "algorithm.advantage_estimator: unknown .* 'rlo'. Did you mean 'rloo'"),
-        ({"advantage_estimator": "maxpo"}, "algorithm.k: the estimator 'maxpo' needs it"),
+        ({"advantage_estimator": "maxpo"}, "algorithm.k: the estimator 'maxpo' requires it"),
         ({"advantage_estimator": "maxpo", "k": 4}, "algorithm.k: got 4.*1 <= k <= 3"),
         ({"advantage_estimator": "passk", "k": 4}, "algorithm.k: got 4.*1 <= k <= 3"),
         ({"advantage_estimator": "pkpo", "k": 5}, "algorithm.k: got 5.*1 <= k <= 4"),
@@ -150,25 +150,25 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
             "algorithm.k and algorithm.estimator_params.k are both set",
         ),
         ({"policy_loss_fn": "ppo_clp"}, "unknown loss 'ppo_clp'. Did you mean 'ppo_clip'"),
-        ({"policy_loss_fn": "reinforce", "updates": 2}, "'reinforce' has no ratio.*make 2"),
-        ({"sampler_is_threshold": 3.0}, "algorithm.sampler_is_threshold is read only with algorithm.sampler_is;"),
-        ({"max_extra_batches": 3}, "algorithm.max_extra_batches is read only with algorithm.dynamic_sampling;"),
-        ({"overlong_buffer": 3}, "algorithm.overlong_buffer is read only with algorithm.overlong;"),
-        ({"overlong_penalty": 0.5}, "algorithm.overlong_penalty is read only with algorithm.overlong;"),
-        ({"policy_loss_fn": "dppo", "sampler_is": "token"}, "algorithm.sampler_is: 'dppo' takes its ratio to the samp"),
-        ({"overlong": "penalty"}, "algorithm.overlong_buffer: overlong=penalty needs it"),
-        ({"overlong": "mask", "overlong_buffer": 2}, "overlong_buffer, .*: read only with algorithm.overlong=penalty"),
-        ({"overlong": "mask", "overlong_penalty": 2.0}, "overlong_penalty: read only with algorithm.overlong=penalty"),
+        ({"policy_loss_fn": "reinforce", "updates": 2}, "'reinforce' allows one update per rollout batch.*give 2"),
+        ({"sampler_is_threshold": 3.0}, "algorithm.sampler_is_threshold needs algorithm.sampler_is. Set"),
+        ({"max_extra_batches": 3}, "algorithm.max_extra_batches needs algorithm.dynamic_sampling. Set"),
+        ({"overlong_buffer": 3}, "algorithm.overlong_buffer needs algorithm.overlong. Set"),
+        ({"overlong_penalty": 0.5}, "algorithm.overlong_penalty needs algorithm.overlong. Set"),
+        ({"policy_loss_fn": "dppo", "sampler_is": "token"}, "algorithm.sampler_is: 'dppo' already uses the sampler"),
+        ({"overlong": "penalty"}, "algorithm.overlong_buffer: algorithm.overlong=penalty requires it"),
+        ({"overlong": "mask", "overlong_buffer": 2}, "overlong_buffer, .*: they need algorithm.overlong=penalty"),
+        ({"overlong": "mask", "overlong_penalty": 2.0}, "overlong_penalty: they need algorithm.overlong=penalty"),
         ({**PENALTY, "overlong_buffer": 8}, "algorithm.overlong_buffer: got 8; .*max_tokens_to_generate \\(7\\)"),
-        ({**NEGATIVE, "binarize": True}, "algorithm.kl_in_reward: with algorithm.binarize"),
+        ({**NEGATIVE, "binarize": True}, "algorithm.kl_in_reward: algorithm.binarize would remove"),
         (
             {"advantage_estimator": "maxrl", **NEGATIVE},
-            "algorithm.kl_in_reward: it makes negative rewards, and maxrl without truncation_order takes non-negative "
-            "ones only. Set algorithm.truncation_order, or algorithm.kl_in_reward=false",
+            "algorithm.kl_in_reward: it makes rewards negative, but maxrl without truncation_order accepts "
+            "non-negative rewards only. Set algorithm.truncation_order, or algorithm.kl_in_reward=false",
         ),
         (
             {"advantage_estimator": "passk", "k": 2, **NEGATIVE},
-            "algorithm.kl_in_reward: it makes .* passk takes binary ones only. Set algorithm.kl_in_reward=false",
+            "algorithm.kl_in_reward: it makes .* passk accepts binary rewards only. Set algorithm.kl_in_reward=false",
         ),
         ({"advantage_estimator": "maxrl", **PENALTY}, "overlong=penalty: it makes .* Set .*order, or .*binarize=true"),
         ({"advantage_estimator": "passk", "k": 2, **PENALTY}, "overlong=penalty: .* Set algorithm.binarize=true"),
@@ -184,14 +184,14 @@ def test_what_is_wrong_is_told_before_any_compile(changes, message):
     ("given", "message"),
     [
         ({"advantage_estimator": "maxlr"}, "data source 'maths': .*unknown estimator 'maxlr'. Did you mean 'maxrl'"),
-        ({"advantage_estimator": "maxpo"}, "data source 'maths'.k: the estimator 'maxpo' needs it"),
+        ({"advantage_estimator": "maxpo"}, "data source 'maths'.k: the estimator 'maxpo' requires it"),
         ({"advantage_estimator": "maxpo", "k": 4}, "data source 'maths'.k: got 4"),
         ({"advantage_estimator": "grpo", "k": 2}, "data source 'maths'.k: the estimator 'grpo' does not read it"),
         ({"k": 2}, "data source 'maths'.k: the estimator 'rloo' does not read it"),
         (
             {"advantage_estimator": "maxrl"},
-            "it makes negative rewards, and maxrl without truncation_order of data source 'maths' takes non-negative "
-            "ones only. Set data source 'maths'.truncation_order, or algorithm.kl_in_reward=false",
+            "it makes rewards negative, but maxrl without truncation_order of data source 'maths' accepts non-negative "
+            "rewards only. Set data source 'maths'.truncation_order, or algorithm.kl_in_reward=false",
         ),
     ],
     ids=str,
@@ -484,7 +484,9 @@ def test_each_loss_gets_the_probabilities_it_speaks_of():
     assert not make().needs_rollout_logprobs
     make().token_loss(tokens(rollout_logprobs=None), ADVANTAGES)
     for changes in ({"policy_loss_fn": "dppo"}, {"sampler_is": "sequence"}):
-        with pytest.raises(UserError, match="these rollouts carry no log-probabilities of the sampler"):
+        with pytest.raises(
+            UserError, match="the loss needs the sampler's log-probabilities, and these rollouts have none"
+        ):
             make(**changes).token_loss(tokens(rollout_logprobs=None), ADVANTAGES)
 
 

@@ -264,7 +264,7 @@ def test_the_registry(monkeypatch):
     monkeypatch.setattr(losses, "POLICY_LOSSES", dict(POLICY_LOSSES))
     with pytest.raises(UserError, match="policy loss 'ppo_clip' is already registered"):
         register_policy_loss_fn("ppo_clip")(reinforce)
-    with pytest.raises(UserError, match="policy loss 'mine.py': '.' and ':' mean files"):
+    with pytest.raises(UserError, match="policy loss 'mine.py': names with '.' or ':' are reserved"):
         register_policy_loss_fn("mine.py")(reinforce)
     with pytest.raises(UserError, match="policy loss 'mine': behaviour must be 'trainer' or 'rollout', got 'sampler'"):
         register_policy_loss_fn("mine", behaviour="sampler")(reinforce)

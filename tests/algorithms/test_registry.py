@@ -50,9 +50,9 @@ def registry(monkeypatch):
         ("rloo", {"k": 2}, "algorithm.k: the estimator 'rloo' does not read it .it has no parameters of its own"),
         ("grpo", {"kk": 2}, "algorithm.kk: the estimator 'grpo' does not read it .it reads ddof"),
         ("maxpo", {"truncation_order": 2}, "algorithm.truncation_order: the estimator 'maxpo' does not read it"),
-        ("maxpo", {}, "algorithm.k: the estimator 'maxpo' needs it"),
-        ("pkpo", {}, "algorithm.k: the estimator 'pkpo' needs it"),
-        ("passk", {"k": None}, "algorithm.k: the estimator 'passk' needs it. Set algorithm.k="),
+        ("maxpo", {}, "algorithm.k: the estimator 'maxpo' requires it"),
+        ("pkpo", {}, "algorithm.k: the estimator 'pkpo' requires it"),
+        ("passk", {"k": None}, "algorithm.k: the estimator 'passk' requires it. Set algorithm.k="),
         ("maxpo", {"k": 3}, "algorithm.k: got 3; 'maxpo' needs 1 <= k <= 2, one less than algorithm.num_generations"),
         ("maxpo", {"k": 0}, "algorithm.k: got 0; 'maxpo' needs 1 <= k"),
         ("passk", {"k": 3}, "algorithm.k: got 3; 'passk' needs 1 <= k <= 2"),
@@ -60,9 +60,9 @@ def registry(monkeypatch):
         ("pkpo", {"k": -1}, "algorithm.k: got -1; 'pkpo' needs 1 <= k"),
         ("maxrl", {"truncation_order": 3}, "algorithm.truncation_order: got 3.*<= 2"),
         ("maxrl", {"truncation_order": 0}, "algorithm.truncation_order: got 0"),
-        ("maxpo", {"k": "2"}, "algorithm.k: got '2'; 'maxpo' needs a whole number"),
-        ("pkpo", {"k": 1.5}, "algorithm.k: got 1.5; 'pkpo' needs a whole number"),
-        ("passk", {"k": True}, "algorithm.k: got True; 'passk' needs a whole number"),
+        ("maxpo", {"k": "2"}, "algorithm.k: got '2'; 'maxpo' needs an integer"),
+        ("pkpo", {"k": 1.5}, "algorithm.k: got 1.5; 'pkpo' needs an integer"),
+        ("passk", {"k": True}, "algorithm.k: got True; 'passk' needs an integer"),
         ("grpo", {"ddof": 2}, "algorithm.ddof: got 2; 'grpo' needs 0 or 1"),
     ],
 )
@@ -109,25 +109,25 @@ def test_what_the_built_in_ones_declare():
         (np.zeros((2, 2, 2)), "rloo", {}, r"rewards: expected shape .*\[2, 2, 2\]"),
         ([1, 0, 0], "rloo", {"lengths": [1, 2]}, r"lengths: expected the shape of rewards, \[3\], got \[2\]"),
         ([[1, 0], [0, 1]], "opo", {"lengths": [[1, 2], [1]]}, r"lengths: expected the shape of rewards, \[2, 2\]"),
-        ([1, 0], "opo", {"lengths": [1, -2]}, "lengths: expected whole numbers of tokens, at least 0"),
-        ([1, 0], "opo", {"lengths": [1, 2.5]}, "lengths: expected whole numbers of tokens, at least 0"),
-        ([[1, 0], [0, 2e15]], "rloo", {}, r"group 1, completion 1: the reward 2e\+15 is beyond 1e15"),
-        ([1, 0, -math.inf], "rloo", {}, "group 0, completion 2: the reward -inf is beyond 1e15"),
+        ([1, 0], "opo", {"lengths": [1, -2]}, "lengths: expected integers >= 0"),
+        ([1, 0], "opo", {"lengths": [1, 2.5]}, "lengths: expected integers >= 0"),
+        ([[1, 0], [0, 2e15]], "rloo", {}, r"group 1, completion 1: the reward 2e\+15 has an absolute value above 1e15"),
+        ([1, 0, -math.inf], "rloo", {}, "group 0, completion 2: the reward -inf has an absolute value above 1e15"),
         (
             [[1, 0], [0, -0.5]],
             "maxrl",
             {},
-            "group 1, completion 1: the reward -0.5 is negative, and the estimator 'maxrl' takes non-negative rewards "
-            "only. Set algorithm.truncation_order, algorithm.binarize=true, or give rewards >= 0",
+            "group 1, completion 1: the reward -0.5 is negative, but the estimator 'maxrl' accepts non-negative "
+            "rewards only. Set algorithm.truncation_order, algorithm.binarize=true, or return rewards >= 0",
         ),
         (
             [[1, 0, 1], [NAN, 0.1, 1]],
             "passk",
             {"k": 1},
-            "group 1, completion 1: the reward 0.1 is neither 0 nor 1, which the estimator 'passk' needs. "
+            "group 1, completion 1: the reward 0.1 is not 0 or 1, which the estimator 'passk' requires. "
             "Set algorithm.binarize=true",
         ),
-        ([-1, 0, 1], "passk", {"k": 1}, "completion 0: the reward -1 is neither 0 nor 1"),
+        ([-1, 0, 1], "passk", {"k": 1}, "completion 0: the reward -1 is not 0 or 1"),
     ],
 )
 def test_bad_rewards_are_told(rewards, name, params, message):
@@ -153,7 +153,7 @@ def test_the_caller_names_the_place():
 def test_the_cure_of_another_estimator_is_not_that_of_maxrl():
     register_advantage_estimator("root", takes="non-negative")(lambda rewards, *, scored, lengths: rewards**0.5)
     with pytest.raises(
-        UserError, match="the estimator 'root' takes non-negative.*Set algorithm.binarize=true, or give"
+        UserError, match="the estimator 'root' accepts non-negative.*Set algorithm.binarize=true, or return"
     ):
         compute_advantages([1, -1], "root")
 
@@ -172,7 +172,7 @@ def test_a_registered_estimator_is_traced_with_its_own_parameters():
     values = compute_advantages([[3, 1], [2, 9]], "long_is_bad", lengths=[[1, 2], [3, 4]], price=0.5)
     np.testing.assert_array_equal(values, [[2.5, 0.0], [0.5, 7.0]])
     assert seen == [True]
-    with pytest.raises(UserError, match="algorithm.estimator_params.price: the estimator 'long_is_bad' needs it"):
+    with pytest.raises(UserError, match="algorithm.estimator_params.price: the estimator 'long_is_bad' requires it"):
         compute_advantages([3, 1], "long_is_bad")
 
 
@@ -194,7 +194,7 @@ def test_what_is_registered_is_what_is_asked():
     assert compute_advantages([2, 0, 1, 1], "mine", k=2).tolist() == [2, 0, 1, 1]
     with pytest.raises(UserError, match="'mine' needs 1 <= k <= 2"):
         compute_advantages([1, 0, 0, 0], "mine", k=3)
-    with pytest.raises(UserError, match="completion 0: the reward 2 is neither 0 nor 1, which the estimator 'mine'"):
+    with pytest.raises(UserError, match="completion 0: the reward 2 is not 0 or 1, which the estimator 'mine'"):
         compute_advantages([2, 0, 0, 0, 0], "mine", k=3)
 
 
@@ -238,8 +238,12 @@ def test_what_is_not_said_is_promised_by_nobody():
     ("name", "options", "message"),
     [
         ("maxrl", {}, "'maxrl' is already registered; choose another name"),
-        ("my.estimator", {}, "'my.estimator': '.' and ':' mean files and modules; choose a name without"),
-        ("file:mine", {}, "'file:mine': '.' and ':' mean files and modules"),
+        (
+            "my.estimator",
+            {},
+            "'my.estimator': names with '.' or ':' are reserved for files and modules; choose another",
+        ),
+        ("file:mine", {}, "'file:mine': names with '.' or ':' are reserved for files and modules"),
         ("mine", {"takes": "positive"}, "'mine': takes='positive'.*non-negative"),
     ],
 )
@@ -313,7 +317,7 @@ def test_a_function_that_its_file_registers_keeps_what_it_was_registered_with(fi
     assert find_estimator(place) is find_estimator("sum_of_roots")
     assert find_estimator(place).zero_when_constant({"k": 1})
     with pytest.raises(
-        UserError, match="group 0, completion 1: the reward -1 is negative, and the estimator '.*:roots'"
+        UserError, match="group 0, completion 1: the reward -1 is negative, but the estimator '.*:roots'"
     ):
         compute_advantages([4, -1, 0], place, k=2)
     with pytest.raises(UserError, match="algorithm.k: got 3; '.*mine.py:roots' needs 1 <= k <= 2"):
@@ -327,15 +331,18 @@ def test_a_function_that_its_file_registers_keeps_what_it_was_registered_with(fi
         ("{folder}/nobody.py:twice", "algorithm.advantage_estimator '.*': the file .*nobody.py does not exist"),
         ("{folder}/mine.py:twise", "has no function 'twise'; it has: anything, roots, short, shorter, twice"),
         ("{folder}/mine.py:NUMBER", "has no function 'NUMBER'"),
-        ("{folder}/mine.py:short", "the function takes no keyword 'scored'; write def f.rewards, ., scored, lengths"),
-        ("{folder}/mine.py:shorter", "the function takes no keyword 'lengths'"),
+        (
+            "{folder}/mine.py:short",
+            "the function does not accept the keyword 'scored'; write def f.rewards, ., scored, lengths",
+        ),
+        ("{folder}/mine.py:shorter", "the function does not accept the keyword 'lengths'"),
         ("{folder}/broken.py:twice", "broken.py failed to load: NameError: name 'nothing' is not defined"),
         ("{folder}/thief.py:f", "thief.py failed to load.*advantage estimator 'rloo' is already registered"),
         (
             "my_package_nowhere.twice",
             "my_package_nowhere failed to import.*ModuleNotFoundError.*path/to/file.py:function",
         ),
-        ("builtins.max", "the function takes no keyword 'scored'"),
+        ("builtins.max", "the function does not accept the keyword 'scored'"),
     ],
 )
 def test_a_place_without_an_estimator(file, place, message):

@@ -306,7 +306,7 @@ def test_a_finished_run_shows_its_table_and_how_to_go_on(resumed, first):
 def test_raising_max_steps_goes_on(home, resumed):
     _, before, more, error = resumed
     assert re.findall(r"^train (\d)/5 ", more, re.M) == ["4", "5"] and "sft 4/4" not in more
-    assert "follows the new number" in error, "the schedule follows the new value, and the log says so"
+    assert "the schedule uses the new number" in error, "the schedule follows the new value, and the log says so"
     text = (home / RUN / "metrics.jsonl").read_text()
     assert text.startswith(before), "what was there stays as it was"
     steps = [row["step"] for row in metric_rows(home / RUN) if "step" in row]
@@ -606,7 +606,7 @@ def test_a_run_outlives_its_terminal(tmp_path, unkilled):
         hang_up(process, tmp_path, process.pid)
     assert process.returncode == 75 and steps_of(tmp_path) == [4]
     said = (tmp_path / "run" / "output.log").read_text()
-    assert "train  3/20" in said and "SIGHUP: the step under way is finished first\n" in said
+    assert "train  3/20" in said and "SIGHUP: the run stops after the current step\n" in said
     assert "stopped by a signal after step 4, which is saved; the same command resumes" in said
 
     shell = 'trap "" HUP; exec "$@" > /dev/full 2>&-'

@@ -80,7 +80,7 @@ def test_what_does_not_fit_the_machine_is_an_error(chosen, memory, capsys):
         assert ("everything above was checked" in said) == (status == 0)
     assert error.startswith("error: dry run: ") and error.count("\n") == 1
     assert re.search(r"[\d.]+ [Mk]B at most \(\w+\), [\d.]+ (MB|kB|bytes) on the device", error)
-    assert re.search(r"take a smaller model or more devices|[Ll]ower training\.", error)
+    assert re.search(r"use a smaller model or more devices|[Ll]ower training\.", error)
     assert "doctor --config" in error
 
 
@@ -88,7 +88,7 @@ def test_where_the_memory_is_not_known_nothing_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sizes, "this_device", lambda: sizes.Device("tpu", 1000, known=False))
     code, said, error = dry(capsys)
     assert code == 0 and not error
-    assert re.search(r"memory: [\d.]+ [MGkB]+ at most \(\w+\); the device does not say how much it has\n", said)
+    assert re.search(r"memory: [\d.]+ [MGkB]+ at most \(\w+\); the device does not report its memory\n", said)
     assert "except memory" in said
 
 

@@ -505,7 +505,7 @@ def checked(home, *overrides):
 ENTRY = "data.sources=[{name: reverse_text, label: a}, {name: reverse_text, label: b, %s}]"
 BAD_ESTIMATORS = {
     "advantage_estimator: maxpoo": r"data.sources\[1\].advantage_estimator: unknown estimator 'maxpoo'. Did you mean",
-    "advantage_estimator: maxpo": r"data.sources\[1\].k: the estimator 'maxpo' needs it",
+    "advantage_estimator: maxpo": r"data.sources\[1\].k: the estimator 'maxpo' requires it",
     "advantage_estimator: maxpo, k: 4": r"data.sources\[1\].k: got 4; 'maxpo' needs 1 <= k <= 3",
     "advantage_estimator: grpo, k: 2": r"data.sources\[1\].k: the estimator 'grpo' does not read it",
     "truncation_order: 9": r"data.sources\[1\].truncation_order: got 9; 'maxrl' needs",

@@ -83,7 +83,7 @@ def test_the_same_problems():
     skipped_second, skipped_third = (rows([0] * 4, gold="7777") for _ in range(2))
     del skipped_second[1], skipped_third[2]
     with pytest.raises(
-        UserError, match="a has row 2 of its data where b has row 1.*fit into rollout.max_prompt_length"
+        UserError, match="a has row 2 of its data at the position of row 1 in b.*fit into rollout.max_prompt_length"
     ):
         check_same(skipped_second, skipped_third, ("a", "b"))
 
@@ -118,8 +118,11 @@ def test_settings_that_differ_are_told(tmp_path, capsys):
     [
         (("--compare", "a.jsonl", "nothing.jsonl"), ["nothing.jsonl: cannot be read", "eval --out"]),
         (("--compare", "a.jsonl", "torn.jsonl"), ["torn.jsonl:2: not valid JSON"]),
-        (("--compare", "a.jsonl", "other.jsonl"), ["other.jsonl:1: no problem of an evaluation, it lacks 'problem'"]),
-        (("--compare", "a.jsonl", "text.jsonl"), ["text.jsonl:1: values['pass@1'] is no number but 'x'"]),
+        (
+            ("--compare", "a.jsonl", "other.jsonl"),
+            ["other.jsonl:1: not a problem of an evaluation, 'problem' is missing"],
+        ),
+        (("--compare", "a.jsonl", "text.jsonl"), ["text.jsonl:1: values['pass@1'] is not a number, got 'x'"]),
         (("--compare", "a.jsonl", "empty.jsonl"), ["empty.jsonl is empty"]),
         (("--compare", "a.jsonl", "b.jsonl"), ["problem 0 is not the same in a.jsonl and b.jsonl"]),
         (("--compare", "a.jsonl", "avg.jsonl"), ["have no metric in common"]),

@@ -84,7 +84,7 @@ def test_which_k():
     assert ks_of(EvalConfig(samples=1)) == [1]
     assert ks_of(EvalConfig(samples=8, k=[8, 1, 3, 1])) == [1, 3, 8]
     for bad in ([0], [1, 9], [-1]):
-        message = f"eval.k: got {bad[-1]}; each k must lie between 1 and eval.samples .8"
+        message = f"eval.k: got {bad[-1]}; each k must be between 1 and eval.samples .8"
         with pytest.raises(UserError, match=message):
             ks_of(EvalConfig(samples=8, k=bad))
 

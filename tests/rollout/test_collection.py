@@ -210,7 +210,7 @@ def test_the_cap_is_said_once_and_has_a_default(caplog):
         assert metrics["dynamic_sampling/short_groups"] == (1 if step == 1 else 2)
         assert [problem.number for problem in rollout.problems] == [10 * step - 10, 10 * step - 9]
     assert len(caplog.records) == 1
-    assert "step 1: dynamic sampling found 1 groups of differing rewards for 2 in 4 extra batch(es)" in caplog.text
+    assert "step 1: dynamic sampling found 1 of 2 groups with different rewards after 4 extra batch(es)" in caplog.text
 
 
 def test_what_is_decided_on_are_the_shaped_rewards():

@@ -337,7 +337,7 @@ MISTAKES = {
     ),
     "estimator of another form": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:blind"),
-        ["'estimators.py:blind'", "no keyword 'scored'", "def f(rewards, *, scored, lengths"],
+        ["'estimators.py:blind'", "not accept the keyword 'scored'", "def f(rewards, *, scored, lengths"],
     ),
     "parameter that one's own has not": (
         (*REVERSED, "algorithm.advantage_estimator=estimators.py:good", "algorithm.estimator_params.pover=1"),
@@ -374,7 +374,7 @@ MISTAKES = {
     ),
     "two iterations of reinforce": (
         (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.num_iterations=2"),
-        ["num_iterations", "make 2", "Use ppo_clip"],
+        ["num_iterations", "give 2", "Use ppo_clip"],
     ),
     "unknown loss": ((*REVERSED, "algorithm.policy_loss_fn=ppo"), ["algorithm.policy_loss_fn", "'ppo'", "ppo_clip"]),
     "unknown aggregation": (
@@ -386,17 +386,17 @@ MISTAKES = {
     ),
     "correction of a ratio to the sampler": (
         (*REVERSED, "algorithm.policy_loss_fn=dppo", "algorithm.sampler_is=token"),
-        ["algorithm.sampler_is", "'dppo' takes its ratio to the sampler already", "Unset it"],
+        ["algorithm.sampler_is", "'dppo' already uses the sampler's log-probabilities", "Unset it"],
     ),
     "bound of no correction": (
-        (*REVERSED, "algorithm.sampler_is_threshold=3"), ["algorithm.sampler_is_threshold", "set that, or unset this"],
+        (*REVERSED, "algorithm.sampler_is_threshold=3"), ["algorithm.sampler_is_threshold needs algorithm.sampler_is."],
     ),
     "penalty without a buffer": (
         (*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.overlong=penalty"),
-        ["algorithm.overlong_buffer", "tokens over which the penalty grows"],
+        ["algorithm.overlong_buffer", "Set a number of tokens"],
     ),
     "buffer without a penalty": (
-        (*REVERSED, "algorithm.overlong=mask", "algorithm.overlong_buffer=2"), ["only with algorithm.overlong=penalty"],
+        (*REVERSED, "algorithm.overlong=mask", "algorithm.overlong_buffer=2"), ["they need algorithm.overlong=penalty"],
     ),
     "buffer beyond the limit": (
         (*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.overlong=penalty", "algorithm.overlong_buffer=99"),
@@ -412,7 +412,7 @@ MISTAKES = {
     ),
     "KL in a reward that is a success": (
         (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.beta=0.1", "algorithm.binarize=true"),
-        ["algorithm.kl_in_reward", "the threshold would swallow the KL", "Set algorithm.kl_in_reward=false"],
+        ["algorithm.kl_in_reward", "algorithm.binarize would remove the KL", "Set algorithm.kl_in_reward=false"],
     ),
     "cap of no dynamic sampling": (
         (*REVERSED, "algorithm.max_extra_batches=2"), ["algorithm.max_extra_batches", "algorithm.dynamic_sampling"],

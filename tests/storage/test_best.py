@@ -313,7 +313,10 @@ def test_a_best_that_is_damaged_or_unknown_is_said(place, call):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("training.best_metric=eval/pass@3",), "got 'eval/pass@3', which no evaluation has. Did you mean 'eval/pass@"),
+        (
+            ("training.best_metric=eval/pass@3",),
+            "got 'eval/pass@3', which no evaluation computes. Did you mean 'eval/pass@",
+        ),
         (("training.best_metric=eval/mean_length",), "eval/avg@4, eval/high/avg@4"),
         (("training.best_metric=eval/maj@2", "rewards.functions=null"), None),
         (("training.best_metric=eval/pass@1", "training.eval_every_n_steps=null"), "eval/pass@1, eval/pass@2"),

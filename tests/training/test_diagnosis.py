@@ -54,35 +54,35 @@ TIED = [[0.2] * 4, [0.0] * 4]
 
 CASES = {
     "unscored": (task_of(), made([[NAN] * 4, [NAN] * 3 + [1]], late=3, failed=2), 0,
-                 "7 of 8 completions have none (3 for which a reward function was late, 2 for which"),
+                 "7 of 8 completions have no reward (3 because a reward function timed out, 2 because one"),
     "mostly unscored": (task_of(), made([[NAN] * 4] * 7 + [[0.0] * 4], failed=28), 0,
-                        "1 of 8 groups have two rewards to compare, and no two differ; 28 of 32 completions have none"),
+                        "1 of 8 groups have two scored completions, with equal rewards; 28 of 32 completions have no"),
     "half of each group unscored": (task_of(), made([[0.0, 0, NAN, NAN, NAN]] * 2, late=6), 2,
-                                    "2 of 2 groups have two rewards to compare, and no two differ; 6 of 10"),
+                                    "2 of 2 groups have two scored completions, with equal rewards; 6 of 10"),
     "masked": (task_of(), made([[0, 1, 0, 0]], finished=[True, False, True, True], trained=[False] * 4), 1,
-               "rewards differ in 1 of 1 groups, but all completions with an advantage were cut"),
+               "rewards differ in 1 of 1 groups, but all completions with a non-zero advantage were truncated"),
     "estimator": (task_of(), (*made([[0.0] * 4, [0, 1, 0, 0]])[:2], np.zeros((2, 4))), 4,
                   "rewards differ in 1 of 2 groups, but the estimator 'maxpo' gives every completion the advantage 0"),
-    "solved": (task_of(), made([[1.0] * 4, [2.0] * 4]), 0, "all 2 groups are solved: each of their 4 completions"),
+    "solved": (task_of(), made([[1.0] * 4, [2.0] * 4]), 0, "all 2 groups are solved by all of their 4 completions"),
     "solved, as far as is known": (
         task_of(), made([[NAN] * 4, [NAN, 1.0, 1.0, 1.0], [1.0] * 4]), 5,
-        "all 2 groups are solved: each of their scored completions succeeds (5 completions without a reward are not "
-        "counted, all those of 1 groups among them)"),
+        "all 2 groups are solved by all of their scored completions (5 completions without a reward are not "
+        "counted, including all completions of 1 groups)"),
     "divided": (task_of(), made([[1.0] * 4, [0.0] * 4]), 4, "1 of 2 groups are solved by all of their 4 completions"),
     "divided, as far as is known": (
         task_of(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
         "1 of 2 groups are solved by all of their scored completions, the others by none (6 completions without"),
     "refused": (task_of(), made(TIED, ["no", " 40\n", "40", "40.", "no", "no", "no", "41"], finished=False), 1,
-                "no group is solved, although 3 of 8 completions are the row's `answer` word for word"),
+                "no group is solved, although 3 of 8 completions are identical to the row's `answer`"),
     "truncated": (task_of("gsm8k"), made([[0.0] * 10], finished=[True] + [False] * 9), 1,
-                  "9 of 10 completions were cut at the limit"),
+                  "9 of 10 completions were truncated at the length limit"),
     "unparsable": (task_of("gsm8k"), made([[0.0] * 10], ["#### 7"] + ["no"] * 9), 1,
                    "in 9 of 10 completions no answer is found"),
     "wrong": (task_of("gsm8k"), made(TIED, ["no", *["#### 7"] * 7], finished=[True, True, True, False]), 1,
-              "of 8 completions 2 were cut at the limit, in 1 no answer is found"),
+              "of 8 completions 2 were truncated at the length limit, in 1 no answer is found"),
     "wrong, as far as is known": (
         task_of("gsm8k"), made([*TIED, [NAN] * 4], ["no", *["#### 7"] * 11], finished=[True, True, True, False]), 1,
-        "of 8 completions 2 were cut at the limit, in 1 no answer is found (4 completions without a reward are not"),
+        "of 8 completions 2 were truncated at the length limit, in 1 no answer is found (4 completions without a "),
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
     SignalWatch(task_of())(2, *nothing)  # a step later on may have had bad luck
     assert len(caplog.messages) == 1
     paragraph = caplog.messages[0]
-    assert paragraph.startswith("nothing was learnt from the rewards of step 1: no group is solved") and (
+    assert paragraph.startswith("no training signal in step 1: no group is solved") and (
         'prompt "prompt 0\\x1b[2J", answer "40", completion 0 with reward 0.2, 5 tokens): "a\\x1bbccc' in paragraph
     )
     assert "[503 characters]" in paragraph and "\x1b" not in paragraph and "\n" not in paragraph
@@ -142,8 +142,7 @@ def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_onl
         watch(step, *made(TIED))
     assert len(asked) == 2
     assert caplog.messages == [
-        f"nothing was learnt from the rewards of {since}, and looking for the reason failed (IndexError: "
-        '"no \\x1b answer").'
+        f'no training signal in {since}, and the search for the cause failed (IndexError: "no \\x1b answer").'
         for since in ("step 1", f"the last {AGAIN} steps")
     ]
 

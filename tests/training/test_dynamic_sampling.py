@@ -97,7 +97,7 @@ def test_one_pass_ends_when_the_data_is_used_up(tmp_path):
         rewards, found = (np.reshape([row[name] for row in kept], (BATCH, 4)) for name in ("reward", "advantage"))
         np.testing.assert_allclose(found, tunix_like.compute_advantages(rewards, "maxrl"), rtol=1e-5, atol=1e-6)
     assert Watched(tmp_path).train(ROWS, shuffle=False).numbers == [], "what is finished draws nothing more"
-    with pytest.raises(UserError, match="schedule: 'cosine' needs to know the last update.*set training.max_steps"):
+    with pytest.raises(UserError, match="schedule: 'cosine' needs the number of updates.*set training.max_steps"):
         Watched(schedule="cosine").train(ROWS)
 
 

@@ -33,7 +33,7 @@ def test_skipped_updates_are_told_and_end_the_run(caplog):
     assert watch(told(0, 1)) == [1] and watch(told(1)) == [0]
     watch.check()
     watch(told(1))
-    with pytest.raises(UserError, match="'x' or its gradient was not finite in 3 updates in a row .*max_skipped"):
+    with pytest.raises(UserError, match="'x' or its gradient was not finite in 3 consecutive updates .*max_skipped"):
         watch.check()
 
 
@@ -42,7 +42,7 @@ def test_the_gap_is_looked_at_once(caplog):
     watch = GapWatch(0.1)
     watch(gap(np.nan))  # no completion was in the update
     with pytest.raises(
-        UserError, match=r"differ by 0\.2 nats a token on average, 0\.4 at most .*max_logprob_gap: 0\.1"
+        UserError, match=r"differ by 0\.2 nats per token on average, 0\.4 at most .*max_logprob_gap: 0\.1"
     ):
         watch(gap(0.2))
     watch = GapWatch(0.1)
@@ -60,7 +60,7 @@ def test_a_sampler_that_computes_something_else_stops_the_run(monkeypatch, tmp_p
 
     monkeypatch.setattr(Sampler, "generate", other)
     learner = make(reward=varied, output_dir=str(tmp_path))
-    with pytest.raises(UserError, match=r"sampler and trainer disagree: .* differ by 0\.5 nats a token") as error:
+    with pytest.raises(UserError, match=r"sampler and trainer disagree: .* differ by 0\.5 nats per token") as error:
         learner.train(ROWS, batch_size=4)
     assert "rollouts" in str(error.value) and not any((tmp_path / "checkpoints").iterdir())
 
@@ -90,7 +90,7 @@ def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, cap
         guards.guard(told(1), [update], watch, GapWatch(None), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "what the skipped update was made from cannot be written" in caplog.text and watch.in_a_row == 1
+    assert "cannot write the inputs of the skipped update" in caplog.text and watch.in_a_row == 1
     assert list((tmp_path / "skipped").iterdir()) == []
 
 
@@ -152,7 +152,7 @@ def test_a_skipped_update_is_replayed(monkeypatch, tmp_path, capsys):
     first, second = sorted((tmp_path / "run" / "skipped").iterdir())  # in a row
     kept = guards.read(first)
     assert guards.read(second).step == kept.step + 1
-    assert "was not finite in 2 updates in a row" in said.err and f"step_{kept.step + 1:06d}.jsonl" in said.err
+    assert "was not finite in 2 consecutive updates" in said.err and f"step_{kept.step + 1:06d}.jsonl" in said.err
     assert [row["train/update/skipped"] for row in rows("run") if "train/loss" in row][-1] == 1.0
     assert cli.main(["replay", str(first)]) == 0
     said = capsys.readouterr().out

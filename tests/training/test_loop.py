@@ -168,11 +168,11 @@ def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path, caplog):
     longer = Counting(4)
     caplog.clear()
     assert go(longer, tmp_path) == 4 and longer.seen == [4]
-    assert "when the checkpoint was written" not in caplog.text, "nothing depends on the number of steps"
+    assert "in the checkpoint: the schedule" not in caplog.text, "nothing depends on the number of steps"
     longer = Counting(5)
     longer.rate_follows_total = True
     assert go(longer, tmp_path) == 5 and longer.seen == [5]
-    assert "5 steps now, 4 when the checkpoint was written" in caplog.text
+    assert "the number of steps is now 5 and was 4 in the checkpoint" in caplog.text
     assert sums(tmp_path) == ALL
 
 
@@ -217,8 +217,8 @@ def test_a_signal_saves_and_stops(tmp_path, capfd, number, kind):
         go(phase, tmp_path)
     assert isinstance(stopped.value, KeyboardInterrupt) or stopped.value.code == EXIT_STOPPED == 75
     assert stopped.value.message == "stopped by a signal after step 3, which is saved"
-    second = "" if number == signal.SIGHUP else "; a second one ends at once"
-    said = f"{signal.Signals(number).name}: the step under way is finished first{second}\n"
+    second = "" if number == signal.SIGHUP else "; a second signal ends it at once"
+    said = f"{signal.Signals(number).name}: the run stops after the current step{second}\n"
     assert capfd.readouterr().err.count(said) == 1, "said as it arrives"
     assert phase.seen == [1, 2, 3] and sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
     assert signal.getsignal(number) is before
@@ -402,7 +402,9 @@ def test_the_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(RuntimeError):
         go(Counting(at={4: fail}), tmp_path)
     other = Counting(lr=0.2)
-    with pytest.raises(UserError, match="is of another run. There and now:\n  lr: 0.1 -> 0.2\nUse") as refused:
+    with pytest.raises(
+        UserError, match="is of another run. Different settings .checkpoint, now.:\n  lr: 0.1 -> 0.2\nUse"
+    ) as refused:
         go(other, tmp_path)
     assert str(tmp_path / "checkpoints") in str(refused.value)
     assert (

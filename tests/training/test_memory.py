@@ -311,7 +311,7 @@ def test_a_chunk_takes_what_fits(memory, monkeypatch):
     head = SMALL.vocab_size * SMALL.hidden_size
     assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head), "weights, moments, gradients, the tied head"
     memory(alone - 1)
-    with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .* may be filled"):
+    with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .*, but the limit is"):
         sizes.chunk_size(training, decoder(), *rest)
     assert sizes.chunk_size(RLTrainingConfig(train_micro_batch_size=77), decoder(), *rest) == 77
 
@@ -354,7 +354,7 @@ def foreseen() -> sizes.Foreseen:
 def test_what_is_foreseen_is_said(memory):
     memory(1e12)
     lines = dict(foreseen().lines())
-    assert lines["sizes"] == "8 completions a chunk (auto), 16 sampled at once (as set)"
+    assert lines["sizes"] == "8 completions per chunk (auto), 16 sampled at once (as set)"
     assert amount(foreseen().peak.bytes) in lines["memory"]
     assert {"rollout", "evaluation", "update"} < set(lines) and "warning" not in lines
     for name in ("rollout", "update"):
@@ -374,7 +374,9 @@ def test_too_much_is_warned_of(memory):
     assert "training.logprob_chunk_size" in dict(only.lines())["warning"]
     update = max(only.phases, key=lambda phase: phase.bytes)
     alone = dataclasses.replace(short, phases=(update,), available=update.fixed - 1)
-    assert dict(alone.lines())["warning"].endswith("than the device has: take a smaller model or more devices")
+    assert dict(alone.lines())["warning"].endswith(
+        "exceeds the memory of the device: use a smaller model or more devices"
+    )
 
 
 def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():

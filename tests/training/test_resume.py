@@ -110,9 +110,9 @@ def test_every_learner_resumes_to_the_bit(name, tmp_path):
 def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(kind, tmp_path, caplog):
     own = optax.sgd(1e-2) if kind == "of one's own" else OptimizerConfig(learning_rate=1e-2, schedule=kind)
     for steps in (1, 2):
-        assert "when the checkpoint was written" not in caplog.text
+        assert "in the checkpoint: the schedule" not in caplog.text
         train("opo", tmp_path, steps, optimizer=own)
-    assert ("2 steps now, 1 when the checkpoint was written" in caplog.text) is (kind == "linear")
+    assert ("the number of steps is now 2 and was 1 in the checkpoint" in caplog.text) is (kind == "linear")
 
 
 def test_data_that_worker_processes_load(tmp_path):
@@ -142,7 +142,9 @@ def test_two_at_once_and_changed_settings_are_refused(tmp_path):
     with pytest.raises(UserError, match="is in use by process 1 on"):
         train("rloo", tmp_path, STEPS)
     (tmp_path / "run.lock").unlink()
-    with pytest.raises(UserError, match="There and now:\n  seed: 0 -> 5\nUse another output_dir"):
+    with pytest.raises(
+        UserError, match="Different settings .checkpoint, now.:\n  seed: 0 -> 5\nUse another output_dir"
+    ):
         train("rloo", tmp_path, STEPS, seed=5)
     with owned(tmp_path):
         after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "run.lock"}

@@ -204,9 +204,9 @@ def test_resumed_is_uninterrupted(tmp_path):
 def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(schedule, warns, tmp_path, caplog):
     sft = {"optimizer": OptimizerConfig(learning_rate=1e-2, schedule=schedule)}
     make(1, sft=sft, output_dir=str(tmp_path)).train(ROWS)
-    assert "when the checkpoint was written" not in caplog.text
+    assert "in the checkpoint: the schedule" not in caplog.text
     make(2, sft=sft, output_dir=str(tmp_path)).train(ROWS)
-    assert ("2 steps now, 1 when the checkpoint was written" in caplog.text) is warns
+    assert ("the number of steps is now 2 and was 1 in the checkpoint" in caplog.text) is warns
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, caplog):

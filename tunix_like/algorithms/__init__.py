@@ -1,1 +1,1 @@
-"""Estimators, losses and objectives: pure functions without a model, files or a host loop."""
+"""Advantage estimators, policy losses and objectives, as pure functions."""

@@ -1,10 +1,11 @@
-"""Advantage estimators: the rewards of whole groups to one advantage per completion.
+"""Advantage estimators: each maps the rewards of whole groups to one advantage per completion.
 
-Pure functions of arrays, traced inside the training step. All are meant for a loss that takes the mean over the group,
-`-(1/G) sum_i A_i log pi(y_i | x)`. `r_i` are the rewards of a group's `n` scored completions, `m` their mean. Unscored
-completions get 0 and take no part; a group with too few scored completions gets zeros, and so does a constant group,
-exactly, whatever the rounding of its mean (`pkpo` at k = 1 and `reinforce_pp` excepted). This module knows no model, no
-loss and no host.
+They are pure functions of arrays and are traced inside the training step. All of them assume a loss that takes the mean
+over the group, `-(1/G) sum_i A_i log pi(y_i | x)`.
+
+Notation: `r_i` are the rewards of a group's `n` scored completions, `m` is their mean. Unscored completions get
+advantage 0 and do not affect the others. A group with too few scored completions gets zeros. A group of equal rewards
+gets exact zeros, regardless of rounding in its mean (except with `pkpo` at k = 1 and with `reinforce_pp`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Lengths = Int[Array, "P G"]
 
 
 def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Array]:
-    """`r_i - m` (0 where unscored), `m`, the group's scored count `n`, and whether the group has any signal.
+    """Returns `r_i - m` (0 where unscored), `m`, the scored count `n`, and whether any rewards of the group differ.
 
-    The largest reward is subtracted before the mean that centres is taken: rewards near 1000 would lose 1e-4 otherwise.
-    `m` itself is the plain mean: adding the largest back would cost one rare success among 1000 its last digits.
+    For centring, the largest reward is subtracted before the mean is taken: rewards near 1000 would otherwise lose
+    1e-4. `m` is the plain mean: adding the largest reward back would lose the last digits of one success among 1000.
     """
     group = spread(rewards, scored)
     divisor = jnp.maximum(group.scored, 1)
@@ -42,10 +43,10 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
 
 @register_advantage_estimator("grpo", zero_when_constant=True)
 def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -> Rewards:
-    """Group-standardised rewards, `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
+    """Standardises rewards per group: `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
 
-    `ddof` 1 divides the variance by `n - 1`, 0 by `n`. Not unbiased for the pass rate: on binary rewards the expected
-    gradient is `w(p) grad p` with `w` tending to `1 / sqrt(p (1 - p))` for large groups.
+    `ddof=1` divides the variance by `n - 1`, `ddof=0` by `n`. The estimator is biased for the pass rate: on binary
+    rewards the expected gradient is `w(p) grad p`, where `w` tends to `1 / sqrt(p (1 - p))` for large groups.
     """
     if ddof not in (0, 1):
         raise UserError(f"algorithm.ddof: got {ddof!r}; 'grpo' needs 0 or 1.")
@@ -57,13 +58,19 @@ def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -
 
 @register_advantage_estimator("drgrpo", zero_when_constant=True)
 def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
-    """Centred rewards, `r_i - m` (Dr. GRPO, arXiv 2503.20783): `(G-1)/G` times the gradient of the expected reward."""
+    """Centres rewards per group: `r_i - m` (Dr. GRPO, arXiv 2503.20783).
+
+    The expected gradient is `(G-1)/G` times the gradient of the expected reward.
+    """
     return _centred(rewards, scored)[0]
 
 
 @register_advantage_estimator("rloo", zero_when_constant=True)
 def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
-    """Leave-one-out, `r_i - mean_{j != i} r_j` (RLOO, arXiv 2402.14740): unbiased for the expected reward."""
+    """Subtracts a leave-one-out baseline: `r_i - mean_{j != i} r_j` (RLOO, arXiv 2402.14740).
+
+    The estimator is unbiased for the expected reward.
+    """
     centred, _, count, _ = _centred(rewards, scored)
     return centred * (count / jnp.maximum(count - 1, 1))
 
@@ -75,15 +82,17 @@ def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     headroom={"truncation_order": 1},
 )
 def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
-    """`(r_i - m) / m` where `m > 0`, else zeros (MaxRL, arXiv 2602.02710, Algorithm 1).
+    """Divides centred rewards by their mean: `(r_i - m) / m` where `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
 
-    For 0/1 rewards it is unbiased for the likelihood `log p = -sum_k (1-p)^k / k` truncated after order `G - 1`: the
-    expected gradient is `w(p) grad p`, `w(p) = (1 - (1-p)^(G-1)) / p`. (Not order `G`: Algorithm 1 drops the control
-    variate too when nothing succeeds.) `G = 2` is plain REINFORCE with a baseline. It assumes non-negative rewards;
-    shaped ones (say 0.1 for the format) have `m > 0` without a success.
+    For 0/1 rewards the estimator is unbiased for the log-likelihood `log p = -sum_k (1-p)^k / k` truncated after order
+    `G - 1`: the expected gradient is `w(p) grad p` with `w(p) = (1 - (1-p)^(G-1)) / p`. The order is `G - 1` and not
+    `G` because Algorithm 1 also drops the control variate when no completion succeeds. `G = 2` is REINFORCE with a
+    baseline. Rewards must be non-negative. Shaped rewards (for example 0.1 for the format) can give `m > 0` without a
+    success.
 
-    With `truncation_order = T` in `1..G-1`: `sum_{k<=T} L_k`, `L_k` the Leave-Two-Out advantage of max@k (`maxpo`
-    without its factor k): unbiased for order `T` exactly, and for any real rewards it ascends `sum_{k<=T} max@k / k`.
+    With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`, where `L_k` is the Leave-Two-Out
+    advantage of max@k (`maxpo` without its factor k). This is unbiased for order `T`. It accepts any real rewards and
+    ascends `sum_{k<=T} max@k / k`.
     """
     if truncation_order is not None:
         return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
@@ -94,23 +103,24 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
 
 @register_advantage_estimator("maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True)
 def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
-    """`k L_k,i` with the Leave-Two-Out advantage `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080): unbiased for max@k.
+    """Computes the Leave-Two-Out advantage times k: `k L_k,i`, `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
 
-    `q_i` is the mean maximum over the k-subsets of the group that hold `i`, `V_k(-i)` over those of the group without
-    `i`. Sums to zero over every group. On 0/1 rewards the expected gradient is `k (1-p)^(k-1) grad p`, that of pass@k.
-    `1 <= k <= G - 1`; `k = 1` is RLOO.
+    `q_i` is the mean maximum over the k-subsets of the group that contain `i`; `V_k(-i)` is the mean maximum over the
+    k-subsets of the group without `i`. The estimator is unbiased for max@k, and the advantages of a group sum to zero.
+    On 0/1 rewards the expected gradient is `k (1-p)^(k-1) grad p`, the gradient of pass@k. `1 <= k <= G - 1`; `k = 1`
+    is RLOO.
     """
     return leave_two_out(rewards, scored, ((k, float(k)),))
 
 
 @register_advantage_estimator("pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True)
 def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
-    """`k (q_i - V_{k-1}(-i))`, the marginal contribution to max@k (PKPO, arXiv 2505.15201, `s_loo_minus_one` times G):
-    unbiased for max@k, not centred.
+    """Computes the marginal contribution to max@k, `k (q_i - V_{k-1}(-i))` (PKPO, arXiv 2505.15201).
 
-    `q_i` is the mean maximum over the k-subsets of the group that hold `i`, `V_{k-1}(-i)` over the (k-1)-subsets of
-    those without `i`. `1 <= k <= G`; `k = 1` is the reward itself. On 0/1 rewards the expected gradient is
-    `k (1-p)^(k-1) grad p`, and a failed completion gets exactly 0 for `k >= 2`.
+    This is `s_loo_minus_one` of the paper times G. `q_i` is the mean maximum over the k-subsets of the group that
+    contain `i`; `V_{k-1}(-i)` is the mean maximum over the (k-1)-subsets of the group without `i`. The estimator is
+    unbiased for max@k and is not centred. `1 <= k <= G`; `k = 1` is the reward itself. On 0/1 rewards the expected
+    gradient is `k (1-p)^(k-1) grad p`, and a failed completion gets exactly 0 for `k >= 2`.
     """
     if k == 1:
         return jnp.where(scored & (scored.sum(axis=-1, keepdims=True) >= 2), rewards, 0.0)
@@ -119,10 +129,11 @@ def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewar
 
 @register_advantage_estimator("passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True)
 def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
-    """`(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, 0/1 rewards only (pass@k training, arXiv 2508.10751).
+    """Standardises pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
 
-    `V_k` is the unbiased estimate of pass@k, `q_i` the same over the subsets that hold `i`. Standardised like GRPO, and
-    as little unbiased. `k = G` has no signal; a config says `1 <= k <= G - 1`.
+    Rewards must be 0 or 1. `V_k` is the unbiased estimate of pass@k; `q_i` is the same estimate over the k-subsets that
+    contain `i`. The estimator is biased, because it is standardised like GRPO. `1 <= k <= G - 1`; `k = G` would give
+    zeros only.
     """
     above, value, shortfall = above_average(rewards, scored, k)
     deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
@@ -131,11 +142,12 @@ def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
 
 @register_advantage_estimator("opo", zero_when_constant=True)
 def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
-    """`r_i - sum_j l_j r_j / sum_j l_j`, the length-weighted baseline of On-Policy RL with Optimal baseline
-    (arXiv 2505.23585); `l_j` are completion lengths in tokens. With no tokens at all the plain mean.
+    """Subtracts a length-weighted baseline: `r_i - sum_j l_j r_j / sum_j l_j` (OPO, arXiv 2505.23585).
 
-    The baseline holds `r_i` itself: biased by a term of order 1/G. With equal lengths it is `drgrpo`; with others
-    the direction is off too. It does not sum to zero.
+    OPO is On-Policy RL with Optimal reward baseline. `l_j` are completion lengths in tokens. If a group has no tokens,
+    the baseline is the plain mean. The baseline includes `r_i`, so the estimator has a bias of order 1/G. With equal
+    lengths it equals `drgrpo`; with different lengths the direction of the gradient is biased too. The advantages of a
+    group do not sum to zero.
     """
     group = spread(rewards, scored)
     weights = jnp.where(scored, lengths, 0).astype(rewards.dtype)
@@ -148,41 +160,42 @@ def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
 
 @register_advantage_estimator("reinforce_pp")
 def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
-    """`r_i - m`, then whitened over all tokens of the batch (REINFORCE++ with a group baseline, arXiv 2501.03262):
-    minus their mean, times `rsqrt(var + 1e-8)`, the variance by `tokens - 1`.
+    """Whitens `r_i - m` over all tokens of the batch (REINFORCE++ with a group baseline, arXiv 2501.03262).
 
-    A completion counts once per token. A group of fewer than two scored completions takes no part; fewer than two
-    tokens give zeros. A constant group in a mixed batch gets the same small number for each of its completions.
+    Whitening subtracts the mean over tokens and multiplies by `rsqrt(var + 1e-8)`; the variance is divided by
+    `tokens - 1`. A completion counts once per token. Groups with fewer than two scored completions are excluded. A
+    batch with fewer than two tokens gives zeros. A group of equal rewards in a mixed batch gets the same small non-zero
+    advantage for all its completions.
     """
     centred = _centred(rewards, scored)[0]
     kept = scored & (scored.sum(axis=-1, keepdims=True) >= 2)
     weights = jnp.where(kept, lengths, 0).astype(rewards.dtype)
     tokens = weights.sum()
-    scale = jnp.maximum(jnp.abs(centred).max(), 1.0)  # squares of large rewards, many tokens: beyond float32
+    scale = jnp.maximum(jnp.abs(centred).max(), 1.0)  # the sum of squares of large rewards would overflow float32
     unit = centred / scale
     unit = unit - (weights * unit).sum() / jnp.maximum(tokens, 1.0)
     variance = (weights * unit**2).sum() / jnp.maximum(tokens - 1.0, 1.0)
-    # 1e-37 keeps the 1e-8 above float32's least number where every token has the same large reward
+    # The lower bound 1e-37 avoids underflow of the scaled 1e-8 in float32 when every token has the same large reward.
     spread_out = variance + jnp.maximum(1e-8 / scale**2, 1e-37)
     return jnp.where(kept & (tokens >= 2), unit * jax.lax.rsqrt(spread_out), 0.0)
 
 
 def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any = None, **params: Any) -> np.ndarray:
-    """Advantages of reward groups, outside any training: the function that the training step traces.
+    """Computes the advantages of reward groups, with the same function that the training step traces.
 
     Args:
-      rewards: `[G]` or `[groups, G]` numbers; NaN (or None) is a completion that could not be scored.
+      rewards: `[G]` or `[groups, G]` numbers; NaN (or None) marks a completion that could not be scored.
       advantage_estimator: a registered name.
-      lengths: completion lengths in tokens, same shape; ones when not given.
-      **params: the estimator's own, e.g. `k=4`, `truncation_order=3`, `ddof=0`.
+      lengths: completion lengths in tokens, same shape; defaults to ones.
+      **params: the estimator's parameters, e.g. `k=4`, `truncation_order=3`, `ddof=0`.
 
     Returns:
       float32, the shape of `rewards`.
 
     Raises:
-      UserError: an unknown estimator or parameter, a missing one, one out of range, rewards of another shape, or
-        rewards or lengths that it does not take; a function of the user's own that returns another shape, or a number
-        that is not finite.
+      UserError: the estimator or a parameter is unknown; a required parameter is missing or out of range; rewards or
+        lengths have a wrong shape or wrong values; or the user's own function returns another shape or a non-finite
+        number.
     """
     estimator = find_estimator(advantage_estimator).function
     try:
@@ -206,13 +219,13 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
             f"advantage estimator '{advantage_estimator}' returned {jax.tree.map(jnp.shape, out)} for rewards of shape "
             f"{list(groups.shape)} [groups, completions]; it must return one advantage per completion."
         )
-    found = np.where(scored, np.asarray(out, np.float32), np.float32(0.0))
-    for group, sample in np.argwhere(~np.isfinite(found)):
+    advantages = np.where(scored, np.asarray(out, np.float32), np.float32(0.0))
+    for group, sample in np.argwhere(~np.isfinite(advantages)):
         raise UserError(
             f"group {group}, completion {sample}: the advantage estimator '{advantage_estimator}' returned "
-            f"{found[group, sample]}; it must return finite numbers."
+            f"{advantages[group, sample]}; it must return finite numbers."
         )
-    return found.reshape(values.shape)
+    return advantages.reshape(values.shape)
 
 
 def _token_counts(shape: tuple[int, ...], lengths: Any) -> Int[np.ndarray, "..."]:
@@ -225,5 +238,5 @@ def _token_counts(shape: tuple[int, ...], lengths: Any) -> Int[np.ndarray, "..."
     if sizes.shape != shape:
         raise UserError(f"lengths: expected the shape of rewards, {list(shape)}, got {list(sizes.shape)}.")
     if not np.issubdtype(sizes.dtype, np.integer) or (sizes < 0).any():
-        raise UserError(f"lengths: expected whole numbers of tokens, at least 0, got {lengths!r}.")
+        raise UserError(f"lengths: expected integers >= 0 (tokens), got {lengths!r}.")
     return sizes.astype(np.int32)

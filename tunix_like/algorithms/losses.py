@@ -1,8 +1,8 @@
-"""Policy losses per token, KL estimates, and the aggregation that turns a mask into weights.
+"""Per-token policy losses, KL estimates, loss aggregation weights and token log-probabilities.
 
-The loss of an update is `sum over tokens of weight * token_loss`. Weights are made once from the lengths of the whole
-update, so chunks add up exactly. Every aggregation weighs the tokens of one completion alike, so a weight is one
-number per completion. This module knows no model and no batch layout.
+The loss of an update is `sum over tokens of weight * token_loss`. Weights are computed once from the lengths of the
+whole update, so the losses of its chunks add up exactly. Every aggregation mode gives the same weight to all tokens of
+a completion, so there is one weight per completion.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.user_code import is_place, load_function
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`, so that neither value nor gradient can overflow."""
+"""Log-ratios are clamped to +- this value before `exp`, so that neither the value nor the gradient overflows."""
 
 Tokens = Float[Array, "*batch T"]
 Rows = Float[Array, "*batch #T"]
-"""One value for each completion, or one for each of its tokens."""
+"""One value per completion, or one value per token."""
 
 
 class TokenInputs(NamedTuple):
-    """Completion tokens of a chunk, as the objective sees them. Masked places may hold anything.
+    """Per-token inputs of the objective for the completions of a chunk. Masked positions may hold any value.
 
-    `old_logprobs` are the trainer's before this batch's first update, `rollout_logprobs` the sampler's; `entropy` is
-    the policy's, in nats.
+    `old_logprobs` are the trainer's log-probabilities before the first update of the batch, `rollout_logprobs` are the
+    sampler's; `entropy` is the entropy of the policy, in nats.
     """
 
     logprobs: Tokens
@@ -43,13 +43,18 @@ class TokenInputs(NamedTuple):
 
 
 PolicyLossFunction = Callable[..., tuple[Tokens, dict[str, Tokens]]]
-"""`f(logprobs, old_logprobs, advantages, mask, *, <its own>) -> (loss per token, metrics per token)`."""
+"""`f(logprobs, old_logprobs, advantages, mask, *, <parameters>) -> (loss per token, metrics per token)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """A registered loss. With `behaviour="rollout"` it is given the sampler's log-probabilities as `old_logprobs`.
-    `extra_term` says whether it has a term without the advantage, or names the parameter that weighs one."""
+    """A registered policy loss.
+
+    Attributes:
+      behaviour: `"rollout"` if the loss takes the sampler's log-probabilities as `old_logprobs`, else `"trainer"`.
+      extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
+        the coefficient of such a term.
+    """
 
     function: PolicyLossFunction
     behaviour: str
@@ -57,30 +62,35 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-"""Name to loss: what `algorithm.policy_loss_fn` may say."""
+"""Name to loss: the registered values of `algorithm.policy_loss_fn`."""
 
 
 def register_policy_loss_fn(
     name: str, *, behaviour: str = "trainer", extra_term: str | bool = True
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Makes a per-token policy loss known under `name`: `f(logprobs, old_logprobs, advantages, mask, *, <its own>) ->
-    (loss per token, metrics per token)`, all `[.., T]` but `advantages: [.., 1]`.
+    """Registers a per-token policy loss under `name`.
+
+    The function has the form `f(logprobs, old_logprobs, advantages, mask, *, <parameters>) -> (loss per token, metrics
+    per token)`. All arrays are `[.., T]`, except `advantages: [.., 1]`.
 
     Args:
-      behaviour: whose log-probabilities `old_logprobs` are: the `trainer`'s before the batch's first update, or the
-        `rollout`'s.
-      extra_term: whether it has a term without the advantage, or the parameter that weighs one. Where it has none (or
-        of weight 0), completions whose advantage is 0 have no gradient and are not computed.
+      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer's before the batch's first update) or
+        `"rollout"` (the sampler's).
+      extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
+        the coefficient of such a term. If there is no such term (or its coefficient is 0), completions with advantage
+        0 have no gradient and are skipped.
 
     Raises:
-      UserError: the name is taken or looks like a file or a module, or `behaviour` is neither of the two.
+      UserError: the name is taken or looks like a file or a module, or `behaviour` is not one of the two values.
     """
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
         if name in POLICY_LOSSES:
             raise UserError(f"policy loss '{name}' is already registered; choose another name.")
         if is_place(name):
-            raise UserError(f"policy loss '{name}': '.' and ':' mean files and modules; choose a name without.")
+            raise UserError(
+                f"policy loss '{name}': names with '.' or ':' are reserved for files and modules; choose another name."
+            )
         if behaviour not in ("trainer", "rollout"):
             raise UserError(f"policy loss '{name}': behaviour must be 'trainer' or 'rollout', got '{behaviour}'.")
         POLICY_LOSSES[name] = PolicyLoss(function, behaviour, extra_term)
@@ -90,33 +100,33 @@ def register_policy_loss_fn(
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """The loss of a registered name, or of `FILE.py:function` or `package.module.function`.
+    """Returns the loss of a registered name, of `FILE.py:function` or of `package.module.function`.
 
-    A function that its file registers under another name keeps what it was registered with.
+    If the file registers the function under another name, the options of that registration apply.
 
     Raises:
-      UserError: an unknown name (with the list), or a place where there is no such function.
+      UserError: the name is unknown (the message lists the known names), or the file or module has no such function.
     """
     if name not in POLICY_LOSSES and is_place(name):
         function = load_function(name, "algorithm.policy_loss_fn")
-        found = [each for each in POLICY_LOSSES.values() if each.function is function]
-        POLICY_LOSSES[name] = found[0] if found else PolicyLoss(function, "trainer", True)
+        registered = [loss for loss in POLICY_LOSSES.values() if loss.function is function]
+        POLICY_LOSSES[name] = registered[0] if registered else PolicyLoss(function, "trainer", True)
     if name not in POLICY_LOSSES:
-        known = [each for each in POLICY_LOSSES if not is_place(each)]
+        names = [loss_name for loss_name in POLICY_LOSSES if not is_place(loss_name)]
         raise UserError(
-            f"algorithm.policy_loss_fn: unknown loss '{name}'. {nearest(name, known)} "
-            "Your own is written as path/to/file.py:function."
+            f"algorithm.policy_loss_fn: unknown loss '{name}'. {nearest(name, names)} "
+            "For your own function write path/to/file.py:function."
         )
     return POLICY_LOSSES[name]
 
 
 def loss_parameters(name: str) -> dict[str, Any]:
-    """What the loss reads, with its defaults."""
+    """Returns the parameters of the loss, with their defaults."""
     return own_parameters(find_policy_loss(name).function, frozenset())
 
 
 def log_ratio(logprobs: Tokens, other: Tokens, mask: Array) -> Tokens:
-    """`logprobs - other`, 0 where masked (before any `exp`) and clamped to +-20."""
+    """Returns `logprobs - other`, set to 0 where masked (before any `exp`) and clamped to +-20."""
     return jnp.clip(jnp.where(mask, logprobs - other, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -131,10 +141,11 @@ def ppo_clip(
     epsilon_high: float | None = None,
     epsilon_c: float | None = None,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """`max(-rho A, -clip(rho, 1 - epsilon, 1 + epsilon_high) A)`, `rho = pi / pi_old` (PPO, arXiv 1707.06347).
+    """Computes the clipped PPO loss `max(-rho A, -clip(rho, 1 - epsilon, 1 + epsilon_high) A)` (arXiv 1707.06347).
 
-    `epsilon_high` unset equals `epsilon`. `epsilon_c` set bounds the loss by `-epsilon_c A` where `A < 0` (dual clip,
-    arXiv 1912.09729). With one update per rollout `rho` is 1 and the gradient is REINFORCE's.
+    `rho = pi / pi_old`. `epsilon_high` defaults to `epsilon`. If `epsilon_c` is set, the loss is bounded by
+    `-epsilon_c A` where `A < 0` (dual clip, arXiv 1912.09729). With one update per rollout `rho` is 1 and the gradient
+    is that of REINFORCE.
     """
     ratio = jnp.exp(log_ratio(logprobs, old_logprobs, mask))
     return _clipped(ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high, epsilon_c)
@@ -155,7 +166,7 @@ def _clipped(
 def reinforce(
     logprobs: Tokens, old_logprobs: Tokens, advantages: Rows, mask: Array
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """`-A log pi`, no ratio: for rollouts of the current policy, one update each."""
+    """Computes the REINFORCE loss `-A log pi`. It has no ratio, so each rollout batch allows one update only."""
     return -advantages * jnp.where(mask, logprobs, 0.0), {}
 
 
@@ -170,8 +181,11 @@ def gspo(
     epsilon_high: float | None = 4e-4,
     epsilon_c: float | None = None,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """`ppo_clip` of the completion's geometric mean ratio `s = exp(mean_t log rho_t)` (GSPO, arXiv 2507.18071), in the
-    per-token form `s_t = sg(s) pi / sg(pi)`, so that every token's gradient carries the completion's ratio."""
+    """Computes `ppo_clip` with the geometric mean ratio of the completion (GSPO, arXiv 2507.18071).
+
+    The ratio is `s = exp(mean_t log rho_t)`. The per-token form is `s_t = sg(s) pi / sg(pi)` (`sg`: stop gradient), so
+    the gradient of every token is multiplied by the ratio of its completion.
+    """
     difference = jnp.where(mask, logprobs - old_logprobs, 0.0)
     mean = difference.sum(axis=-1, keepdims=True) / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
     sequence = jax.lax.stop_gradient(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -190,8 +204,10 @@ def cispo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """`-sg(clip(rho, 1 - epsilon, 1 + epsilon_high)) A log pi` (CISPO, arXiv 2506.13585): the weight is clipped, the
-    gradient of no token is lost."""
+    """Computes `-sg(clip(rho, 1 - epsilon, 1 + epsilon_high)) A log pi` (CISPO, arXiv 2506.13585).
+
+    Only the importance weight is clipped (`sg`: stop gradient), so every token keeps a gradient.
+    """
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(logprobs, old_logprobs, mask)))
     clipped = jnp.clip(ratio, 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     outside = (clipped != ratio).astype(jnp.float32)
@@ -210,9 +226,12 @@ def dppo(
     dppo_mask_low: float = 0.2,
     kl_tau: float = 1e-3,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """`-A rho` with `rho = pi / mu`, `mu` the sampler's probability; a token is dropped where `A > 0` and
-    `pi - mu > dppo_mask_high`, or `A <= 0` and `pi - mu < -dppo_mask_low` (differences of probabilities). Plus
-    `kl_tau (log pi - log mu)^2` on every token (DPPO, arXiv 2602.04879)."""
+    """Computes `-A rho + kl_tau (log pi - log mu)^2` with masked tokens (DPPO, arXiv 2602.04879).
+
+    `rho = pi / mu`, where `mu` is the sampler's probability. The policy term of a token is dropped where `A > 0` and
+    `pi - mu > dppo_mask_high`, or where `A <= 0` and `pi - mu < -dppo_mask_low` (differences of probabilities). The
+    quadratic term applies to every token.
+    """
     difference = log_ratio(logprobs, rollout_logprobs, mask)
     ratio = jnp.exp(difference)
     moved = jax.lax.stop_gradient(
@@ -226,8 +245,11 @@ def dppo(
 def sampler_correction(
     mode: str, old_logprobs: Tokens, rollout_logprobs: Tokens, mask: Array, threshold: float
 ) -> Tokens:
-    """Truncated importance weights `min(pi_old / mu, threshold)` of the trainer's old probabilities over the sampler's,
-    detached: of each `token`, or of the whole `sequence` (the product over its tokens) at each of its tokens."""
+    """Computes truncated importance weights `min(pi_old / mu, threshold)`, without gradient.
+
+    `pi_old` are the trainer's old probabilities, `mu` the sampler's. With mode `token` there is one weight per token.
+    With mode `sequence` every token gets the weight of its completion, the product of the ratios over its tokens.
+    """
     if mode == "token":
         log_weight = log_ratio(old_logprobs, rollout_logprobs, mask)
     else:
@@ -237,12 +259,14 @@ def sampler_correction(
 
 
 def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) -> Tokens:
-    """Estimates the KL per token, with `d = log pi - log pi_ref` (clamped to +-20): `kl` = k1 = `d`, `mse_kl` = k2 =
-    `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`.
+    """Estimates the KL per token, with `d = log pi - log pi_ref` clamped to +-20.
 
-    As an on-policy loss each has the expected gradient of a KL of the next-token distributions at the sampled prefixes:
-    k1 none, k2 KL(pi || ref), k3 KL(ref || pi). None of them is the gradient of the KL of whole completions, because
-    the loss ignores how a token changes later prefixes; k1 in the reward is.
+    Modes: `kl` = k1 = `d`, `mse_kl` = k2 = `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`.
+
+    As an on-policy loss, the expected gradient of k1 is zero, that of k2 is the gradient of KL(pi || ref) and that of
+    k3 the gradient of KL(ref || pi), for the next-token distributions at the sampled prefixes. None of them is the
+    gradient of the KL of whole completions, because the loss ignores how a token changes later prefixes. k1 in the
+    reward gives the gradient of the KL of whole completions.
     """
     d = log_ratio(logprobs, ref_logprobs, mask)
     return {"kl": d, "mse_kl": 0.5 * d**2, "low_var_kl": jnp.exp(-d) + d - 1}[mode]
@@ -251,13 +275,13 @@ def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) 
 def aggregation_weights(
     mode: str, lengths: Int[Array, "P G"], counted: Bool[Array, "P G"], max_tokens: int
 ) -> Float[Array, "P G"]:
-    """The weight of each token of each completion, over one optimizer update.
+    """Computes the loss weight of each completion's tokens over one optimizer update.
 
     Args:
-      mode: with N the counted completions that have a token: `token-mean` 1 / all their tokens,
-        `sequence-mean-token-mean` 1 / (N length), `seq-mean-token-sum` 1 / N,
-        `sequence-mean-token-scale` 1 / (N max_tokens).
-      counted: completions of this update that take part.
+      mode: the aggregation. With N counted completions that have at least one token: `token-mean` is 1 / (number of
+        their tokens), `sequence-mean-token-mean` is 1 / (N length), `seq-mean-token-sum` is 1 / N,
+        `sequence-mean-token-scale` is 1 / (N max_tokens).
+      counted: completions of this update that contribute to the loss.
       max_tokens: the constant of `sequence-mean-token-scale`, `rollout.max_tokens_to_generate`.
     """
     counted = counted & (lengths > 0)
@@ -281,17 +305,19 @@ def token_logprobs(
     entropy_gradient: bool = False,
     cap: float | None = None,
 ) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
-    """`log_softmax(hidden @ head / temperature)` at the targets, and its entropy (detached unless `entropy_gradient`),
-    both in nats. With `cap`, logits become `cap tanh(logits / cap)` before the temperature.
+    """Computes `log_softmax(hidden @ head / temperature)` at the targets, and the entropy, both in nats.
 
-    Tokens go through in pieces of about `chunk` that are recomputed in the backward pass: `[A, N, V]` never exists
-    whole, forward or backward. Every piece has as many tokens of each lane, so that devices which hold lanes each work
-    on their own.
+    The entropy has no gradient unless `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
+    before the temperature.
+
+    Tokens are processed in pieces of about `chunk` tokens, which are recomputed in the backward pass, so the full
+    `[A, N, V]` array is never materialised. Every piece has the same number of tokens of each lane (axis `A`), so
+    devices that shard the lanes need no communication.
     """
 
     @jax.checkpoint
     def one(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        # Rounded here and not before: the gradients of the pieces are then added up in the dtype of the weights.
+        # The cast is inside the piece, so that the gradients of the pieces are accumulated in the dtype of the weights.
         logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
         logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) / temperature
         normaliser = jax.nn.logsumexp(logits, axis=-1)
@@ -309,6 +335,6 @@ def token_logprobs(
     pad = pieces * even - count
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(lanes, pieces, even, -1)
     targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(lanes, pieces, even)
-    found = jax.lax.map(lambda xs: one(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
-    chosen, entropy = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in found)
+    results = jax.lax.map(lambda xs: one(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
+    chosen, entropy = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
     return chosen, entropy

@@ -1,7 +1,6 @@
-"""What one learner optimises: its estimator, loss, aggregation and KL, resolved from a config and checked once.
+"""Resolves and checks the objective of a learner: estimator, policy loss, aggregation and KL.
 
-Everything that can be wrong about an algorithm is found here, before any compile. This module knows no model and no
-data.
+All errors in an algorithm's configuration are raised here, before any compilation.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NEED |= {"overlong_buffer": "overlong", "overlong_penalty": "overlong"}
 
 @dataclasses.dataclass(frozen=True)
 class GroupEstimator:
-    """An estimator with the parameters that were set for it."""
+    """An advantage estimator with its configured parameters."""
 
     name: str
     params: dict[str, Any]
@@ -68,12 +67,13 @@ class GroupEstimator:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The resolved objective.
+    """The resolved and checked objective of a learner.
 
     Attributes:
-      estimators: the run's own, then those that data sources name.
-      sources: data source to its place in `estimators`; a source that is not there has the run's own.
-      loss_params: only what the loss reads.
+      estimators: the run's estimator first, then those of individual data sources.
+      sources: data source to its index in `estimators`; other sources use the run's estimator.
+      loss_params: the configured parameters of the policy loss.
+      max_tokens: `rollout.max_tokens_to_generate`.
     """
 
     config: AlgorithmConfig
@@ -84,25 +84,25 @@ class Objective:
 
     @property
     def functions(self) -> tuple[Any, ...]:
-        """The estimators' functions and the loss function, which the training step traces."""
+        """The functions of the estimators and of the loss, which the training step traces."""
         loss = find_policy_loss(str(self.config.policy_loss_fn))
-        return (*(each.registered.function for each in self.estimators), loss.function)
+        return (*(estimator.registered.function for estimator in self.estimators), loss.function)
 
     @property
     def built_in(self) -> bool:
-        """True when no function comes from the user."""
+        """True when all functions are part of this library."""
         return all(function.__module__.startswith("tunix_like.") for function in self.functions)
 
     def key(self) -> Hashable:
-        """Equal for objectives that are traced to the same program."""
-        params = [sorted(each.params.items()) for each in self.estimators]
+        """Returns a key that is equal for objectives that are traced to the same program."""
+        params = [sorted(estimator.params.items()) for estimator in self.estimators]
         return self.functions, repr((self.config, params, sorted(self.loss_params.items()))), self.max_tokens
 
     def parameters(self) -> dict[str, Any]:
-        """Every parameter that the run's own estimator and the loss read, with the value it has."""
-        own = self.estimators[0]
+        """Returns all parameters of the run's estimator and of the loss, with their values."""
+        estimator = self.estimators[0]
         loss = loss_parameters(str(self.config.policy_loss_fn))
-        return {**own.registered.parameters(), **loss, **own.params, **self.loss_params}
+        return {**estimator.registered.parameters(), **loss, **estimator.params, **self.loss_params}
 
     @property
     def reference_in_loss(self) -> bool:
@@ -110,16 +110,16 @@ class Objective:
 
     @property
     def extra_term(self) -> bool:
-        """True when the loss has a term without the advantage: then completions of advantage 0 have a gradient too."""
-        weigher = find_policy_loss(str(self.config.policy_loss_fn)).extra_term
+        """True when the loss has a term without the advantage. Completions with advantage 0 then have a gradient."""
+        declared = find_policy_loss(str(self.config.policy_loss_fn)).extra_term
         loss_params = loss_parameters(str(self.config.policy_loss_fn)) | self.loss_params
-        extra = loss_params[weigher] != 0 if isinstance(weigher, str) else weigher
+        extra = loss_params[declared] != 0 if isinstance(declared, str) else declared
         return self.reference_in_loss or self.config.entropy_coef > 0 or extra
 
     @property
     def looks_for_zeros(self) -> bool:
-        """True when it is worth asking for the advantages before the update, to leave zeros out."""
-        return not self.extra_term and any(each.registered.sparse for each in self.estimators)
+        """True when advantages should be computed before the update, to skip completions with advantage 0."""
+        return not self.extra_term and any(estimator.registered.sparse for estimator in self.estimators)
 
     @property
     def needs_rollout_logprobs(self) -> bool:
@@ -127,15 +127,15 @@ class Objective:
         return self.config.sampler_is is not None or loss.behaviour == "rollout"
 
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
-        """The place in `estimators` of each group, given the data source of its prompt (None: none named)."""
+        """Returns each group's index in `estimators`, given the data source of its prompt (or None)."""
         return np.array([self.sources.get(source, 0) if isinstance(source, str) else 0 for source in sources], np.int32)
 
     def kept_groups(self, scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]) -> Bool[np.ndarray, "P"]:
-        """Groups with enough scored completions for their estimator; the others are dropped."""
+        """Returns which groups have enough scored completions for their estimator; the others are dropped."""
         return scored.sum(axis=-1) >= self._least_scored()[ids]
 
     def _least_scored(self) -> Int[np.ndarray, "E"]:
-        return np.array([each.registered.least_scored(each.params) for each in self.estimators], np.int32)
+        return np.array([e.registered.least_scored(e.params) for e in self.estimators], np.int32)
 
     def live_rows(
         self,
@@ -144,17 +144,17 @@ class Objective:
         ids: Int[np.ndarray, "P"],
         advantages: Float[np.ndarray, "P G"] | None = None,
     ) -> Bool[np.ndarray, "P G"]:
-        """Completions that can change the gradient; only these need to go through the model.
+        """Returns which completions can have a gradient; only these need to be passed through the model.
 
         Args:
-          advantages: where known, zeros among them are left out too.
+          advantages: if given, completions with advantage 0 are excluded too.
         """
         rows = scored & self.kept_groups(scored, ids)[:, None]
         if self.extra_term:
             return rows
         varied = np.where(scored, rewards, -np.inf).max(axis=1) > np.where(scored, rewards, np.inf).min(axis=1)
-        silent = np.array([each.registered.zero_when_constant(each.params) for each in self.estimators])
-        rows = rows & (varied | ~silent[ids])[:, None]
+        zero = np.array([e.registered.zero_when_constant(e.params) for e in self.estimators])
+        rows = rows & (varied | ~zero[ids])[:, None]
         return rows if advantages is None else rows & (advantages != 0)
 
     def advantages(
@@ -164,14 +164,14 @@ class Objective:
         lengths: Int[Array, "P G"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Each group's own estimator's advantages, 0 where unscored or dropped; traced inside the training step."""
+        """Computes each group's advantages with its estimator, 0 where unscored or dropped (traced)."""
         if len(self.estimators) == 1:
             out = self.estimators[0](rewards, scored, lengths)
         else:
             out = jnp.zeros_like(rewards)
-            for place, estimator in enumerate(self.estimators):
-                own = scored & (ids == place)[:, None]
-                out = jnp.where(own, estimator(rewards, own, lengths), out)
+            for index, estimator in enumerate(self.estimators):
+                selected = scored & (ids == index)[:, None]
+                out = jnp.where(selected, estimator(rewards, selected, lengths), out)
         kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
         return jnp.where(scored & kept[:, None], out, 0.0).astype(jnp.float32)
 
@@ -183,17 +183,17 @@ class Objective:
         in_update: Bool[Array, "P"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Token weight of each completion over one optimizer update. Unscored completions, those not `trained`, and
-        groups with too few scored ones weigh nothing and are not counted."""
+        """Computes the token weight of each completion over one optimizer update. Unscored completions, completions
+        that are not `trained`, and groups with too few scored completions get weight 0 and are not counted."""
         kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
         counted = scored & trained & (kept & in_update)[:, None]
         return aggregation_weights(str(self.config.loss_agg_mode), lengths, counted, self.max_tokens)
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
-        """Loss per token, 0 where masked, and per-token metrics."""
+        """Computes the loss per token (0 where masked) and per-token metrics."""
         config, mask = self.config, tokens.mask
         if self.needs_rollout_logprobs and tokens.rollout_logprobs is None:
-            raise UserError("these rollouts carry no log-probabilities of the sampler, which the loss needs.")
+            raise UserError("the loss needs the sampler's log-probabilities, and these rollouts have none.")
         loss_fn = find_policy_loss(str(config.policy_loss_fn))
         old = tokens.rollout_logprobs if loss_fn.behaviour == "rollout" else tokens.old_logprobs
         loss, metrics = self._policy_loss(tokens.logprobs, old, advantages, mask)
@@ -211,11 +211,11 @@ class Objective:
         return jnp.where(mask, loss, 0.0), metrics
 
     def _policy_loss(self, *inputs: Any) -> tuple[Tokens, dict[str, Tokens]]:
-        """Loss and metrics per token of the loss function that the config names.
+        """Calls the configured loss function and checks its loss and metrics per token.
 
         Raises:
-          UserError: the function raises, returns no pair `(loss, metrics)`, or one of its values is not of the shape of
-            the tokens.
+          UserError: the function raises, does not return a pair `(loss, metrics)`, or returns a value that does not
+            have the shape of the tokens.
         """
         name, shape = str(self.config.policy_loss_fn), inputs[0].shape
         try:
@@ -233,33 +233,33 @@ class Objective:
 
 
 def trace_own(objective: Objective, groups: int, group_size: int) -> None:
-    """Traces estimators and a loss of one's own on shapes alone, as the training step will.
+    """Traces the user's own estimators and loss with abstract shapes, to find errors before the training step.
 
     Raises:
-      UserError: one that raises, or whose result has a wrong form or shape.
+      UserError: a function raises, or its result has a wrong form or shape.
     """
-    places, loss = (groups, group_size), find_policy_loss(str(objective.config.policy_loss_fn))
+    shape, loss = (groups, group_size), find_policy_loss(str(objective.config.policy_loss_fn))
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     for estimator in objective.estimators:
         if is_own(estimator.registered.function):
-            jax.eval_shape(estimator, array(places), array(places, jnp.bool_), array(places, jnp.int32))
+            jax.eval_shape(estimator, array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
     if is_own(loss.function):
-        tokens = (*places, objective.max_tokens)
-        inputs = array(tokens), array(tokens), array((*places, 1)), array(tokens, jnp.bool_)
+        tokens = (*shape, objective.max_tokens)
+        inputs = array(tokens), array(tokens), array((*shape, 1)), array(tokens, jnp.bool_)
         jax.eval_shape(objective._policy_loss, *inputs)
 
 
 def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> AlgorithmConfig:
-    """Fills unset keys from a learner's config class."""
+    """Fills unset keys with the defaults of a learner's config class."""
     plain = defaults()
     values = {
         field.name: getattr(plain, field.name) if getattr(config, field.name) is None else getattr(config, field.name)
         for field in dataclasses.fields(AlgorithmConfig)
     }
-    if values["kl_loss_mode"] is None:  # in the reward only k1 has the gradient of a KL, in the loss k1 has none
+    if values["kl_loss_mode"] is None:  # in the reward only k1 gives the gradient of a KL; in the loss k1 gives none
         values["kl_loss_mode"] = "kl" if values["kl_in_reward"] else "low_var_kl"
     return dataclasses.replace(plain, **values)
 
@@ -270,7 +270,7 @@ def build_objective(
     updates_per_batch: int,
     source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Objective:
-    """Checks a resolved config against what its estimators and its loss read.
+    """Builds the objective of a resolved config, and checks its keys against the estimators and the loss.
 
     Args:
       max_tokens: `rollout.max_tokens_to_generate`.
@@ -278,24 +278,24 @@ def build_objective(
       source_estimators: data source to `{advantage_estimator: ..., <its parameters>}`, for groups of that source.
 
     Raises:
-      UserError: a key set that nothing reads, a required one unset, one out of range, or a combination that is wrong.
+      UserError: a key is set that neither reads, a required key is unset, a value is out of range, or keys conflict.
     """
     params = {key: value for key in ESTIMATOR_KEYS if (value := getattr(config, key)) is not None}
-    named = source_estimators or {}
+    by_source = source_estimators or {}
     estimators = (
         _group_estimator(str(config.advantage_estimator), params, config),
-        *(_source_estimator(source, given, config) for source, given in named.items()),
+        *(_source_estimator(source, fields, config) for source, fields in by_source.items()),
     )
-    sources = {source: place for place, source in enumerate(named, start=1)}
+    sources = {source: index for index, source in enumerate(by_source, start=1)}
     objective = Objective(config, estimators, sources, _loss_parameters(config), max_tokens)
     _check_combinations(objective, updates_per_batch)
     return objective
 
 
 def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig) -> GroupEstimator:
-    free = config.estimator_params or {}
+    extra = config.estimator_params or {}
     declared = find_estimator(name).parameters()
-    for key in free:
+    for key in extra:
         if key not in declared:
             reads = ", ".join(sorted(declared)) or "none"
             raise UserError(
@@ -303,8 +303,8 @@ def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig)
                 f"it has: {reads}."
             )
         if key in params:
-            raise UserError(f"algorithm.{key} and algorithm.estimator_params.{key} are both set; drop one.")
-    return GroupEstimator(name, check_parameters(name, params | free, config.num_generations))
+            raise UserError(f"algorithm.{key} and algorithm.estimator_params.{key} are both set; unset one of them.")
+    return GroupEstimator(name, check_parameters(name, params | extra, config.num_generations))
 
 
 def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmConfig) -> GroupEstimator:
@@ -322,11 +322,12 @@ def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
     declared = loss_parameters(name)
     params = {key: value for key in LOSS_KEYS if (value := getattr(config, key)) is not None}
     for key in config.loss_params or {}:
-        if key not in declared or key in params:
+        if key in params:
+            raise UserError(f"algorithm.{key} and algorithm.loss_params.{key} are both set; unset one of them.")
+        if key not in declared:
             reads = ", ".join(sorted(declared)) or "none"
             raise UserError(
-                f"algorithm.loss_params.{key}: the loss '{name}' has no such keyword-only parameter that is not set "
-                f"already; it has: {reads}."
+                f"algorithm.loss_params.{key}: the loss '{name}' has no such keyword-only parameter; it has: {reads}."
             )
     params |= config.loss_params or {}
     for key in params:
@@ -334,7 +335,7 @@ def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
             raise UserError(f"algorithm.{key}: the loss '{name}' does not read it. Unset it.")
     for key, default in declared.items():
         if default is inspect.Parameter.empty and key not in params:
-            raise UserError(f"algorithm.{key}: the loss '{name}' needs it.")
+            raise UserError(f"algorithm.{key}: the loss '{name}' requires it. Set it.")
     return params
 
 
@@ -342,29 +343,29 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
     config = objective.config
     if config.policy_loss_fn == "reinforce" and updates_per_batch > 1:
         raise UserError(
-            f"algorithm.policy_loss_fn: 'reinforce' has no ratio and allows one update per rollout batch, but "
-            f"num_iterations and mini_batch_size make {updates_per_batch}. Use ppo_clip."
+            f"algorithm.policy_loss_fn: 'reinforce' allows one update per rollout batch, but "
+            f"num_iterations and mini_batch_size give {updates_per_batch}. Use ppo_clip."
         )
     for key, needed in _NEED.items():
         if getattr(config, key) is not None and not getattr(config, needed):
-            raise UserError(f"algorithm.{key} is read only with algorithm.{needed}; set that, or unset this.")
+            raise UserError(f"algorithm.{key} needs algorithm.{needed}. Set algorithm.{needed} or unset {key}.")
     if config.sampler_is is not None and find_policy_loss(str(config.policy_loss_fn)).behaviour == "rollout":
         raise UserError(
-            f"algorithm.sampler_is: '{config.policy_loss_fn}' takes its ratio to the sampler already. Unset it."
+            f"algorithm.sampler_is: '{config.policy_loss_fn}' already uses the sampler's log-probabilities. Unset it."
         )
     if config.overlong == "penalty" and config.overlong_buffer is None:
-        raise UserError("algorithm.overlong_buffer: overlong=penalty needs it: tokens over which the penalty grows.")
+        raise UserError("algorithm.overlong_buffer: algorithm.overlong=penalty requires it. Set a number of tokens.")
     if config.overlong != "penalty" and (config.overlong_buffer or config.overlong_penalty):
-        raise UserError("algorithm.overlong_buffer, overlong_penalty: read only with algorithm.overlong=penalty.")
+        raise UserError("algorithm.overlong_buffer, overlong_penalty: they need algorithm.overlong=penalty. Set it.")
     if (config.overlong_buffer or 0) > objective.max_tokens:
         raise UserError(
-            f"algorithm.overlong_buffer: got {config.overlong_buffer}; it is at most rollout.max_tokens_to_generate "
-            f"({objective.max_tokens})."
+            f"algorithm.overlong_buffer: got {config.overlong_buffer}; it must be at most "
+            f"rollout.max_tokens_to_generate ({objective.max_tokens})."
         )
     in_reward = bool(config.kl_in_reward and config.beta > 0)
     if in_reward and config.binarize:
         raise UserError(
-            "algorithm.kl_in_reward: with algorithm.binarize the threshold would swallow the KL. "
+            "algorithm.kl_in_reward: algorithm.binarize would remove the KL from the reward. "
             "Set algorithm.kl_in_reward=false."
         )
     if in_reward:
@@ -374,22 +375,22 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
 
 
 def check_takes_negative(objective: Objective, cause: str, cure: str) -> None:
-    """Refuses a setting that makes negative rewards where an estimator does not take them (and they are not binarized).
+    """Raises if the setting `cause` makes rewards negative, an estimator rejects them, and they are not binarized.
 
     Raises:
-      UserError: naming the setting, the estimator and what to do.
+      UserError: names the setting, the estimator and the remedy (`cure`).
     """
     if objective.config.binarize:
         return
-    homes = {place: f"data source '{source}'" for source, place in objective.sources.items()}
-    for place, each in enumerate(objective.estimators):
-        kind = each.registered.takes(each.params)
+    sections = {index: f"data source '{source}'" for source, index in objective.sources.items()}
+    for index, estimator in enumerate(objective.estimators):
+        kind = estimator.registered.takes(estimator.params)
         if kind != "any":
-            home = homes.get(place, "algorithm")
-            order = f"{home}.truncation_order, or " if each.name == "maxrl" else ""
+            section = sections.get(index, "algorithm")
+            order = f"{section}.truncation_order, or " if estimator.name == "maxrl" else ""
             without = " without truncation_order" if order else ""
-            whose = f" of {home}" if place else ""
+            owner = f" of {section}" if index else ""
             raise UserError(
-                f"{cause}: it makes negative rewards, and {each.name}{without}{whose} takes {kind} ones only. "
-                f"Set {order}{cure}."
+                f"{cause}: it makes rewards negative, but {estimator.name}{without}{owner} accepts {kind} rewards "
+                f"only. Set {order}{cure}."
             )

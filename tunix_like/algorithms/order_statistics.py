@@ -1,16 +1,14 @@
-"""Advantages of max@K: linear in a group's sorted rewards, with weights that are known before the run.
+"""Advantages of max@K: linear functions of a group's sorted rewards, with weights that do not depend on the data.
 
-With `x` ascending and the largest reward subtracted, every member of the family is
+Let `x` be the rewards in ascending order with the largest reward subtracted. Every member of the family is
 
     A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)
 
-and a member is the three static vectors `t, u, w` for every scored count `n`, made on the host in float64. Ties need no
-rule. For one K, with `q_i` the mean maximum over the K-subsets of the group that hold `i` and `V_K` over all of them,
-`q_i - V_K` has
+and is defined by the three static vectors `t, u, w` for every scored count `n`, computed on the host in float64. Tied
+rewards get equal advantages without special treatment. For one K, let `q_i` be the mean maximum over the K-subsets of
+the group that contain `i`, and `V_K` the mean maximum over all K-subsets. Then `q_i - V_K` has
 
     t_i = C(i-1, K-1) / C(n-1, K-1)     u_m = C(m-2, K-2) / C(n-1, K-1)     w_m = C(m-1, K-1) / C(n, K)
-
-This module knows no estimator by name.
 """
 
 from __future__ import annotations
@@ -27,8 +25,14 @@ Mixture = tuple[tuple[int, float], ...]
 
 
 class Spread(NamedTuple):
-    """The scored rewards of each group: how many, the largest and the least (both 0 where none is scored), and whether
-    there are at least two that differ."""
+    """Statistics of the scored rewards of each group.
+
+    Attributes:
+      scored: number of scored rewards.
+      top: largest scored reward, 0 if none is scored.
+      bottom: smallest scored reward, 0 if none is scored.
+      signal: whether at least two scored rewards differ.
+    """
 
     scored: Int[Array, "P 1"]
     top: Float[Array, "P 1"]
@@ -45,8 +49,10 @@ def spread(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"]) -> Spread:
 
 
 def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixture: Mixture) -> Float[Array, "P G"]:
-    """`sum over (K, c) of c L_K,i`, `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)` (arXiv 2606.06080). A
-    `K > n - 1` adds nothing; a constant group gets zeros."""
+    """Computes `sum over (K, c) of c L_K,i`, `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)`.
+
+    See arXiv 2606.06080. Terms with `K > n - 1` are 0. A group of equal rewards gets zeros.
+    """
     table = _leave_two_out_weights(rewards.shape[-1], mixture)
     return _weighted(rewards, scored, table)
 
@@ -54,7 +60,7 @@ def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixt
 def above_average(
     rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int
 ) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
-    """`q_i - V_k`, `V_k`, and the largest reward minus `V_k` without the rounding of that subtraction."""
+    """Returns `q_i - V_k`, `V_k`, and the largest reward minus `V_k` (computed without the rounding of `V_k`)."""
     size = rewards.shape[-1]
     table = _subset_weights(size, k)
     ordered, _, group = _sorted(rewards, scored)
@@ -66,15 +72,18 @@ def above_average(
 
 
 def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int) -> Float[Array, "P G"]:
-    """`q_i - V_{k-1}(group without i)`, `k >= 2`: what `i` adds to the maximum of `k - 1` others, on average. Never
-    negative, and exactly 0 for the least reward of a group."""
+    """Computes `q_i - V_{k-1}(group without i)` for `k >= 2`.
+
+    This is the mean increase of the maximum of `k - 1` other completions when `i` is added. It is never negative, and
+    exactly 0 for the smallest reward of a group.
+    """
     least = spread(rewards, scored).bottom
     out = _weighted(rewards, scored, _marginal_weights(rewards.shape[-1], k))
     return jnp.where(rewards > least, out, 0.0)
 
 
 def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
-    """Rewards ascending with the largest subtracted (0 beyond the scored ones), the order, and the spread."""
+    """Returns sorted rewards minus the largest (0 beyond the scored ones), the sort order, and the spread."""
     group = spread(rewards, scored)
     order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
     shifted = jnp.take_along_axis(rewards, order, axis=-1) - group.top
@@ -82,7 +91,7 @@ def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
 
 
 def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) -> Array:
-    """The family's one formula, 0 where unscored and in a constant group."""
+    """Evaluates the formula of the family; 0 where unscored and in groups of equal rewards."""
     ordered, order, group = _sorted(rewards, scored)
     own, above, common = (jnp.asarray(table, rewards.dtype)[group.scored[:, 0], i] for i in range(3))
     lifted = above * ordered
@@ -93,8 +102,10 @@ def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) 
 
 
 def _own_weights(n: int, orders: Int[np.ndarray, "K"]) -> Float[np.ndarray, "K n"]:
-    """`C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`, by a product down from `m = n`: nothing
-    overflows."""
+    """Computes `C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`.
+
+    The ratios are a running product from `m = n` downwards, which cannot overflow.
+    """
     m = np.arange(n, 1, -1, dtype=np.float64)
     ratios = np.maximum(m - orders[:, None], 0.0) / (m - 1)
     return np.concatenate([np.ones((len(orders), 1)), np.cumprod(ratios, axis=1)], axis=1)[:, ::-1]
@@ -117,7 +128,7 @@ def _leave_two_out_weights(size: int, mixture: Mixture) -> Float[np.ndarray, "N 
 
 @functools.lru_cache(maxsize=8)
 def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Of `q_i - V_k`; rows of fewer than `k` scored stay 0."""
+    """Computes the weights of `q_i - V_k`; rows for fewer than `k` scored completions are 0."""
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):
         own = _own_weights(n, np.array([k]))[0]
@@ -129,8 +140,10 @@ def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
 
 @functools.lru_cache(maxsize=8)
 def _marginal_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Of `q_i - V_{k-1}(-i) = sum_{m < i} a_m (x_i - x_m)`, `a_m = C(m-1, k-2) / C(n-1, k-1)`: `t + a, a, a`. Rows of
-    fewer than `k` scored stay 0."""
+    """Computes the weights of `q_i - V_{k-1}(-i) = sum_{m < i} a_m (x_i - x_m)`, `a_m = C(m-1, k-2) / C(n-1, k-1)`.
+
+    The three vectors are `t + a, a, a`. Rows for fewer than `k` scored completions are 0.
+    """
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):
         before, own = _own_weights(n, np.array([k - 1, k]))

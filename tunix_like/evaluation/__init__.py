@@ -1,1 +1,1 @@
-"""Evaluation of a policy on held-out problems."""
+"""Evaluates a policy on held-out problems, and compares evaluations."""

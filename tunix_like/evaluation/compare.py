@@ -1,6 +1,6 @@
-"""Two evaluations of the same problems: the paired difference of every metric, with its interval.
+"""Compares two evaluations of the same problems: the paired difference of every metric, with its interval.
 
-It knows the file that `eval --out` writes. It does NOT sample: runs and models are evaluated by `eval_command`.
+It reads the files of `eval --out` and does not sample.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from tunix_like.errors import UserError
 from tunix_like.evaluation.statistics import intervals, mean_known, value_ranges
 from tunix_like.runtime.console import figure
 
-CURE = "Give a file that `tunix-like eval --out` has written."
+CURE = "Give a file written by `tunix-like eval --out`."
 _KINDS = {"problem": int, "prompt": str, "columns": dict, "values": dict}
 _SETTINGS = ("samples", "temperature", "top_p")
 
 
 class Difference(NamedTuple):
-    """Of one metric: both means and B - A with its 95 % interval, over the problems of which both know it; on how many
-    of these B is better and worse."""
+    """The comparison of one metric over the problems that have it in both evaluations.
+
+    Attributes:
+      a, b: the two means.
+      difference, low, high: mean of B - A, and its 95 % confidence interval.
+      won, lost: number of problems on which B is higher and lower than A.
+    """
 
     name: str
     a: float
@@ -36,10 +41,10 @@ class Difference(NamedTuple):
 
 
 def read_problems(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file that `eval --out` has written.
+    """Reads the rows of a file written by `eval --out`.
 
     Raises:
-      UserError: it cannot be read, is empty, or a line is no such row (file and line).
+      UserError: the file cannot be read or is empty, or a line is not a row of an evaluation (names file and line).
     """
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -51,37 +56,37 @@ def read_problems(file: Path) -> list[dict[str, Any]]:
 
 
 def read_settings(file: Path) -> dict[str, Any] | None:
-    """How the completions were sampled, out of the summary that `eval --out` writes; None where it cannot be known."""
+    """Reads the sampling settings from the summary that `eval --out` writes; None if they are not known."""
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    known = isinstance(summary, dict) and all(isinstance(summary.get(name), int | float) for name in _SETTINGS)
-    return summary if known else None
+    complete = isinstance(summary, dict) and all(isinstance(summary.get(name), int | float) for name in _SETTINGS)
+    return summary if complete else None
 
 
 def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Where A and B were sampled in different ways; empty where they were not, or one way is not known."""
+    """Returns the sampling settings in which A and B differ; empty if they are equal or not known."""
     if a is None or b is None:
         return ""
     names = [name for name in _SETTINGS if a[name] != b[name]]
-    sides = (", ".join(_setting(name, each[name]) for name in names) for each in (a, b))
+    sides = (", ".join(_setting(name, settings[name]) for name in names) for settings in (a, b))
     return "A: {}; B: {}".format(*sides) if names else ""
 
 
 def threshold_of(settings: Iterable[Mapping[str, Any] | None]) -> float:
-    """The largest `success_threshold` of the summaries that are known, or its default."""
-    known = [each.get("success_threshold") for each in settings if each is not None]
-    return max((float(each) for each in known if isinstance(each, int | float)), default=1.0)
+    """Returns the largest known `success_threshold` of the summaries, or its default."""
+    thresholds = [summary.get("success_threshold") for summary in settings if summary is not None]
+    return max((float(value) for value in thresholds if isinstance(value, int | float)), default=1.0)
 
 
 def skipped_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """How many prompts A and B skipped; empty where neither is known to have skipped any."""
-    counts = [each.get("skipped_prompts") if each else None for each in (a, b)]
+    """Returns a note on the prompts that A and B skipped; empty if neither is known to have skipped any."""
+    counts = [summary.get("skipped_prompts") if summary else None for summary in (a, b)]
     if not any(counts):
         return ""
-    said = ["an unknown number" if count is None else count for count in counts]
-    return f"A skipped {said[0]} prompts, B {said[1]} (too long or empty); the figures are of the other problems"
+    texts = ["an unknown number" if count is None else count for count in counts]
+    return f"A skipped {texts[0]} prompts, B {texts[1]} (too long or empty); the metrics exclude these problems"
 
 
 def _setting(name: str, value: float) -> str:
@@ -95,21 +100,21 @@ def _row(line: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: not valid JSON ({error}). {CURE}") from None
     for name, kind in _KINDS.items():
         if not isinstance(row, dict) or not isinstance(row.get(name), kind):
-            raise UserError(f"{where}: no problem of an evaluation, it lacks '{name}'. {CURE}")
+            raise UserError(f"{where}: not a problem of an evaluation, '{name}' is missing. {CURE}")
     for name, value in row["values"].items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UserError(f"{where}: values['{name}'] is no number but {value!r:.80}. {CURE}")
+            raise UserError(f"{where}: values['{name}'] is not a number, got {value!r:.80}. {CURE}")
     return row
 
 
 def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> None:
-    """Checks that A and B are of the same problems, in the same order.
+    """Checks that A and B have the same problems in the same order.
 
-    Problems are the same where the numbers of their rows and their columns are; where rows have no columns, the
-    prompts must be. (Two models may write one prompt in different chat templates.)
+    Two problems are the same if their row numbers and columns are equal. Without columns the prompts must be equal;
+    with columns they may differ, because two models may use different chat templates.
 
     Raises:
-      UserError: naming the first that is not the same, or the numbers of problems.
+      UserError: names the first problem that differs, or the numbers of problems.
     """
     cure = "Evaluate both on the same data, with prompts that fit into rollout.max_prompt_length of both."
     for one, other in zip(a, b, strict=False):
@@ -121,8 +126,8 @@ def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], n
             )
         if one["problem"] != other["problem"]:
             raise UserError(
-                f"--compare: {names[0]} has row {one['problem']} of its data where {names[1]} has row "
-                f"{other['problem']}: one of them skipped a prompt that the other did not. {cure}"
+                f"--compare: {names[0]} has row {one['problem']} of its data at the position of row "
+                f"{other['problem']} in {names[1]}: one of them skipped a prompt that the other did not. {cure}"
             )
     if len(a) != len(b):
         raise UserError(
@@ -134,36 +139,36 @@ def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], n
 def differences(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], threshold: float = 1.0
 ) -> list[Difference]:
-    """B - A of each metric that both have, paired: the interval is that of the mean of the problems' differences.
+    """Computes B - A of each metric that both have, with the interval of the mean of the paired differences.
 
-    `threshold` is the reward of a success. A difference of avg@n is at most as large as the range of the values of A
-    and B, of 0 and of the threshold.
+    `threshold` is the reward of a success. The interval of avg@n assumes that a difference is at most as large as the
+    range of the values of A and B, 0 and the threshold.
     """
     names = [name for name in a[0]["values"] if name in b[0]["values"]]
     left, right = (
         {name: np.array([row["values"].get(name) for row in rows], np.float64) for name in names} for rows in (a, b)
     )
     change = {name: right[name] - left[name] for name in names}
-    averages = [each for side in (left, right) for name, each in side.items() if name.startswith("avg@")]
+    averages = [values for side in (left, right) for name, values in side.items() if name.startswith("avg@")]
     ranges = value_ranges(change, [*averages, [threshold]])
     ends = intervals(change, {name: (low - high, high - low) for name, (low, high) in ranges.items()})
-    found = []
-    for name, each in change.items():
-        known = ~np.isnan(each)
-        means = mean_known(left[name][known]), mean_known(right[name][known]), mean_known(each)
-        found.append(Difference(name, *means, *ends[name], int((each > 1e-9).sum()), int((each < -1e-9).sum())))
-    return found
+    out = []
+    for name, values in change.items():
+        known = ~np.isnan(values)
+        means = mean_known(left[name][known]), mean_known(right[name][known]), mean_known(values)
+        out.append(Difference(name, *means, *ends[name], int((values > 1e-9).sum()), int((values < -1e-9).sum())))
+    return out
 
 
-def cells(found: Sequence[Difference]) -> list[tuple[str, str, str, str, str]]:
-    """Rows of a table: metric, A, B, B - A, problems won and lost."""
+def cells(rows: Sequence[Difference]) -> list[tuple[str, str, str, str, str]]:
+    """Formats differences as rows of a table: metric, A, B, B - A, problems won and lost."""
     return [
         (
-            each.name,
-            figure(each.name, each.a),
-            figure(each.name, each.b),
-            "+" * (each.difference > 0) + figure(each.name, each.difference, each.low, each.high),
-            f"{each.won} / {each.lost}",
+            row.name,
+            figure(row.name, row.a),
+            figure(row.name, row.b),
+            "+" * (row.difference > 0) + figure(row.name, row.difference, row.low, row.high),
+            f"{row.won} / {row.lost}",
         )
-        for each in found
+        for row in rows
     ]

@@ -1,7 +1,4 @@
-"""Evaluation: sample held-out problems several times, score them, and say how good they are and how sure that is.
-
-It knows how to sample and score; it does not know what training is.
-"""
+"""Evaluates a policy: samples completions of held-out problems, scores them and computes metrics with intervals."""
 
 from __future__ import annotations
 
@@ -37,14 +34,19 @@ from tunix_like.runtime import progress
 from tunix_like.types import Completions, Engine, Problem, SamplingParams
 
 EVAL_KEY = 2
-"""Branch of the run's random key that evaluation draws from."""
+"""Folded into the run's random key for evaluation."""
 
 
 class Evaluation(NamedTuple):
-    """Metrics (`eval/...`), and per problem: what they are means of (`pass@1`, ...; NaN: not known), the sampled texts,
-    their rewards (NaN: not scored), which succeed, and their answers (None: no reward tells them).
+    """The result of an evaluation.
 
-    Of every mean there are the ends of its 95 % interval, `eval/low/<name>` and `eval/high/<name>`.
+    Attributes:
+      metrics: `eval/<name>`, and the ends of the 95 % intervals of means, `eval/low/<name>` and `eval/high/<name>`.
+      values: per problem, the values whose means are the metrics (`pass@1`, ...); NaN if not known.
+      texts: per problem, the sampled completions.
+      rewards: rewards of the completions; NaN if unscored.
+      succeeded: whether each completion succeeds.
+      answers: per problem, the answers of the completions; None if no reward extracts answers.
     """
 
     metrics: dict[str, float]
@@ -64,11 +66,11 @@ class Evaluation(NamedTuple):
 
 
 def ks_of(config: EvalConfig) -> list[int]:
-    """The k of pass@k and maj@k: those of the config, else 1, 2, 4, ... up to the number of samples."""
+    """Returns the k of pass@k and maj@k: `eval.k`, or by default 1, 2, 4, ... up to the number of samples."""
     if config.k is None:
         return [2**i for i in range(config.samples.bit_length())]
     if bad := [k for k in config.k if not 1 <= k <= config.samples]:
-        raise UserError(f"eval.k: got {bad[0]}; each k must lie between 1 and eval.samples ({config.samples}).")
+        raise UserError(f"eval.k: got {bad[0]}; each k must be between 1 and eval.samples ({config.samples}).")
     return sorted(set(config.k))
 
 
@@ -79,15 +81,15 @@ def eval_problems(
     max_problems: int | None,
     overlong: str = "skip",
 ) -> tuple[list[Problem], Skipped]:
-    """The first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and how many were skipped.
+    """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and the skipped counts.
 
-    The number of a problem is that of its row, from 0: two evaluations that skipped different rows differ in it.
+    The number of a problem is the index of its row (from 0), so evaluations that skip different rows can be detected.
 
     Args:
-      overlong: `data.overlong_prompts`; "error" refuses what "skip" leaves out.
+      overlong: `data.overlong_prompts`; "skip" drops empty and overlong prompts, "error" raises.
 
     Raises:
-      UserError: no prompt can be used, one cannot be rendered, or one is refused (naming the row).
+      UserError: no prompt is usable, a prompt cannot be rendered, or one is overlong with "error" (names the row).
     """
     check_overlong(overlong)
     problems: list[Problem] = []
@@ -113,15 +115,14 @@ def eval_problems(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Everything an evaluation needs but the weights; call it with them.
+    """Evaluates weights on a fixed set of problems; call it with the weights.
 
-    A completion succeeds when its total reward reaches `success_threshold`. Completions that could not be scored are
-    left out of their problem's count (and reported as `eval/unscored_frac`; those for which a reward function was late
-    or failed as `eval/timeout_frac` and `eval/error_frac` too); a problem with fewer than k scored ones is left out of
-    pass@k and maj@k. Rows whose prompt is too long or empty are no problems, and are counted in
-    `eval/skipped_prompts`. maj@k is there for problems whose answers a reward tells (`rewards.ANSWERS`; of several
-    rewards the first that does). With several data sources there is a pass@k of each, `eval/pass@<k>/<source>`. The
-    same `key` draws the same random numbers at every call.
+    A completion succeeds when its total reward reaches `success_threshold`. Unscored completions are excluded from the
+    counts of their problem and reported as `eval/unscored_frac`; timeouts and errors of reward functions are also
+    reported as `eval/timeout_frac` and `eval/error_frac`. A problem with fewer than k scored completions is excluded
+    from pass@k and maj@k. Rows with an empty or overlong prompt are excluded and counted in `eval/skipped_prompts`.
+    maj@k needs a reward that extracts answers (`rewards.ANSWERS`); the first such reward is used. With several data
+    sources there is also `eval/pass@<k>/<source>`. The same `key` gives the same random numbers in every call.
     """
 
     engine: Engine
@@ -136,7 +137,7 @@ class Evaluator:
 
     @property
     def skipped_prompts(self) -> int:
-        """How many of the rows up to the last problem were left out, as their prompt is too long or empty."""
+        """Number of rows up to the last problem that were skipped because their prompt is empty or overlong."""
         return 0 if self.skipped is None else self.skipped.prompts
 
     def __call__(
@@ -145,14 +146,15 @@ class Evaluator:
         rollouts: Path | None = None,
         step: int = 0,
     ) -> Evaluation:
-        """Samples `eval.samples` completions of each problem, scores them and sums up.
+        """Samples `eval.samples` completions of each problem, scores them and computes the metrics.
 
         Args:
-          rollouts, step: the folder for completions that cannot be scored, and the step they are of.
+          params: the weights.
+          rollouts, step: the folder for completions that cannot be scored, and their step.
 
         Raises:
-          UserError: at step 0 a reward function failed for the whole first batch, or nothing could be scored; later the
-            metrics are NaN, and the run goes on.
+          UserError: at step 0, a reward function failed for the whole first batch, or no completion could be scored. At
+            later steps the metrics are NaN instead, and the run continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance:
             return self._summary(*self._sampled(params, advance, rollouts, step))
@@ -160,7 +162,7 @@ class Evaluator:
     def _sampled(
         self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int
     ) -> tuple[Scores, Int[np.ndarray, "N n"], Bool[np.ndarray, "N n"], list[list[str]]]:
-        """All problems' scores, lengths, whether completions ended by themselves, and their texts."""
+        """Returns scores, lengths, finished flags and texts of the completions of all problems."""
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
@@ -168,7 +170,7 @@ class Evaluator:
         texts: list[list[str]] = []
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
-            padded = part + [part[-1]] * (size - len(part))  # one shape, one compile
+            padded = part + [part[-1]] * (size - len(part))  # same shape for all batches, to compile once
             out = self.engine.generate(
                 params, [p.tokens for p in padded], [p.number for p in padded], config.samples, self.key, sampling
             )
@@ -182,19 +184,19 @@ class Evaluator:
             texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
             parts.append((out, scores))
             advance(len(part))
-        found = functools.reduce(Scores.join, [each for _, each in parts])
-        if step == 0 and not found.scored.any():
-            raise UserError(f"evaluation: {nothing_scored(found)}")
+        scores = functools.reduce(Scores.join, [part_scores for _, part_scores in parts])
+        if step == 0 and not scores.scored.any():
+            raise UserError(f"evaluation: {nothing_scored(scores)}")
         lengths = np.concatenate([out.lengths for out, _ in parts])
         finished = np.concatenate([out.finished for out, _ in parts])
-        return found, lengths, finished, texts
+        return scores, lengths, finished, texts
 
     def objectives(self) -> list[str]:
-        """Names of the metrics of an evaluation of which more is better; nothing is sampled to know them."""
-        told = any(_teller(self.rewards, problem) is not None for problem in self.problems)
+        """Returns the names of the metrics for which higher is better, without sampling."""
+        has_answers = any(_answer_function(self.rewards, problem) is not None for problem in self.problems)
         samples = self.config.samples
         none = np.zeros((1, samples))
-        names = list(problem_values(none, none > 0, [[None] * samples if told else None], ks_of(self.config)))
+        names = list(problem_values(none, none > 0, [[None] * samples if has_answers else None], ks_of(self.config)))
         by_source = [f"{name}/{label}" for label in groups_by_source(self.problems) for name in _passes(names)]
         ends = [f"{end}/{name}" for end in ("low", "high") for name in names]
         return [f"eval/{name}" for name in (*names, "rewards/mean", *by_source, *ends)]
@@ -211,7 +213,7 @@ class Evaluator:
         succeeded = known & succeeds(np.nan_to_num(total, nan=-np.inf), self.success_threshold)
         answers = told_answers(self.rewards, self.problems, texts)
         values = problem_values(total, succeeded, answers, ks_of(self.config))
-        metrics = {f"eval/{name}": mean_known(each) for name, each in values.items()}
+        metrics = {f"eval/{name}": mean_known(per_problem) for name, per_problem in values.items()}
         metrics |= {
             "eval/rewards/mean": float(total[known].mean()) if known.any() else float("nan"),
             "eval/mean_length": float(lengths.mean()),
@@ -221,8 +223,8 @@ class Evaluator:
             "eval/error_frac": float(scores.errors.mean()),
             "eval/skipped_prompts": self.skipped_prompts,
         }
-        for label, own in groups_by_source(self.problems).items():
-            metrics |= {f"eval/{name}/{label}": mean_known(values[name][own]) for name in _passes(values)}
+        for label, selected in groups_by_source(self.problems).items():
+            metrics |= {f"eval/{name}/{label}": mean_known(values[name][selected]) for name in _passes(values)}
         ranges = value_ranges(values, [total, [self.success_threshold]])
         for name, ends in intervals(values, ranges).items():
             metrics |= {f"eval/{end}/{name}": value for end, value in zip(("low", "high"), ends, strict=True)}
@@ -232,19 +234,25 @@ class Evaluator:
 def told_answers(
     rewards: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[Sequence[str]]
 ) -> list[list[Hashable] | None]:
-    """What each completion answers by the first reward that tells answers (`rewards.ANSWERS`), None where none is
-    found in it; instead of a problem's list None where no reward tells."""
-    tellers = (_teller(rewards, problem) for problem in problems)
-    return [None if tell is None else [tell(text) for text in own] for tell, own in zip(tellers, texts, strict=True)]
+    """Extracts the answer of each completion, by the first reward that extracts answers (`rewards.ANSWERS`).
+
+    An answer is None if none is found. The list of a problem is None if no reward extracts answers.
+    """
+    functions = (_answer_function(rewards, problem) for problem in problems)
+    return [
+        None if answer is None else [answer(text) for text in completions]
+        for answer, completions in zip(functions, texts, strict=True)
+    ]
 
 
-def _teller(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[str], Hashable | None] | None:
+def _answer_function(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[str], Hashable | None] | None:
+    """Returns the function that extracts answers for a problem, or None."""
     for name, function, _ in rewards:
         if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
-            continue  # a function of the user's that is called like a registered one
-        own = problem.columns.get(REWARD_COLUMN) if name == "by_source" else name
-        if own in ANSWERS:
-            return ANSWERS[own]
+            continue  # the user's own function with the name of a registered one
+        reward = problem.columns.get(REWARD_COLUMN) if name == "by_source" else name
+        if reward in ANSWERS:
+            return ANSWERS[reward]
     return None
 
 
@@ -253,17 +261,19 @@ def _passes(names: Iterable[str]) -> list[str]:
 
 
 def check_best_metric(training: RLTrainingConfig, evaluator: Evaluator | None) -> None:
-    """Raises UserError where `training.best_metric` names what no evaluation will measure; it lists what will be."""
+    """Raises UserError if no evaluation of the run will have `training.best_metric`; lists the possible metrics."""
     name = training.best_metric
     if name is None:
         return
     if evaluator is None:
-        raise UserError("training.best_metric: there are no held-out rows, so nothing is evaluated; leave it unset.")
+        raise UserError("training.best_metric: there are no held-out rows for an evaluation; leave it unset.")
     names = evaluator.objectives()
     if name not in names:
-        raise UserError(f"training.best_metric: got '{name}', which no evaluation has. {nearest(name, names)}")
+        raise UserError(
+            f"training.best_metric: got '{name}', which is not an evaluation metric. {nearest(name, names)}"
+        )
     if training.eval_every_n_steps is None:
         raise UserError(
-            f"training.best_metric: {name} is known only before and after training while training.eval_every_n_steps "
-            f"is unset; set that, e.g. 20. An evaluation has: {', '.join(sorted(names))}."
+            f"training.best_metric: {name} needs evaluations during training; set training.eval_every_n_steps, e.g. "
+            f"20. The metrics of an evaluation are: {', '.join(sorted(names))}."
         )

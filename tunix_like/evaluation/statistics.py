@@ -1,6 +1,6 @@
-"""What an evaluation's counts say: pass@k, majority votes, confidence intervals.
+"""Computes pass@k, majority votes and confidence intervals from counts.
 
-Axes: `N` problems, `n` completions, `M` metrics. It knows numbers alone: no model, no text, no file.
+Axes: `N` problems, `n` completions, `M` metrics.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from jaxtyping import Bool, Float, Int
 from scipy.special import betaincinv
 
 SUBSETS = 1000
-"""A vote is taken over all subsets of k completions where there are no more than these, else over so many drawn."""
+"""maj@k is computed over all subsets of k completions if there are at most this many, else over this many samples."""
 
 DRAWS = 10_000
-"""Draws of weights behind an interval; they move the level of an end, 2.5 %, by a standard error of 0.16 %."""
+"""Number of weight samples of an interval; the standard error of the level 2.5 % of an end is 0.16 %."""
 
 _TAIL = 0.025
-_CELLS = 1 << 22  # of one block of weights: 32 MB
+_CELLS = 1 << 22  # weights per block (32 MB)
 
 
 def pass_at_k(samples: Int[np.ndarray, "N"], successes: Int[np.ndarray, "N"], k: int) -> Float[np.ndarray, "N"]:
-    """Of each problem the unbiased estimate `1 - C(n-c, k) / C(n, k)` (Chen et al., arXiv 2107.03374), `c` of whose `n`
-    completions succeed; NaN where `n < k`."""
+    """Computes the unbiased pass@k estimate `1 - C(n-c, k) / C(n, k)` of each problem (Chen et al., arXiv 2107.03374).
+
+    `c` of the `n` completions succeed. The result is NaN if `n < k`.
+    """
     failing, left = np.ones(len(samples)), samples - successes
     for i in range(k):
         failing = failing * np.maximum(left - i, 0) / np.maximum(samples - i, 1)
@@ -35,24 +37,28 @@ def pass_at_k(samples: Int[np.ndarray, "N"], successes: Int[np.ndarray, "N"], k:
 
 
 def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: int) -> float:
-    """The expected success of a majority vote among `k` of a problem's completions.
+    """Computes the expected success of a majority vote among `k` of a problem's completions.
 
-    The answer given most often wins, and counts as much as the share of the completions with that answer that succeed.
-    Of answers that are tied each wins equally often, which is what taking the one that was drawn first comes to. None
-    is no vote; where nobody votes the vote fails. The expectation is over all subsets of `k`, or over `SUBSETS` of
-    them, which are the same at every call.
+    The most frequent answer wins. Its success is the fraction of the completions with that answer that succeed. Tied
+    answers win with equal probability, which equals taking the first one in random order. None is not a vote; a vote
+    without any answer fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random ones,
+    which are the same in every call.
+
+    Args:
+      votes: the answer of each completion, or None.
+      successes: 1 for completions that succeed, else 0.
 
     Returns:
-      between 0 and 1; NaN for fewer than `k` completions.
+      a number between 0 and 1; NaN for fewer than `k` completions.
     """
     if len(votes) < k:
         return math.nan
     answers = list(dict.fromkeys(vote for vote in votes if vote is not None))
     if not answers:
         return 0.0
-    gave = np.array([[vote == answer for answer in answers] for vote in votes], np.float32)
-    right = successes @ gave / gave.sum(axis=0)
-    counts = _subsets(len(votes), k) @ gave
+    one_hot = np.array([[vote == answer for answer in answers] for vote in votes], np.float32)
+    right = successes @ one_hot / one_hot.sum(axis=0)
+    counts = _subsets(len(votes), k) @ one_hot
     most = counts.max(axis=1, keepdims=True)
     tied = (counts == most) & (most > 0)
     return float(((tied @ right) / np.maximum(tied.sum(axis=1), 1)).mean())
@@ -60,7 +66,7 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
 
 @functools.lru_cache(maxsize=64)
 def _subsets(samples: int, k: int) -> Float[np.ndarray, "subsets n"]:
-    """Which completions are in which subset, as 0 and 1."""
+    """Returns the membership matrix of the subsets, with entries 0 and 1."""
     if math.comb(samples, k) <= SUBSETS:
         rows = np.array(list(itertools.combinations(range(samples), k)))
     else:
@@ -76,96 +82,99 @@ def problem_values(
     votes: Sequence[Sequence[Hashable] | None],
     ks: Sequence[int],
 ) -> dict[str, Float[np.ndarray, "N"]]:
-    """`pass@k` and `maj@k` for each k, and `avg@n`, the mean reward, of each problem. Unscored completions (NaN) are
-    left out; where none or fewer than k are left the value is NaN, as is maj@k of a problem without votes (None)."""
+    """Computes `pass@k` and `maj@k` for each k, and `avg@n` (the mean reward), of each problem.
+
+    Unscored completions (NaN) are excluded. A value is NaN if no completion, or fewer than k, are left; maj@k is also
+    NaN for a problem without votes (None).
+    """
     known = ~np.isnan(rewards)
     scored, hits = known.sum(axis=1), (known & successes).sum(axis=1)
     values = {f"pass@{k}": pass_at_k(scored, hits, k) for k in ks}
     total = np.where(known, rewards, 0.0).sum(axis=1)
     values[f"avg@{rewards.shape[1]}"] = np.where(scored > 0, total / np.maximum(scored, 1), np.nan)
-    if all(each is None for each in votes):
+    if all(answers is None for answers in votes):
         return values
 
     def vote(row: int, k: int) -> float:
-        given = votes[row]
-        if given is None:
+        answers = votes[row]
+        if answers is None:
             return math.nan
-        own = [answer for answer, counts in zip(given, known[row], strict=True) if counts]
-        return maj_at_k(own, successes[row, known[row]].astype(np.float64), k)
+        counted = [answer for answer, is_scored in zip(answers, known[row], strict=True) if is_scored]
+        return maj_at_k(counted, successes[row, known[row]].astype(np.float64), k)
 
     return values | {f"maj@{k}": np.array([vote(row, k) for row in range(len(rewards))]) for k in ks}
 
 
 def mean_known(values: Float[np.ndarray, "N"]) -> float:
-    """The mean of what is not NaN; NaN where nothing is left."""
+    """Returns the mean of the values that are not NaN; NaN if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if known.size else math.nan
 
 
 def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """The smallest and the largest value that a problem can have, for each metric of `problem_values` by its name.
+    """Returns the smallest and the largest possible value of a problem for each metric of `problem_values`.
 
     Args:
-      names: of the metrics. pass@k and maj@k lie between 0 and 1.
-      rewards: arrays of any shape, NaN left out. avg@n lies between the smallest and the largest of them and of 0;
-        `rewards.success_threshold` belongs among them, as it is a reward that can be had.
+      names: names of the metrics. The range of pass@k and maj@k is 0 to 1.
+      rewards: arrays of any shape; NaN is ignored. The range of avg@n is that of these rewards and 0. Include
+        `rewards.success_threshold`, because it is a possible reward.
     """
-    each = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
-    seen = float(np.nanmin(each)), float(np.nanmax(each))
+    flat = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
+    seen = float(np.nanmin(flat)), float(np.nanmax(flat))
     return {name: seen if name.startswith("avg@") else (0.0, 1.0) for name in names}
 
 
 def intervals(
     values: Mapping[str, Float[np.ndarray, "N"]], ranges: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """95 % confidence intervals of the means over problems, which hold for rare events and for few problems too.
+    """Computes 95 % confidence intervals of means over problems, also valid for rare events and few problems.
 
-    The low end is the 2.5 % quantile of the weighted mean of the values and of one more value at the low end of the
-    range, over weights from the Dirichlet distribution whose parameters are all 1; the high end is the 97.5 % quantile
-    with one more value at the high end of the range (Gaffke, Mathematical Methods of Statistics 14, 2005;
-    Learned-Miller and Thomas, arXiv 1905.06208). For values at the ends of the range this is the interval of Clopper
-    and Pearson, which is computed without draws and whose coverage is at least nominal. For other values that is a
-    conjecture of these authors; the tests simulate it.
+    The low end is the 2.5 % quantile of the weighted mean of the values and one more value at the low end of the range,
+    over weights from the Dirichlet distribution whose parameters are all 1. The high end is the 97.5 % quantile with
+    one more value at the high end of the range (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and
+    Thomas, arXiv 1905.06208). If all values are at the ends of the range, this is the Clopper-Pearson interval, which
+    is computed exactly and whose coverage is at least nominal. For other values the coverage is a conjecture of these
+    authors; the tests simulate it.
 
     Args:
-      values: of each problem, by name; NaN left out. The weights are the same for all names and at every call.
-      ranges: the smallest and the largest value that a problem can have, by name.
+      values: value of each problem, by name; NaN is ignored. The weights are the same for all names and calls.
+      ranges: the smallest and the largest possible value of a problem, by name.
 
     Returns:
-      low and high by name; NaN where fewer than two problems have a value.
+      low and high end by name; NaN if fewer than two problems have a value.
     """
-    found: dict[str, tuple[float, float]] = {}
-    for name, each in values.items():
-        own, (low, high) = each[~np.isnan(each)], ranges[name]
-        if own.size < 2:
-            found[name] = math.nan, math.nan
-        elif low < high and np.isin(own, (low, high)).all():
-            exact = _clopper_pearson(int((own == high).sum()), own.size)
-            found[name] = low + (high - low) * exact[0], low + (high - low) * exact[1]
-    others = [name for name in values if name not in found]
+    out: dict[str, tuple[float, float]] = {}
+    for name, per_problem in values.items():
+        known, (low, high) = per_problem[~np.isnan(per_problem)], ranges[name]
+        if known.size < 2:
+            out[name] = math.nan, math.nan
+        elif low < high and np.isin(known, (low, high)).all():
+            exact = _clopper_pearson(int((known == high).sum()), known.size)
+            out[name] = low + (high - low) * exact[0], low + (high - low) * exact[1]
+    others = [name for name in values if name not in out]
     if others:
         table = np.stack([values[name] for name in others], axis=1)
         ends = _weighted_quantiles(table, np.array([ranges[name] for name in others], np.float64).T)
-        found |= {name: (float(low), float(high)) for name, (low, high) in zip(others, ends.T, strict=True)}
-    return {name: found[name] for name in values}
+        out |= {name: (float(low), float(high)) for name, (low, high) in zip(others, ends.T, strict=True)}
+    return {name: out[name] for name in values}
 
 
 def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray, "2 M"]) -> Float[np.ndarray, "2 M"]:
-    """The ends of `M` intervals by `DRAWS` draws of weights; `ends` are the smallest and the largest values."""
+    """Computes the ends of `M` intervals by `DRAWS` samples of weights; `ends` are the ranges of the values."""
     known = ~np.isnan(table)
     values, size, rng = np.where(known, table, 0.0), len(table), np.random.default_rng(0)
     means: list[Float[np.ndarray, "2 rows M"]] = []
     block = max(1, _CELLS // (size + 1))
     for start in range(0, DRAWS, block):
-        weights = rng.standard_exponential((min(block, DRAWS - start), size + 1))  # over their sum: Dirichlet
-        own, extra = weights[:, :-1], weights[:, -1:]
-        means.append((own @ values + extra * ends[:, None]) / (own @ known.astype(np.float64) + extra))
+        weights = rng.standard_exponential((min(block, DRAWS - start), size + 1))  # Dirichlet after normalisation
+        inner, extra = weights[:, :-1], weights[:, -1:]
+        means.append((inner @ values + extra * ends[:, None]) / (inner @ known.astype(np.float64) + extra))
     low, high = np.concatenate(means, axis=1)
     return np.stack([np.quantile(low, _TAIL, axis=0), np.quantile(high, 1 - _TAIL, axis=0)])
 
 
 def _clopper_pearson(ones: int, number: int) -> tuple[float, float]:
-    """The exact interval of a share, of which `ones` of `number` were seen."""
+    """Returns the exact (Clopper-Pearson) interval of a proportion, given `ones` successes in `number` trials."""
     low = betaincinv(ones, number - ones + 1, _TAIL) if ones else 0.0
     high = betaincinv(ones + 1, number - ones, 1 - _TAIL) if ones < number else 1.0
     return float(low), float(high)

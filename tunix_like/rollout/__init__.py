@@ -1,1 +1,1 @@
-"""Prompts to scored groups: the engine, sampling, collection."""
+"""Samples completions of prompts, scores them and collects them as groups."""

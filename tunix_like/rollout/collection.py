@@ -1,7 +1,6 @@
-"""From the data stream to scored groups: draw prompts, sample, score, shape the rewards; draw again where asked.
+"""Collects the scored groups of a training step: takes prompts, samples, scores and shapes rewards.
 
-It knows what a reward is made of and when a group teaches nothing; it knows no estimator's formula, no loss and no
-optimizer.
+With dynamic sampling it takes further batches until enough groups have different rewards.
 """
 
 from __future__ import annotations
@@ -43,15 +42,18 @@ from tunix_like.types import Engine, GroupBatch, Problem, SamplingParams
 logger = logging.getLogger("tunix_like")
 
 TRAIN_KEY = 1
-"""Branch of the run's random key; evaluation has `EVAL_KEY`, so the two never share a draw."""
+"""Folded into the run's random key for training. Evaluation folds in `EVAL_KEY`, so their random numbers differ."""
 
 EXTRA_BATCHES = 4
-"""Further rollout batches a step when `algorithm.max_extra_batches` is unset."""
+"""Maximum number of extra rollout batches per step when `algorithm.max_extra_batches` is unset."""
 
 
 class Collected(NamedTuple):
-    """One step's groups. `metrics` and `tokens` (completion tokens sampled) speak of everything that was drawn for
-    it."""
+    """The groups of one step.
+
+    `metrics` and `tokens` (number of sampled completion tokens) include all groups that were sampled for the step, also
+    those that are not used.
+    """
 
     rollout: Rollout
     batch: GroupBatch
@@ -61,13 +63,14 @@ class Collected(NamedTuple):
 
 @dataclasses.dataclass
 class Collector:
-    """Draws prompts, samples a group for each, scores it and shapes the rewards; called once a step.
+    """Takes prompts, samples a group for each, scores it and shapes the rewards. Called once per step.
 
-    Attributes:
-      key: random key that all completions of the run are drawn from.
-      rollouts: folder for completions that cannot be scored, or None.
-      drawn: prompts taken from the stream so far: the number of the next problem, so that none repeats in a run.
-      started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
+      Attributes:
+        key: random key of all completions of the run.
+        rollouts: folder for completions that cannot be scored, or None.
+    drawn: number of prompts taken from the stream so far. It is the number of the next problem, so problem numbers are
+      unique in a run.
+    started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
     """
 
     task: Task
@@ -84,15 +87,16 @@ class Collector:
     _warned: bool = False
 
     def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
-        """Returns the groups of a step, or None when the data is used up.
+        """Returns the groups of a step, or None when the data is exhausted.
 
         Args:
           params: all weights of the model.
-          lap: called with the name of each part of the work when it is done.
+          lap: called with the name of each phase when it is done.
 
         Raises:
-          UserError: the reward functions failed for every completion of the first batch, or gave what the estimator
-            does not take; the completions are in `rollouts/` by then. Or the data does not make one batch.
+          UserError: the reward functions failed for every completion of the first batch, or returned rewards that the
+            estimator does not accept (the completions are then written to `rollouts/`); or the data has fewer prompts
+            than one batch.
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
@@ -121,8 +125,10 @@ class Collector:
         rewards: Float[np.ndarray, "P G"],
         lap: Callable[[str], None],
     ) -> tuple[Rollout, Float[np.ndarray, "N G"], dict[str, float]]:
-        """Dynamic sampling (DAPO, arXiv 2503.14476): further batches until there are enough groups whose rewards
-        differ, or the cap is reached. Returns all that were drawn."""
+        """Samples extra batches until enough groups have different rewards, or the maximum number is reached.
+
+        This is dynamic sampling (DAPO, arXiv 2503.14476). Returns all groups that were sampled.
+        """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
         while (short := self.batch_size - int(self._teaches(rollout, rewards).sum())) > 0 and extra < cap:
             drawn = self._draw(step, params, lap)
@@ -133,8 +139,9 @@ class Collector:
         if short > 0 and not self._warned:
             self._warned = True
             logger.warning(
-                "step %d: dynamic sampling found %d groups of differing rewards for %d in %d extra batch(es) and fills "
-                "up with others; the metric dynamic_sampling/short_groups counts them from here on",
+                "step %d: dynamic sampling found %d of %d groups with different rewards after %d extra batch(es); the "
+                "rest of the batch are other groups. Later steps do not repeat this warning, see the metric "
+                "dynamic_sampling/short_groups",
                 step,
                 self.batch_size - short,
                 self.batch_size,
@@ -144,7 +151,7 @@ class Collector:
         return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
     def _teaches(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-        """Groups whose rewards differ, and of which enough are scored for their estimator."""
+        """Returns which groups have different rewards and enough scored completions for their estimator."""
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(scored, self._estimator_ids(rollout))
 
@@ -154,13 +161,13 @@ class Collector:
     def _draw(
         self, step: int, params: Any, lap: Callable[[str], None]
     ) -> tuple[Rollout, Float[np.ndarray, "P G"]] | None:
-        """Returns the next batch of prompts, sampled and scored, and its shaped rewards (NaN where unscored)."""
+        """Samples and scores the next batch of prompts. Returns it with its shaped rewards (NaN where unscored)."""
         size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
             raise UserError(
-                f"the training data has fewer than {self.batch_size} usable prompts, which make one step; lower the "
-                "batch size (data.batch_size). An iterator that was read before is empty."
+                f"the training data has fewer than {self.batch_size} usable prompts, the number of one step; lower the "
+                "batch size (data.batch_size). If the data is an iterator, check that it was not consumed before."
             )
         if prompts is None:
             return None
@@ -189,7 +196,7 @@ class Collector:
         return sampled, rewards
 
     def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
-        """What the estimator is given: the functions' total, shaped and checked."""
+        """Returns the shaped and checked rewards, which are the input of the estimator."""
         lengths, algo = rollout.completions.lengths, self.task.algo
         total = rollout.scores.total.reshape(lengths.shape)
         rewards = shape_rewards(
@@ -198,17 +205,17 @@ class Collector:
         scored = ~np.isnan(total)
         ids = self._estimator_ids(rollout)
 
-        def place(group: int, sample: int) -> str:
+        def describe(group: int, sample: int) -> str:
             parts = {
                 name: values.reshape(lengths.shape)[group, sample]
                 for name, values in rollout.scores.by_function.items()
             }
-            given = ", ".join(f"{name} gave {value:g}" for name, value in parts.items())
-            return f"prompt {rollout.problems[group].text!r:.80} (group {group}), completion {sample} ({given})"
+            values = ", ".join(f"{name} gave {value:g}" for name, value in parts.items())
+            return f"prompt {rollout.problems[group].text!r:.80} (group {group}), completion {sample} ({values})"
 
-        for number, each in enumerate(self.objective.estimators):
-            own = scored & (ids == number)[:, None]
-            check_rewards(each.name, each.params, rewards, own, place)
+        for index, estimator in enumerate(self.objective.estimators):
+            selected = scored & (ids == index)[:, None]
+            check_rewards(estimator.name, estimator.params, rewards, selected, describe)
         return rewards
 
 
@@ -219,10 +226,10 @@ def shape_rewards(
     max_tokens: int,
     success_threshold: float,
 ) -> Float[np.ndarray, "P G"]:
-    """The functions' total less the overlong penalty, then binarized if so configured. NaN stays NaN.
+    """Subtracts the overlong penalty from the total reward, and binarizes it if configured. NaN stays NaN.
 
-    The penalty of DAPO (arXiv 2503.14476), in tokens: 0 up to `max_tokens - overlong_buffer`, then linear, up to
-    `overlong_penalty` at `max_tokens`.
+    The penalty is that of DAPO (arXiv 2503.14476): 0 up to a length of `max_tokens - overlong_buffer` tokens, then
+    linear up to `overlong_penalty` at `max_tokens` tokens.
     """
     if algo.overlong == "penalty":
         assert algo.overlong_buffer is not None
@@ -230,4 +237,4 @@ def shape_rewards(
         total = total - (1.0 if algo.overlong_penalty is None else algo.overlong_penalty) * over
     if algo.binarize:
         total = np.where(np.isnan(total), np.nan, succeeds(total, success_threshold).astype(np.float64))
-    return total.astype(np.float32)  # as the estimator gets them: what differs in float64 alone does not differ
+    return total.astype(np.float32)  # the estimator's dtype: rewards that differ only in float64 count as equal

@@ -1,8 +1,8 @@
-"""The compiled parts of sampling: prefill, many decode steps at once, and the moves of rows between them.
+"""The compiled programs of sampling: prefill, decode loop, and moves of rows between slots.
 
-`A` slots hold one prompt each, with `g` completions beside it. Every row writes its keys and values into the same
-column of a ring of `U`, so the write is one slice whatever the rows' ages; a row sees the columns of its own age. This
-module knows no order of work: `sampler.py` says what happens when.
+Each of the `A` slots holds one prompt and `g` rows, one completion per row. All rows write their keys and values into
+the same column of a ring buffer with `U` columns, so the write is a single slice even if rows have different ages. A
+row attends only to the columns written since it started. `sampler.py` schedules these programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tunix_like.rollout.logits import SamplingParams, choose
 
 
 class Prompts(NamedTuple):
-    """Prefilled prompts, one a slot: their keys and values, and the hidden state that predicts the first token."""
+    """Prefilled prompts, one per slot: keys and values, and the hidden state that predicts the first token."""
 
     lengths: Int[Array, "A"]
     hidden: Float[Array, "A D"]
@@ -29,9 +29,16 @@ class Prompts(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The completions in work. `age` counts a row's tokens; a row is no longer `live` once it `ended` (with an
-    end-of-sequence token) or reached the limit. `column` is where the next keys and values go, `steps` counts the
-    tokens that every row was worked on for, live or not."""
+    """The state of the completions that are being sampled.
+
+    Attributes:
+      column: index of the cache column for the next keys and values.
+      steps: number of decode steps so far; each step processes all rows, live or not.
+      age: number of tokens of each row.
+      live: False once a row has `ended` or reached the length limit.
+      ended: whether the row ended with an end-of-sequence token.
+      keys: random key data of each row.
+    """
 
     column: Int[Array, ""]
     steps: Int[Array, ""]
@@ -46,19 +53,22 @@ class Rows(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Columns of the cache."""
+        """Number of columns of the cache."""
         return self.cache[0][1].shape[2]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
 def prefill(graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[Array, "A"]) -> Prompts:
-    """Every prompt once, whatever the number of its completions."""
+    """Runs the model on each prompt once, independent of the number of completions."""
     return Prompts(lengths, *_merge(graphdef, params).prefill(tokens, lengths))
 
 
 def _merge(graphdef: Any, params: Any) -> Decoder:
-    """The model with its matrices in the compute dtype: converted here once, not at every step of a loop. Quantised
-    ones stay small; the layers turn them back as they need them."""
+    """Builds the model with its matrices cast to the compute dtype.
+
+    The cast is done once here and not at every step of a loop. Quantised matrices stay quantised; the layers dequantise
+    them.
+    """
     dtype = nnx.merge(graphdef, params).dtype
 
     def cast(path: Any, x: Array) -> Array:
@@ -69,7 +79,7 @@ def _merge(graphdef: Any, params: Any) -> Decoder:
 
 @functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))
 def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_words: int) -> Rows:
-    """`size` rows a slot, none of them live, with a cache for `room` tokens each."""
+    """Allocates `size` rows per slot, none of them live, with a cache of `room` columns."""
     shape = (prompts.hidden.shape[0], size)
     count = shape[0] * size
     return Rows(
@@ -101,8 +111,11 @@ def fill(
     samples: UInt32[Array, "A g"],
     key: Array,
 ) -> Rows:
-    """Starts new completions of their slots' prompts where `take` says. A row's random numbers come from `key`, its
-    prompt's number and its own number in the group, whatever slot it stands in."""
+    """Starts new completions of the slots' prompts in the rows selected by `take`.
+
+    The random numbers of a row depend on `key`, the number of its prompt and the sample's index in the group, and not
+    on the slot.
+    """
     row_key = lambda number, sample: jax.random.fold_in(jax.random.fold_in(key, number), sample)  # noqa: E731
     fresh = jax.vmap(jax.vmap(row_key, (None, 0)))(numbers, samples)
     return rows._replace(
@@ -116,7 +129,7 @@ def fill(
 
 @jax.jit
 def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
-    """New slot `b` has the prompt of old slot `source[b]`."""
+    """Gathers prompts: new slot `b` gets the prompt of old slot `source[b]`."""
     return jax.tree.map(lambda x: x[source], prompts)
 
 
@@ -124,8 +137,10 @@ def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
 def replace_prompts(
     prompts: Prompts, slots: Int[Array, "N"], source: Int[Array, "N"], fresh: Prompts | None
 ) -> Prompts:
-    """Puts prompts into slots: `source` counts through the slots as they are, then through those freshly prefilled. A
-    slot number beyond the last is dropped."""
+    """Writes prompts into `slots`. `source` indexes the old slots followed by the newly prefilled prompts (`fresh`).
+
+    Slot numbers out of range are dropped.
+    """
 
     def moved(old: Array, new: Array | None = None) -> Array:
         count = old.shape[0]
@@ -148,20 +163,20 @@ def advance(
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples until at most `stop_at` rows are live, or a live row has filled the cache."""
+    """Samples tokens until at most `stop_at` rows are live, or until a live row has filled the cache."""
     model = _merge(graphdef, params)
-    head = model.head()  # outside the loop: a tied head is a transpose
+    head = model.head()  # outside the loop, because a tied head is a transpose
     room, (slots, size), limit = rows.room, rows.live.shape, rows.tokens.shape[-1]
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, prompts.cache[0][1].shape[2])
-    place = jnp.arange(slots)[:, None], jnp.arange(size)[None]
+    row_index = jnp.arange(slots)[:, None], jnp.arange(size)[None]
 
     def body(rows: Rows) -> Rows:
         logits = model.scores(rows.hidden, head).reshape(slots * size, -1)
         draw = jax.vmap(lambda data, age: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
-        written = (*place, jnp.where(rows.live, rows.age, limit))  # beyond the last: dropped
+        written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range: dropped
         distance = ((rows.column - jnp.arange(room)) % room)[None, None]
         hidden, cache = model.decode(
             tokens,
@@ -193,7 +208,7 @@ def advance(
 
 @functools.partial(jax.jit, static_argnames=("room",))
 def grow(rows: Rows, room: int) -> Rows:
-    """A larger cache: the ring is unrolled, its oldest column first, and the new columns come after it."""
+    """Enlarges the cache: unrolls the ring buffer (oldest column first) and appends empty columns."""
 
     def wider(x: Array, axis: int) -> Array:
         width = [(0, 0)] * x.ndim
@@ -208,8 +223,11 @@ def grow(rows: Rows, room: int) -> Rows:
 def regroup(
     prompts: Prompts, rows: Rows, source: Int[Array, "B"], picked: Int[Array, "B c"], real: Bool[Array, "B c"]
 ) -> tuple[Prompts, Rows]:
-    """Other rows out of these: new slot `b` has the prompt of old slot `source[b]`, and where `real` the rows
-    `picked[b]`, counted through all old slots. A prompt may stand in several slots."""
+    """Gathers rows and prompts into new slots.
+
+    New slot `b` gets the prompt of old slot `source[b]`, and, where `real`, the rows `picked[b]` (flat indices over all
+    old slots). A prompt may be in several slots.
+    """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
         for name in ("age", "live", "ended", "keys", "hidden", "tokens", "logprobs")

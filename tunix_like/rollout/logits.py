@@ -1,5 +1,7 @@
-"""Logits to tokens: temperature, top-k, top-p and one uniform number per row. No sort, no V random numbers, no
-model."""
+"""Samples tokens from logits with temperature, top-k and top-p, from one uniform random number per row.
+
+It needs no sort over the vocabulary and no random numbers per vocabulary entry.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,27 @@ from jaxtyping import Array, Float, Int
 from tunix_like.types import SamplingParams
 
 BLOCK = 256
-"""Width of the inner level of the inverse-CDF search: sums of at most this many float32 terms stay exact enough."""
+"""Block size of the inverse-CDF search. Short running sums keep the float32 rounding errors small."""
 
 
 NEVER = -80.0
-"""A token whose score is this far below the best has weight 0, which no draw can tell from `exp(-80)`. Denormal
-numbers, which begin at -87.3, would make the sums several times slower on a CPU."""
+"""Tokens with a scaled logit this far below the maximum get weight 0 instead of at most `exp(-80)`, which no draw can
+distinguish. Denormal numbers, which start below -87.3, would make the sums several times slower on CPU."""
 
 
 def choose(
     logits: Float[Array, "N V"], uniform: Float[Array, "N"], params: SamplingParams
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    """Draws one token per row by inverse CDF.
+    """Samples one token per row by inverse CDF.
 
     Args:
-      logits: float32 scores.
-      uniform: one number in [0, 1) per row.
+      logits: float32 logits.
+      uniform: one uniform random number in [0, 1) per row.
+      params: sampling parameters; temperature 0 is greedy decoding.
 
     Returns:
-      the tokens, and their log-probabilities under `log_softmax(logits / temperature)` of the WHOLE vocabulary (not cut
-      by top-k or top-p), which is what the trainer computes. Greedy reports them at temperature 1.
+      the tokens, and their log-probabilities under `log_softmax(logits / temperature)` over the whole vocabulary (not
+      truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns those at temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
     shifted = scaled - scaled.max(axis=-1, keepdims=True)
@@ -47,16 +50,16 @@ def choose(
 
 
 def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
-    """Zeroes what is less probable than the k-th; ties with it stay."""
+    """Sets to 0 the tokens that are less probable than the k-th most probable one; ties are kept."""
     threshold = jax.lax.top_k(probs, k)[0][:, -1:]
     return jnp.where(probs >= threshold, probs, 0.0)
 
 
 def keep_top_p(probs: Float[Array, "N V"], top_p: float) -> Float[Array, "N V"]:
-    """Keeps the smallest set of most probable tokens that holds at least `top_p` of the row's mass; ties stay.
+    """Keeps the smallest set of most probable tokens with at least `top_p` of the row's mass; ties are kept.
 
-    The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which are ordered like
-    the numbers: 31 sums instead of a sort.
+    The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which have the same order
+    as the numbers. This takes 31 sums instead of a sort.
     """
     wanted = top_p * probs.sum(axis=-1)
 
@@ -73,9 +76,10 @@ def keep_top_p(probs: Float[Array, "N V"], top_p: float) -> Float[Array, "N V"]:
 
 
 def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int[Array, "N"]:
-    """The first token whose running sum of weights exceeds `uniform * total`; a token of weight 0 is never drawn.
+    """Returns the first token whose running sum of weights exceeds `uniform * total`.
 
-    Two levels (blocks, then inside one block) keep the running sums short.
+    Tokens of weight 0 are never returned. The search has two levels (blocks, then tokens of one block), which keeps the
+    running sums short.
     """
     rows, width = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
@@ -86,9 +90,11 @@ def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int
 
 
 def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Index of the first running sum above `target`, held to the entries of positive weight, and what is left of
-    `target` there. Rounding may put the target past the last sum (then the last positive entry) or below zero (then the
-    first)."""
+    """Returns the index of the first running sum above `target`, and `target` minus the sum before that index.
+
+    The index always has a positive weight. If rounding moves the target above the last sum, it is the last entry with a
+    positive weight; if below zero, the first.
+    """
     running = jnp.cumsum(weights, axis=-1)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
     index = jnp.minimum((running <= jnp.maximum(target, 0.0)[:, None]).sum(axis=-1), last)

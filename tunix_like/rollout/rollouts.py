@@ -1,7 +1,7 @@
-"""From problems to a scored batch: sample a group for every prompt, turn tokens to text, ask the reward functions.
+"""Scores completions, converts rollouts to batches, computes rollout metrics and writes rollout files.
 
-Tokens are kept as they were sampled from end to end; text is made from them for the reward functions and never read
-back. This module knows no loss and no optimizer.
+The sampled tokens are used for training unchanged. Text is decoded only for the reward functions and for files, and is
+never tokenized again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ WeightedReward = tuple[str, RewardFunction, float]
 
 
 def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
-    """Returns name, function and weight of each reward function that a learner was given. Raises
-    UserError naming `reward_fns` or `reward_weights`."""
+    """Returns name, function and weight of each reward function.
+
+    Args:
+      functions: the learner's `reward_fns`: a function, a list of functions, or a mapping of names to functions.
+      weights: the learner's `reward_weights`; defaults to ones.
+
+    Raises:
+      UserError: `reward_fns` or `reward_weights` is wrong.
+    """
     named = functions if isinstance(functions, Mapping) else None
     if not callable(functions):
         cure = "give a function f(prompts, completions, **columns), a list of functions, or a mapping of names to them"
@@ -61,7 +68,7 @@ def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[We
 
 
 class Task(NamedTuple):
-    """What completions are sampled for: lengths, group size, rewards, and when a completion succeeds."""
+    """The settings of sampling and scoring: group size, lengths, reward functions and success threshold."""
 
     algo: AlgorithmConfig
     rollout_config: RolloutConfig
@@ -79,14 +86,14 @@ class Rollout(NamedTuple):
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
-    """The groups of both, those of `first` first."""
+    """Concatenates the groups of two rollouts."""
     scores = first.scores.join(second.scores)
     completions = Completions(*map(np.concatenate, zip(first.completions, second.completions, strict=True)))
     return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores)
 
 
 def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
-    """The given groups of a rollout, in the given order."""
+    """Returns the given groups of a rollout, in the given order."""
     size = rollout.completions.lengths.shape[1]
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     scores = rollout.scores.pick(rows)
@@ -95,7 +102,7 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Completions as text without special tokens, group after group; each process decodes its share."""
+    """Decodes completions to text without special tokens, group after group; each process decodes its share."""
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
     return spread(range(len(rows)), lambda part: [tokenizer.decode(rows[i, : lengths[i]].tolist()) for i in part])
@@ -104,36 +111,39 @@ def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str
 def score_completions(
     functions: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[str], size: int
 ) -> Scores:
-    """Rewards of all completions at once; each column of a problem is repeated for its `size` completions. Where there
-    are several processes, each scores all completions of its share of the problems.
+    """Computes the rewards of all completions; each column of a problem is repeated for its `size` completions.
+
+    With several processes, each process scores all completions of its share of the problems.
 
     Raises:
-      UserError: a reward function needs a column that is not there, or workers cannot be sent one.
+      UserError: a reward function needs a column that the data does not have, or a column cannot be sent to workers.
     """
     names = [name for name, _, _ in functions]
-    columns = {name for problem in problems for name in problem.columns}  # of all, whatever a share of them has
+    columns = {name for problem in problems for name in problem.columns}  # all columns, also those missing in a share
 
     def share(groups: Sequence[int]) -> list[tuple[list[list[float]], str | None]]:
         if not groups:
             return []
-        own = [problems[group] for group in groups]
-        prompts, values = repeat_columns(own, size, columns)
-        found = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), values, size)
-        rows = np.stack([found.total, found.timeouts, found.errors, *(found.by_function[name] for name in names)])
-        parts = np.moveaxis(rows.reshape(len(rows), len(own), size), 1, 0).tolist()
-        return [(part, None if i else found.first_failure) for i, part in enumerate(parts)]
+        selected = [problems[group] for group in groups]
+        prompts, values = repeat_columns(selected, size, columns)
+        scores = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), values, size)
+        rows = np.stack([scores.total, scores.timeouts, scores.errors, *(scores.by_function[name] for name in names)])
+        parts = np.moveaxis(rows.reshape(len(rows), len(selected), size), 1, 0).tolist()
+        return [(part, None if i else scores.first_failure) for i, part in enumerate(parts)]
 
     parts, failures = zip(*spread(range(len(problems)), share), strict=True)
-    total, timeouts, errors, *each = np.moveaxis(np.array(parts, np.float64), 1, 0).reshape(len(names) + 3, -1)
+    total, timeouts, errors, *rewards = np.moveaxis(np.array(parts, np.float64), 1, 0).reshape(len(names) + 3, -1)
     first = next(filter(None, failures), None)
-    return Scores(total, dict(zip(names, each, strict=True)), timeouts > 0, errors > 0, first)
+    return Scores(total, dict(zip(names, rewards, strict=True)), timeouts > 0, errors > 0, first)
 
 
 def repeat_columns(
     problems: Sequence[Problem], size: int, among: Collection[str] = ()
 ) -> tuple[list[str], dict[str, list[Any]]]:
-    """Prompts and columns (theirs, and `among`), each repeated for the `size` completions of its problem; a missing
-    column is None."""
+    """Repeats prompts and columns for the `size` completions of each problem.
+
+    The columns are those of the problems and those named in `among`; a missing value is None.
+    """
     names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
     return [problem.text for problem in problems for _ in range(size)], columns
@@ -142,7 +152,7 @@ def repeat_columns(
 def to_batch(
     rollout: Rollout, rewards: Float[np.ndarray, "P G"], max_prompt_length: int, max_tokens: int
 ) -> GroupBatch:
-    """The rollout as arrays, padded to the length buckets of its longest prompt and completion."""
+    """Converts a rollout to arrays, padded to the length buckets of its longest prompt and completion."""
     completions = rollout.completions
     lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
     width = length_bucket(int(lengths.max()), max_prompt_length)
@@ -161,8 +171,11 @@ def to_batch(
 
 
 def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
-    """Rewards, lengths, the histogram of pass rates and what share of the groups can teach anything (their rewards
-    differ); with several data sources, `pass@1/<source>` and `rewards/mean/<source>` of each."""
+    """Computes the metrics of a rollout: rewards, lengths, pass-rate histogram and fraction of mixed groups.
+
+    A group is mixed if its rewards differ. With several data sources there are also `pass@1/<source>` and
+    `rewards/mean/<source>`.
+    """
     completions, scores = rollout.completions, rollout.scores
     shape = completions.lengths.shape
     total, scored = scores.total.reshape(shape), scores.scored.reshape(shape)
@@ -186,23 +199,23 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
         "completions/min_length": float(completions.lengths.min()),
         "completions/clipped_ratio": 1.0 - float(completions.finished.mean()),
     }
-    for label, own in groups_by_source(rollout.problems).items():
-        seen = total[own][scored[own]]
+    for label, groups in groups_by_source(rollout.problems).items():
+        seen = total[groups][scored[groups]]
         metrics |= {f"pass@1/{label}": _mean(succeeds(seen, threshold)), f"rewards/mean/{label}": _mean(seen)}
     return metrics
 
 
 def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
-    """The bin of `pass_rates.PASS_RATES` that each group falls into."""
+    """Returns the bin of `pass_rates.PASS_RATES` of each group."""
     shape = rollout.completions.lengths.shape
     passed = succeeds(rollout.scores.total, threshold)
     return bins_of(passed.reshape(shape), rollout.scores.scored.reshape(shape))
 
 
 def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:
-    """Which problems are of which data source, by its name in their column `data_source`; empty for one source.
+    """Returns a mask of the problems of each data source, by the column `data_source`; empty for a single source.
 
-    Problems of a mix are told apart even where only one of its sources is among them.
+    For data from a mix of sources the result is not empty, even if all these problems have the same source.
     """
     labels = [problem.columns.get(SOURCE_COLUMN) for problem in problems]
     names = sorted({label for label in labels if isinstance(label, str)})
@@ -212,12 +225,12 @@ def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, 
 
 
 def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
-    """Whether a total reward reaches the threshold; 0.7 + 0.2 + 0.1 is 1, whatever floats make of it."""
+    """Returns whether a total reward reaches the threshold, with a tolerance of 1e-6 for rounding (0.7 + 0.2 + 0.1)."""
     return rewards >= threshold - 1e-6
 
 
 def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-    """Groups with at least two different scored rewards."""
+    """Returns which groups have at least two different scored rewards."""
     top = np.where(scored, rewards, -np.inf).max(axis=1)
     return top > np.where(scored, rewards, np.inf).min(axis=1)
 
@@ -229,8 +242,11 @@ def _mean(values: np.ndarray) -> float:
 def write_rollouts(
     folder: Path, step: int, problems: Sequence[Problem], texts: Sequence[str], columns: dict[str, Any]
 ) -> Path:
-    """Writes one JSON object per completion to `folder/step_<n>.jsonl`: its data source where rows name one, prompt,
-    completion and the given columns (each an array of `P * G` values, or of the group's shape)."""
+    """Writes one JSON object per completion to `folder/step_<n>.jsonl`, and returns the file.
+
+    An object has the data source (if the row has one), the prompt, the completion and the given `columns` (arrays of
+    `P * G` values, or of shape `[P, G]`).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.jsonl"
     size = len(texts) // len(problems)
@@ -248,17 +264,17 @@ def write_rollouts(
 
 
 class RolloutFiles:
-    """The files of completions in a run folder: `rollouts/step_<n>.jsonl`.
+    """Writes the completions of each step to the run folder: `rollouts/step_<n>.jsonl`.
 
     Args:
-      folder: None where nothing is written.
+      folder: the folder `rollouts`, or None to write nothing.
     """
 
     def __init__(self, folder: Path | None):
         self.folder, self._lost = folder, False
 
     def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        """Writes the completions of a step. A write that fails is warned of once."""
+        """Writes the completions of a step. A failed write gives a warning, once per run."""
         if self.folder is None:
             return
         shaped = np.where(batch.scored, batch.rewards, np.nan)
@@ -269,7 +285,7 @@ class RolloutFiles:
             write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
         except OSError as error:
             if not self._lost:
-                logger.warning("%s: the completions of step %d are not written (%s)", self.folder, step, error)
+                logger.warning("%s: cannot write the completions of step %d (%s)", self.folder, step, error)
             self._lost = True
 
 
@@ -277,8 +293,11 @@ class RolloutFiles:
 def saved_on_failure(
     folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
 ) -> Iterator[None]:
-    """Around scoring: where it fails, the completions are written to `folder` (None: nowhere) and the error says so.
-    Where they cannot be (a full disk), that is warned of, and the error is as it was."""
+    """Context manager for scoring: on a UserError it writes the completions to `folder` and adds the file to the error.
+
+    If `folder` is None nothing is written. If the write fails (for example on a full disk), a warning is logged and the
+    original error is raised.
+    """
     try:
         yield
     except UserError as error:
@@ -287,53 +306,54 @@ def saved_on_failure(
         try:
             file = write_rollouts(folder, step, problems, texts, {})
         except OSError as full:
-            logger.warning("%s: the completions of step %d are not written (%s)", folder, step, full)
+            logger.warning("%s: cannot write the completions of step %d (%s)", folder, step, full)
             raise error from None
         raise UserError(f"{error} The completions are in {file}.") from error
 
 
 class FirstFailure:
-    """Shows the first completion of a run for which a reward function failed, whole, and no other."""
+    """Logs the first completion of a run for which a reward function failed, in full; later ones are not logged."""
 
     def __init__(self) -> None:
         self._shown = False
 
     def __call__(self, scores: Scores, folder: Path | None) -> None:
-        """Warns of the first failure of these scores, and writes it to `folder/reward_failure.txt` (None: nowhere).
-        Half a character, which UTF-8 lacks, is written as its number: `\\udce9`."""
+        """Logs the first failure of `scores`, and writes it to `folder/reward_failure.txt` unless `folder` is None.
+
+        A lone surrogate, which UTF-8 cannot encode, is written as its escape: `\\udce9`.
+        """
         if scores.first_failure is None or self._shown:
             return
         self._shown = True
         text = scores.first_failure.encode("utf-8", "backslashreplace")
-        place = ""
+        note = ""
         if folder is not None:
             file = folder / "reward_failure.txt"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(text + b"\n")
-                place = f" It is also in {file}."
+                note = f" It is also in {file}."
             except OSError as error:
-                place = f" It is not in {file}, which cannot be written ({error})."
+                note = f" It could not be written to {file} ({error})."
         logger.warning(
-            "%d of %d completions are unscored because a reward function failed; further ones are counted in the "
-            "metrics (timeout_frac, error_frac), and this is the first.%s\n%s",
+            "%d of %d completions are unscored because a reward function failed. Only the first failure is shown; the "
+            "metrics timeout_frac and error_frac count all of them.%s\n%s",
             int((scores.timeouts | scores.errors).sum()),
             len(scores.total),
-            place,
+            note,
             text.decode("utf-8"),
         )
 
 
 def nothing_scored(scores: Scores) -> str:
-    """Why no completion at all has a reward, for an error message."""
+    """Returns an error message for the case that no completion has a reward."""
     if scores.first_failure is None:
         return "no completion could be scored: every reward is None or NaN. Check rewards.functions."
-    return f"no completion could be scored; check rewards.functions. The first of them: {scores.first_failure}\n"
+    return f"no completion could be scored; check rewards.functions. The first failure: {scores.first_failure}\n"
 
 
 def cut_steps(folder: Path, last: int) -> None:
-    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run will do
-    again."""
+    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run rewrites."""
     for file in folder.glob("step_*"):
         if int(file.stem.split("_")[1]) > last:
             file.unlink()

@@ -1,10 +1,10 @@
-"""Prompts to completions: which rows are worked on when, so that cost follows live tokens.
+"""The in-process sampler with continuous batching: its cost is proportional to the number of live tokens.
 
-A prompt is prefilled once and stands in one or more slots, each with some of its completions beside it. Rows that are
-free are filled with completions of the slot's prompt that wait, and an empty slot with the next prompt; when none wait,
-live rows are gathered into fewer. The cache is a ring that grows by powers of two. Which rows stand beside which
-changes no row: random numbers are `fold_in(key, problem number, sample, position)`. This module knows no reward and no
-training; weights are an argument, so there is nothing to keep in step with the trainer.
+A prompt is prefilled once and placed in one or more slots, each with some of its completions as rows. Free rows are
+filled with waiting completions of the slot's prompt, and an empty slot with the next prompt. When no completions wait,
+live rows are compacted into fewer rows. The cache is a ring buffer that grows by powers of two. The tokens of a
+completion do not depend on the schedule, because its random numbers are `fold_in(key, problem number, sample,
+position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from tunix_like.runtime import progress
 from tunix_like.types import Completions, SamplingParams
 
 FIRST_CACHE = 128
-"""Columns of the first cache; it doubles from there. Each size is a program of its own."""
+"""Initial number of cache columns; it doubles as needed. Each size is compiled separately."""
 
 FEWEST_ROWS = {"cpu": 8}
 ELSEWHERE = 64
-"""Rows on a device are not gathered into fewer than this: a step then costs what reading the weights costs."""
+"""Minimum number of rows per device after compaction, by backend (`ELSEWHERE`: other backends). With fewer rows the
+cost of a step is dominated by reading the weights."""
 
 WORTH_MOVING = 16
-"""Rows are gathered into fewer only while some may still grow by this many tokens."""
+"""Rows are compacted only if some row may still grow by at least this many tokens."""
 
 
 def length_bucket(length: int, limit: int | None = None) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, 128, ... at or above `length`, never above `limit`: bounds the number of
-    compiled shapes while wasting at most a third."""
+    """Rounds `length` up to the next of 16, 24, 32, 48, 64, 96, 128, ..., at most `limit`.
+
+    This bounds the number of compiled shapes. At most a third of the padded length is padding.
+    """
     size = 16
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -43,44 +46,44 @@ def length_bucket(length: int, limit: int | None = None) -> int:
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N W"]:
-    """Stacks ragged rows, padded to the right with 0."""
+    """Stacks rows of different lengths, padded on the right with 0."""
     out = np.zeros((len(rows), width), np.int32)
-    for place, row in zip(out, rows, strict=True):
-        place[: len(row)] = row
+    for padded, row in zip(out, rows, strict=True):
+        padded[: len(row)] = row
     return out
 
 
 def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
-    """Slots and completions per slot, for `at_once` rows.
+    """Chooses the number of slots and of rows per slot, for at most `at_once` rows.
 
-    Where all are at once, a slot is a group. Where some wait, a slot takes another prompt only when all of its rows are
-    done: with lengths that are exponential, `w` rows take `1 + 1/2 + ... + 1/w` times the mean, while the next prompt's
-    could be at work. Fewer rows a slot, on the other hand, share what is read of a prompt's keys at every step.
+    If all completions fit, each slot holds a whole group. Otherwise a slot takes the next prompt only when all of its
+    rows are done: with exponentially distributed lengths, `w` rows take `1 + 1/2 + ... + 1/w` times the mean length.
+    This favours few rows per slot. Many rows per slot, however, share the reads of the prompt's keys at every step.
     """
     if at_once >= prompts * size:
         return prompts, size
 
     def cost(width: int) -> float:
         waiting = sum(1 / i for i in range(1, width + 1))
-        return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # no longer than all tokens there are
+        return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # 2.5: lengths are at most max_tokens
 
     width = min((w for w in {*(1 << i for i in range(size.bit_length())), size} if w <= at_once), key=cost)
     return min(prompts * -(-size // width), at_once // width), width
 
 
 class Sampler:
-    """The in-process `Engine`: samples completions of prompts with a decoder's graph and whatever weights it is handed.
+    """The in-process `Engine`: samples completions with a decoder's graph and the weights passed to `generate`.
 
     Args:
-      graphdef: of a `Decoder` (`nnx.split(model)`).
-      eos_ids: a completion ends with the first of these, which belongs to it.
-      max_prompt_length, max_tokens: limits, in tokens.
-      max_concurrent_rows: completions in work at once; None is all of them.
-      mesh: prompts are split over its `data` and `fsdp` axes, heads over `tp`; None is one device.
+      graphdef: graph of a `Decoder` (`nnx.split(model)`).
+      eos_ids: end-of-sequence token ids; a completion includes the first of them and ends there.
+      max_prompt_length, max_tokens: limits of prompt and completion, in tokens.
+      max_concurrent_rows: maximum number of completions that are sampled at the same time; None means no limit.
+      mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.
 
     Attributes:
-      row_steps: tokens that could have been sampled so far had every row been live at every step: what was sampled,
-        over the growth of this number, is the share of the work that was useful.
+      row_steps: number of rows times decode steps so far. Sampled tokens divided by its increase is the fraction of
+        useful work.
     """
 
     def __init__(
@@ -115,7 +118,10 @@ class Sampler:
         Args:
           params: weights of the decoder.
           prompts: token ids, each at most `max_prompt_length` long and not empty.
-          numbers: one distinct number per prompt; the random numbers of a row come from it and from `key`.
+          numbers: one distinct number per prompt; the random numbers of its completions depend on it and on `key`.
+          num_generations: completions per prompt.
+          key: random key.
+          sampling: temperature, top-p and top-k.
         """
         with scope(self.mesh):
             with progress.task("sampling", len(prompts) * num_generations) as advance:
@@ -123,11 +129,13 @@ class Sampler:
 
 
 class _Run:
-    """One call of `generate`: the work that waits, what stands in which row, and what is done.
+    """The state of one call of `generate`: waiting completions, the contents of each row, and finished completions.
 
-    `slot_prompt[a]` is the prompt of slot `a`, `row_sample[a, i]` the number in its group of the completion
-    in that row (-1: free), `ages` how many tokens it has, `next_sample[p]` the first completion of prompt `p` that has
-    not been started.
+    Attributes:
+      slot_prompt: `[a]`, the prompt of slot `a`.
+      row_sample: `[a, i]`, the sample index of the completion in row `i` of slot `a`; -1 if the row is free.
+      ages: `[a, i]`, the number of tokens of that completion.
+      next_sample: `[p]`, the first sample of prompt `p` that has not been started.
     """
 
     def __init__(
@@ -147,7 +155,7 @@ class _Run:
         total, limit = len(prompts), sampler.max_tokens
         at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
         slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
-        if slots * width < total * size:  # as many on each device, where some wait
+        if slots * width < total * size:  # some completions wait: use the same number of slots on each device
             slots = max(slots - slots % prompt_parts(sampler.mesh), 1)
         self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
@@ -166,6 +174,7 @@ class _Run:
         )
 
     def finish(self, advance: progress.Advance) -> Completions:
+        """Samples all completions and returns them; reports finished completions to `advance`."""
         self._fill()
         while True:
             live = int((self.row_sample >= 0).sum())
@@ -193,16 +202,19 @@ class _Run:
         return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
 
     def _placed(self, tree: Any) -> Any:
-        """What a program returned, where it belongs on the mesh: the next program meets what it was compiled for."""
+        """Reshards the result of a program as the next program expects it, so that it is not compiled again."""
         return place_slots(tree, self.sampler.mesh)
 
     def _waiting(self) -> bool:
-        """Whether any completion has not been started."""
+        """Returns whether any completion has not been started."""
         return bool((self.next_sample < self.size).any())
 
     def _stop_at(self, live: int) -> int:
-        """Number of live rows at which it is worth looking at them: an eighth of the rows is free for others, or they
-        fit into half as many rows."""
+        """Returns the number of live rows at which the decode loop should stop.
+
+        While completions wait, this is when an eighth of the rows is free; then when the live rows fit into half of the
+        rows.
+        """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
         fewer = self._fewer()
@@ -212,7 +224,7 @@ class _Run:
         return target if live > target else max(0, live - max(1, target // 8))
 
     def _harvest(self) -> int:
-        """Takes what is done out of its rows; returns the number of them."""
+        """Copies finished completions to the output and frees their rows; returns their number."""
         rows, out = self.rows, self.out
         live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
         self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
@@ -223,41 +235,46 @@ class _Run:
             return 0
         tokens, logprobs = fetch((rows.tokens, rows.logprobs), self.sampler.mesh)
         for slot, row in np.argwhere(done):
-            place, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
-            out.tokens[place][:length] = tokens[slot, row, :length]
-            out.logprobs[place][:length] = logprobs[slot, row, :length]
-            out.lengths[place], out.finished[place] = length, ended[slot, row]
+            index, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
+            out.tokens[index][:length] = tokens[slot, row, :length]
+            out.logprobs[index][:length] = logprobs[slot, row, :length]
+            out.lengths[index], out.finished[index] = length, ended[slot, row]
         self.row_sample[done] = -1
         return int(done.sum())
 
     def _fill(self) -> None:
-        """Starts waiting completions in free rows: those of a slot's own prompt, and in an empty slot those of the
-        first prompt that has some."""
+        """Starts waiting completions in free rows.
+
+        A slot takes completions of its own prompt; an empty slot takes those of the first prompt that has waiting ones.
+        """
         if not self._waiting():
             return
         held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
         take = np.zeros(self.row_sample.shape, bool)
-        for slot, prompt in enumerate(held.tolist()):  # first, so that a prompt stays where it is
+        for slot, prompt in enumerate(held.tolist()):  # before empty slots, so that prompts stay in their slots
             self._start(slot, prompt, take, samples)
         for slot in np.flatnonzero((self.row_sample < 0).all(axis=1)).tolist():
             if not self._waiting():
                 break
             self.slot_prompt[slot] = prompt = int(np.argmax(self.next_sample < self.size))
             self._start(slot, prompt, take, samples)
-        self._bring(held)
+        self._replace_prompts(held)
         if take.any():
             numbers = self.numbers[self.slot_prompt]
             self.rows = self._placed(decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key))
 
     def _start(self, slot: int, prompt: int, take: np.ndarray, samples: np.ndarray) -> None:
+        """Assigns waiting completions of a prompt to the free rows of a slot; writes `take` and `samples` in place."""
         free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
         take[slot, free] = True
         samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
         self.next_sample[prompt] += len(free)
 
-    def _bring(self, held: Int[np.ndarray, "A"]) -> None:
-        """Puts prompts into the slots that hold another one: copied from a slot that has it, else prefilled, once each.
-        Their number is rounded up to a power of two, so that few shapes are compiled."""
+    def _replace_prompts(self, held: Int[np.ndarray, "A"]) -> None:
+        """Writes the prompts of slots whose prompt changed: copies them from another slot, or prefills each once.
+
+        The number of prompts is rounded up to a power of two, so that few shapes are compiled.
+        """
         slots = np.flatnonzero(self.slot_prompt != held)
         if not len(slots):
             return
@@ -265,13 +282,15 @@ class _Run:
         fresh = np.setdiff1d(wanted, held)
         source = np.array([np.argmax(held == p) if p in held else len(held) + np.argmax(fresh == p) for p in wanted])
         new = self._prefill(_rounded(fresh, len(held))) if len(fresh) else None
-        places = _rounded(slots, len(held), fill=len(held))  # beyond the last: dropped
+        targets = _rounded(slots, len(held), fill=len(held))  # slot numbers out of range are dropped
         sources = _rounded(source, len(held))
-        self.prompts = self._placed(decoding.replace_prompts(self.prompts, places, sources, new))
+        self.prompts = self._placed(decoding.replace_prompts(self.prompts, targets, sources, new))
 
     def _fewer(self) -> list[tuple[int, int]]:
-        """Slots and rows a slot that live rows may be gathered into, in falling order: half, a quarter, ... of what
-        there is. Few shapes, since each is compiled once; the slots stay divisible by the mesh."""
+        """Returns the shapes (slots, rows per slot) for compaction, largest first: half, a quarter, ... of the rows.
+
+        There are few shapes because each one is compiled. The number of slots stays divisible by the mesh.
+        """
         slots, width = self.row_sample.shape
         parts, shapes = prompt_parts(self.sampler.mesh), []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
@@ -282,7 +301,7 @@ class _Run:
         return shapes
 
     def _gather(self) -> None:
-        """Moves the live rows into the smallest shape that holds them; a prompt may then stand in several slots."""
+        """Compacts the live rows into the smallest shape that holds them; a prompt may then be in several slots."""
         if not self._worth_moving():
             return
         of_prompt = {p: np.flatnonzero(self._live_rows_of(p)) for p in dict.fromkeys(self.slot_prompt.tolist())}
@@ -316,6 +335,6 @@ class _Run:
 
 
 def _rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
-    """As many as the next power of two (at most `most`); what is missing is `fill`, or the last number again."""
+    """Pads `numbers` to the next power of two (at most `most`) with `fill`, by default the last number."""
     count = max(len(numbers), min(1 << (len(numbers) - 1).bit_length(), most))
     return np.pad(numbers, (0, count - len(numbers)), constant_values=numbers[-1] if fill is None else fill)

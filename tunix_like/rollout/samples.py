@@ -1,4 +1,4 @@
-"""Of a step one prompt, with its best and its worst completion: what a model writes is soon seen."""
+"""Picks one prompt of a step with its best and its worst completion, for display."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from tunix_like.rollout.rollouts import Rollout, mixed_groups
 
 
 class Sample(NamedTuple):
-    """A completion: its reward by the functions (NaN: none), advantage, length in tokens, and whether it ended by
-    itself."""
+    """A completion with its total reward (NaN if unscored), advantage and length in tokens.
+
+    `finished` is True if it ended with an end-of-sequence token.
+    """
 
     text: str
     reward: float
@@ -22,7 +24,7 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """A prompt with the best and the worst of its `size` completions, of which `scored` have a reward."""
+    """A prompt with its best and its worst completion; `scored` of its `size` completions have a reward."""
 
     prompt: str
     best: Sample
@@ -32,21 +34,23 @@ class Samples(NamedTuple):
 
 
 def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samples:
-    """Those of the first prompt whose rewards differ, else of the first; an unscored completion is neither, where
-    another one is scored."""
+    """Returns the samples of the first prompt whose rewards differ, or of the first prompt if there is none.
+
+    An unscored completion is picked only if no completion of the prompt is scored.
+    """
     shape = rollout.completions.lengths.shape
-    total, scored = (each.reshape(shape) for each in (rollout.scores.total, rollout.scores.scored))
+    total, scored = rollout.scores.total.reshape(shape), rollout.scores.scored.reshape(shape)
     group = int(np.argmax(mixed_groups(total, scored)))
     best, worst = (int(np.argmax(np.nan_to_num(sign * total[group], nan=-np.inf))) for sign in (1, -1))
 
-    def sample(place: int) -> Sample:
+    def sample(index: int) -> Sample:
         out = rollout.completions
         return Sample(
-            rollout.texts[group * shape[1] + place],
-            float(total[group, place]),
-            float(advantages[group, place]),
-            int(out.lengths[group, place]),
-            bool(out.finished[group, place]),
+            rollout.texts[group * shape[1] + index],
+            float(total[group, index]),
+            float(advantages[group, index]),
+            int(out.lengths[group, index]),
+            bool(out.finished[group, index]),
         )
 
     return Samples(rollout.problems[group].text, sample(best), sample(worst), int(scored[group].sum()), shape[1])

@@ -1,1 +1,1 @@
-"""The training loop, the compiled step, learners and supervised fine-tuning."""
+"""The training loop, the compiled training step, the RL learners and supervised fine-tuning."""

@@ -1,4 +1,4 @@
-"""Checks the arguments of a learner, and derives from them what a checkpoint depends on."""
+"""Checks the arguments of a learner, and derives the identity of a run from them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "success_threshold": ((int, float, np.number), "give a number"),
     "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
 }
-"""Arguments of a learner: what each must be, and what to give in place of anything else."""
+"""Argument name of a learner to its type and the remedy in the error message."""
 
 
-def check_arguments(**given: Any) -> None:
-    """Raises UserError naming the first of these arguments that is of another type; those whose default is None may be
-    None."""
-    for name, value in given.items():
+def check_arguments(**arguments: Any) -> None:
+    """Raises UserError for the first argument of a wrong type; arguments with the default None may be None."""
+    for name, value in arguments.items():
         if value is not None or name in ("metric_fns", "success_threshold"):
             check_type(name, value, *_TYPES[name])
-    for i, function in enumerate(given["metric_fns"]):
+    for i, function in enumerate(arguments["metric_fns"]):
         check_type(f"metric_fns[{i}]", function, Callable, _TYPES["metric_fns"][1])  # type: ignore[arg-type]
 
 
 def forward_options(rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig) -> ForwardOptions:
-    """Returns how a learner computes log-probabilities."""
+    """Returns the options of a learner's log-probability computation."""
     entropy = algorithm.entropy_coef > 0
     return ForwardOptions(rollout.temperature, training.logprob_chunk_size, training.remat, entropy_gradient=entropy)
 
 
 def identity_of(learner: Learner) -> dict[str, Any]:
-    """What a run's next step depends on, besides its state, its data and its code."""
+    """Returns the settings that must be equal when a checkpoint is restored.
+
+    They are everything that the next step depends on, except state, data and code.
+    """
     rollout = dataclasses.asdict(learner.rollout_config)
     del rollout["max_concurrent_rows"]
     optimizer = learner.training.actor_optimizer or OptimizerConfig()
@@ -61,35 +63,35 @@ def identity_of(learner: Learner) -> dict[str, Any]:
 
 
 def check_rows(rows: Any) -> None:
-    """Raises UserError where held-out rows cannot be counted and read by their number."""
+    """Raises UserError if the held-out rows have no length or cannot be indexed."""
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, str | Mapping):
         raise UserError(f"eval_ds: got {type(rows).__name__}; give a list of rows, each a dict with a 'prompt'.")
 
 
-def source_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns `source_estimators` as plain dicts. Raises UserError naming the source whose entry is something else."""
-    for source, entry in given.items():
+def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns `source_estimators` as plain dicts. Raises UserError if the entry of a source is not a mapping."""
+    for source, entry in source_estimators.items():
         if not isinstance(entry, Mapping):
             raise UserError(
                 f"source_estimators['{source}']: expected {{'advantage_estimator': ..., <its parameters>}}, got "
                 f"{entry!r}."
             )
-    return {source: dict(entry) for source, entry in given.items()}
+    return {source: dict(entry) for source, entry in source_estimators.items()}
 
 
 def resolve_algorithm(learner: type[Learner], config: AlgorithmConfig | None) -> AlgorithmConfig:
     """Fills unset keys with the learner's defaults. Raises UserError for the config of another learner."""
-    own = learner.config_class
-    config = own() if config is None else config
-    if type(config) not in (AlgorithmConfig, own):
+    config_class = learner.config_class
+    config = config_class() if config is None else config
+    if type(config) not in (AlgorithmConfig, config_class):
         raise UserError(
-            f"{learner.__name__} takes a {own.__name__}, got a {type(config).__name__}; "
-            "each learner has its own config, which brings its loss and aggregation."
+            f"{learner.__name__} takes a {config_class.__name__}, got a {type(config).__name__}; "
+            f"pass a {config_class.__name__}, which has the learner's default loss and aggregation."
         )
-    named = own().advantage_estimator
-    if named is not None and config.advantage_estimator not in (None, named):
+    estimator = config_class().advantage_estimator
+    if estimator is not None and config.advantage_estimator not in (None, estimator):
         raise UserError(
-            f"{learner.__name__} is the learner of '{named}', the config names '{config.advantage_estimator}'; "
-            "take that estimator's learner, which brings its own loss and aggregation."
+            f"{learner.__name__} is the learner of '{estimator}', but the config has "
+            f"advantage_estimator='{config.advantage_estimator}'; use the learner of that estimator."
         )
-    return resolve(config, own)
+    return resolve(config, config_class)

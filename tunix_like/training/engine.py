@@ -1,4 +1,4 @@
-"""Builds the engine that samples completions in the process."""
+"""Builds the in-process engine that samples completions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tunix_like.training.sizes import concurrent_rows
 
 
 def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
-    """Returns the sampler of a model, its tokenizer and the `rollout` section.
+    """Builds the sampler for a model, its tokenizer and the `rollout` section of a config.
 
     Args:
-      graphdef: of a `Decoder` (`nnx.split(model)[0]`).
+      graphdef: graph of a `Decoder` (`nnx.split(model)[0]`).
 
     Raises:
-      UserError: not one completion fits into memory.
+      UserError: the device memory is too small for a single completion.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # the module without weights
     return Sampler(

@@ -1,7 +1,4 @@
-"""Log-probabilities of packed completions: prompts once, then their completions in chunks.
-
-It knows the model, and the layout of `packing.py`; no loss and no gradient.
-"""
+"""Computes log-probabilities of packed completions (`packing.py`): each prompt once, then its completions in chunks."""
 
 from __future__ import annotations
 
@@ -24,8 +21,14 @@ if TYPE_CHECKING:
 
 
 class ForwardOptions(NamedTuple):
-    """How log-probabilities are computed: sampling temperature, tokens per logits chunk, recomputation of layers, and
-    whether the entropy has a gradient."""
+    """Options of the log-probability computation.
+
+    Attributes:
+      temperature: sampling temperature.
+      chunk: number of tokens whose logits are computed at once.
+      remat: whether layers are recomputed in the backward pass.
+      entropy_gradient: whether the entropy has a gradient.
+    """
 
     temperature: float
     chunk: int
@@ -34,16 +37,17 @@ class ForwardOptions(NamedTuple):
 
 
 class PromptStates(NamedTuple):
-    """What completions need of their prompts: the hidden state that predicts the first token, and every layer's keys
-    and values."""
+    """Outputs of the prompts: the hidden state that predicts the first token, and the keys and values of each layer."""
 
     hidden: Float[Array, "p D"]
     cache: list[KeyValue]
 
 
 class Chunk(NamedTuple):
-    """The completions of one chunk. `group` and `sample` are their places in the batch, `length` is 0 where there is
-    none."""
+    """The completions of one chunk.
+
+    `group` and `sample` are their indices in the batch; `length` is 0 for unused entries.
+    """
 
     lane: Int[AnyArray, "A"] | None
     group: Int[AnyArray, "A"]
@@ -56,12 +60,12 @@ class Chunk(NamedTuple):
         return self.length > 0
 
     def rows_of(self, values: Float[AnyArray, "P G ..."]) -> Array:
-        """What belongs to these completions, out of an array over the batch."""
+        """Gathers the values of these completions from an array over the batch."""
         return jnp.asarray(values)[self.group[:, None, None], self.sample]
 
 
 def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
-    """Puts the work of an update on the mesh: the prompts of a set and their lanes split over `data` and `fsdp`."""
+    """Places the packed arrays on the mesh: the prompts of a set and their lanes are sharded over `data` and `fsdp`."""
     if mesh is None:
         return packed
     numbers = place_replicated({"sets": packed.sets, "chunks": packed.chunks}, mesh)
@@ -72,23 +76,26 @@ def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
 def prompt_states(
     graphdef: Any, params: Any, batch: GroupBatch, prompts: Int[Array, "p"], options: ForwardOptions
 ) -> PromptStates:
+    """Runs the model on the prompts of a set."""
     tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
     return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
 
 
 def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
-    """Chunk `chunk` of set `number`."""
+    """Returns chunk `chunk` of set `number`."""
     packed = jax.tree.map(jnp.asarray, packed)
     lane = None if packed.lane is None else packed.lane[number, chunk]
     group = packed.prompts[number] if lane is None else packed.prompts[number][lane]
-    return Chunk(lane, group, *(each[number, chunk] for each in (packed.sample, packed.start, packed.length)))
+    return Chunk(lane, group, *(array[number, chunk] for array in (packed.sample, packed.start, packed.length)))
 
 
 def chunk_logprobs(
     graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
 ) -> tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]]:
-    """Log-probabilities and entropies of a chunk's completion tokens; beyond a completion's length they mean
-    nothing."""
+    """Computes log-probabilities and entropies of a chunk's completion tokens.
+
+    Values beyond the length of a completion are undefined.
+    """
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:
         states = jax.tree.map(lambda x: _picked(x, chunk.lane), states)
@@ -98,7 +105,7 @@ def chunk_logprobs(
         states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
     )
     lanes, _, steps = tokens.shape
-    found = token_logprobs(
+    outputs = token_logprobs(
         hidden.reshape(lanes, -1, hidden.shape[-1]),
         split_columns(model.output_weights()),
         tokens.reshape(lanes, -1),
@@ -107,17 +114,19 @@ def chunk_logprobs(
         options.entropy_gradient,
         model.config.logits_cap,
     )
-    place = jnp.minimum(chunk.start[..., None] + jnp.arange(steps)[None, None, None], steps - 1)
+    position = jnp.minimum(chunk.start[..., None] + jnp.arange(steps)[None, None, None], steps - 1)
     logprobs, entropy = (
-        jnp.take_along_axis(values.reshape(tokens.shape)[:, :, None], place, axis=-1) for values in found
+        jnp.take_along_axis(values.reshape(tokens.shape)[:, :, None], position, axis=-1) for values in outputs
     )
     return logprobs, entropy
 
 
 @jax.custom_vjp
 def _picked(x: Float[Array, "p ..."], lane: Int[Array, "A"]) -> Float[Array, "A ..."]:
-    """`x[lane]`, whose gradient is summed in float32 and in a fixed order; a scatter adds in the dtype of `x`, on a GPU
-    in any order."""
+    """Returns `x[lane]`, with a gradient that is summed in float32 and in a fixed order.
+
+    The default gradient is a scatter-add, which adds in the dtype of `x` and, on a GPU, in an undefined order.
+    """
     return x[lane]
 
 
@@ -136,14 +145,16 @@ _picked.defvjp(_picked_forward, _picked_backward)
 
 
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"]) -> tuple[Array, Array, Array]:
-    """Tokens, their places in their completions, and which completion of the bin they belong to (-1: none)
-    `[A b T]`."""
+    """Returns tokens, their positions in their completions, and their completions' indices in the bin (-1: none).
+
+    All three are `[A b T]`.
+    """
     slots = jnp.arange(rows.shape[-1])[None, None]
     start, end = chunk.start[..., None], (chunk.start + chunk.length)[..., None]
     inside = (slots[None] >= start) & (slots[None] < end)
     owner, real = jnp.argmax(inside, axis=2), inside.any(axis=2)
     offsets = slots - jnp.take_along_axis(chunk.start, owner, axis=2)
-    tokens = jnp.take_along_axis(rows, jnp.maximum(offsets, 0)[:, :, None], axis=-1)  # of every row, at its own place
+    tokens = jnp.take_along_axis(rows, jnp.maximum(offsets, 0)[:, :, None], axis=-1)  # of every row, then of the owner
     tokens = jnp.take_along_axis(tokens, owner[:, :, None], axis=2)[:, :, 0]
     return tuple(jnp.where(real, x, other) for x, other in ((tokens, 0), (offsets, 1), (owner, -1)))  # type: ignore[return-value]
 
@@ -151,18 +162,18 @@ def _bins(chunk: Chunk, rows: Int[Array, "A b r T"]) -> tuple[Array, Array, Arra
 def batch_logprobs(
     graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
 ) -> Float[Array, "P G T"]:
-    """Log-probabilities of all packed completions, without gradient; 0 elsewhere."""
+    """Computes log-probabilities of all packed completions, without gradient; 0 elsewhere."""
     shape = batch.completion_tokens.shape
 
     def one_set(number: Array, out: Array) -> Array:
         states = prompt_states(graphdef, params, batch, jnp.asarray(packed.prompts)[number], options)
 
-        def one_chunk(place: Array, out: Array) -> Array:
-            chunk = chunk_of(packed, number, place)
-            found, _ = chunk_logprobs(graphdef, params, states, batch, chunk, options)
-            found = jnp.where(jnp.arange(shape[-1])[None, None, None] < chunk.length[..., None], found, 0.0)
-            group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # beyond the last: dropped
-            return out.at[group, chunk.sample].set(found, mode="drop")
+        def one_chunk(index: Array, out: Array) -> Array:
+            chunk = chunk_of(packed, number, index)
+            logprobs, _ = chunk_logprobs(graphdef, params, states, batch, chunk, options)
+            logprobs = jnp.where(jnp.arange(shape[-1])[None, None, None] < chunk.length[..., None], logprobs, 0.0)
+            group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # out of range: dropped
+            return out.at[group, chunk.sample].set(logprobs, mode="drop")
 
         return jax.lax.fori_loop(0, jnp.asarray(packed.chunks)[number], one_chunk, out)
 

@@ -1,8 +1,4 @@
-"""What keeps numbers honest: updates that are no numbers are skipped, told and kept for a second look, and a sampler
-that computes other probabilities than the trainer is found at the start.
-
-It knows the metrics of an update and the arrays it was made from; what to do about them is the user's business.
-"""
+"""Detects non-finite updates and sampler/trainer mismatch, and saves the inputs of skipped updates for `replay`."""
 
 from __future__ import annotations
 
@@ -23,25 +19,22 @@ from tunix_like.types import GroupBatch
 logger = logging.getLogger("tunix_like")
 
 FOLDER = "skipped"
-"""In a run's folder: one file for each skipped update."""
+"""Subfolder of a run folder with one file per skipped update."""
 
 
 class SkipWatch:
-    """Called with the metrics of each step's updates: warns of skipped ones, and stops when too many follow each other.
+    """Warns of skipped updates, and raises if too many consecutive updates are skipped.
 
     Args:
-      what: whose numbers they are, for messages.
-      most: so many in a row are too many.
-
-    Raises:
-      UserError: `most` updates in a row were skipped.
+      what: name of the loss, for messages.
+      most: `check` raises UserError after this many consecutive skipped updates.
     """
 
     def __init__(self, what: str, most: int):
         self.what, self.most, self.in_a_row = what, most, 0
 
     def __call__(self, updates: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the numbers of the skipped ones."""
+        """Returns the indices of the skipped updates of a step, given the metrics of its updates."""
         skipped = [number for number, row in enumerate(updates) if row["update/skipped"]]
         if skipped:
             message = "%d of %d updates of this step skipped: %s or its gradient is not finite"
@@ -51,21 +44,26 @@ class SkipWatch:
         return skipped
 
     def check(self) -> None:
-        """Apart from the call, so that what was skipped can be kept before the run stops."""
+        """Raises UserError if too many consecutive updates were skipped.
+
+        This is separate from the call, so that the inputs of skipped updates can be saved first.
+        """
         if self.in_a_row >= self.most:
             raise UserError(
-                f"{self.what} or its gradient was not finite in {self.in_a_row} updates in a row "
-                "(training.max_skipped_updates); the weights are as they were before them. Lower the learning rate, or "
-                "look at the loss."
+                f"{self.what} or its gradient was not finite in {self.in_a_row} consecutive updates "
+                "(training.max_skipped_updates); the weights are those before these updates. Lower the learning rate, "
+                "or check the loss."
             )
 
 
 class GapWatch:
-    """Called with the metrics of each step's updates until one of them has tokens: how far the sampler's
-    log-probabilities are from the trainer's.
+    """Compares the sampler's log-probabilities with the trainer's, in the first update that has tokens.
+
+    Args:
+      most: largest allowed mean absolute difference, in nats per token; None disables the check.
 
     Raises:
-      UserError: further than `most` nats a token, on average.
+      UserError: the difference is larger (on call).
     """
 
     def __init__(self, most: float | None):
@@ -75,21 +73,23 @@ class GapWatch:
         if self.most is None or "logprob_gap/mean" not in updates[0]:
             return
         gap = float(updates[0]["logprob_gap/mean"])
-        if not np.isfinite(gap):  # no completion went through the model, or the update is skipped
+        if not np.isfinite(gap):  # the update has no completions, or it was skipped
             return
         if gap > self.most:
             raise UserError(
-                f"sampler and trainer disagree: their log-probabilities of the same tokens differ by {gap:.3g} nats a "
-                f"token on average, {float(updates[0]['logprob_gap/max']):.3g} at most (training.max_logprob_gap: "
-                f"{self.most:g}). Nothing is saved. Try model.attention=plain, then model.dtype=float32, to see which "
-                "of them it is."
+                f"sampler and trainer disagree: their log-probabilities of the same tokens differ by {gap:.3g} nats "
+                f"per token on average, {float(updates[0]['logprob_gap/max']):.3g} at most (training.max_logprob_gap: "
+                f"{self.most:g}). Nothing is saved. Set model.attention=plain, then model.dtype=float32, to find the "
+                "cause."
             )
         self.most = None
 
 
 class Skipped(NamedTuple):
-    """A skipped update, all but the weights. `live` are the completions that go through the model, of the groups
-    `in_update`."""
+    """The inputs of a skipped update, without the weights.
+
+    `live` are the completions that are processed by the model, `in_update` the groups of the update.
+    """
 
     step: int
     update: int
@@ -101,8 +101,10 @@ class Skipped(NamedTuple):
 
 
 def keep(folder: Path, skipped: Skipped) -> Path:
-    """Writes all that an update was made from, but for the weights, to `folder/step_<n>_update_<m>.npz`. Raises
-    OSError where it cannot, and leaves no half file."""
+    """Writes the inputs of an update, without the weights, to `folder/step_<n>_update_<m>.npz`; returns the file.
+
+    Raises OSError if the write fails; no partial file is left.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{skipped.step:06d}_update_{skipped.update}.npz"
     arrays = {f"batch/{name}": value for name, value in skipped.batch._asdict().items()}
@@ -123,39 +125,38 @@ def guard(
     gap_watch: GapWatch,
     folder: Path | None,
 ) -> None:
-    """Writes the inputs of skipped updates to a run folder (None: nowhere), then stops the run where its numbers are
-    wrong.
+    """Writes the inputs of skipped updates to a run folder (None: nowhere), then runs the checks of both watches.
 
     Args:
       rows: metrics of each update of a step.
-      updates: their inputs.
+      updates: inputs of each update of the step.
 
     Raises:
-      UserError: what the two watches raise.
+      UserError: as `SkipWatch.check` and `GapWatch`.
     """
     for number in skip_watch(rows):
         if folder is None:
             continue
         try:
             file = keep(folder / FOLDER, updates[number])
-            logger.warning("what the skipped update was made from is kept: tunix-like replay %s", file)
+            logger.warning("saved the inputs of the skipped update; inspect them with: tunix-like replay %s", file)
         except OSError as error:
-            logger.warning("what the skipped update was made from cannot be written: %s", error)
+            logger.warning("cannot write the inputs of the skipped update: %s", error)
     skip_watch.check()
     gap_watch(rows)
 
 
 def cut_run(folder: Path, step: int) -> None:
-    """Removes the completions and the skipped updates of steps after `step` from a run folder."""
+    """Removes the files of completions and skipped updates of steps after `step` from a run folder."""
     cut_steps(folder / "rollouts", step)
     cut_steps(folder / FOLDER, step)
 
 
 def read(file: Path) -> Skipped:
-    """What `keep` wrote. Raises UserError where the file is something else."""
+    """Reads a file that `keep` wrote. Raises UserError if it is another file."""
     try:
-        with np.load(file, allow_pickle=False) as held:
-            arrays = {name: held[name] for name in held.files}
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
         numbers = json.loads(str(arrays.pop("numbers")))
         batch = GroupBatch(**{name: arrays.get(f"batch/{name}") for name in GroupBatch._fields})
         masks, logprobs = (arrays["live"], arrays["in_update"]), map(arrays.get, ("old_logprobs", "ref_logprobs"))

@@ -1,6 +1,6 @@
-"""The learner of reinforcement learning: rollouts, rewards, and the compiled step of advantage and loss together.
+"""`Learner`, the base class of all RL algorithms: rollouts, rewards and the compiled training step.
 
-`Learner` is the base of every algorithm; `learners.py` declares them.
+The algorithms are declared in `learners.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ logger = logging.getLogger("tunix_like")
 
 @dataclasses.dataclass
 class _Call:
-    """What one call of `Learner.train` needs besides the state."""
+    """The objects of one call of `Learner.train`."""
 
     batch_size: int
     collector: Collector
@@ -84,35 +84,35 @@ class _Call:
 
 
 class Learner(Trainer):
-    """Samples groups, scores them and follows the gradient of its objective.
+    """Trains a model with reinforcement learning: samples groups of completions, scores them and updates the weights.
 
     Args:
-      model: a `Decoder`. The learner takes the weights that it trains over, all of them or, where there are any, the
-        adapters: they are donated to the compiled step, and `train` puts the trained ones back when it ends.
-      tokenizer: ours, or a transformers fast tokenizer.
+      model: a `Decoder`. If it has adapters only these are trained, else all weights. The trained weights are donated
+        to the compiled step; `train` writes them back to the model when it ends.
+      tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       reward_fns: one function or several (a mapping gives them names),
-        `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum
-        is the reward. None or NaN means "could not be scored", and so does a function that fails. They run in this
-        process; those of `tunix_like.rewards.pooled` in others, with a deadline.
-      algo_config: the learner's config class (its defaults when left out).
+        `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum is the reward. None, NaN or an
+        exception means that a completion could not be scored. Functions run in this process; those of
+        `tunix_like.rewards.pooled` run in worker processes, with a deadline.
+      algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
-      ref_model: reference of the KL when `beta > 0`, quantised or not; only what it shares with the trained weights is
-        copied. Left out it is the model as it starts: a copy of its weights; of adapters that have learnt nothing yet,
-        the frozen weights without them and no copy.
-      mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; one device when left out.
-      reward_weights: one factor per reward function; ones when left out.
-      success_threshold: a completion succeeds (pass@k) when its total reward reaches this.
-      source_estimators: `{data source: {"advantage_estimator": ..., <its parameters>}}`: groups whose row has that
-        source in its column `data_source` get that estimator's advantages; loss and aggregation stay the run's.
+      ref_model: reference model of the KL when `beta > 0`, quantised or not; only weights that it shares with the
+        trained ones are copied. Defaults to a copy of the initial weights. With newly initialised adapters it is the
+        frozen weights, without a copy.
+      mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
+      reward_weights: one factor per reward function; defaults to ones.
+      success_threshold: a completion succeeds (pass@k) when its total reward reaches this value.
+      source_estimators: `{data source: {"advantage_estimator": ..., <its parameters>}}`: the estimator of groups with
+        that source in their column `data_source`. Loss and aggregation are those of the run.
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
         every step; `aggregation` reduces the value over completions.
-      engine: generates completions; the in-process sampler of this model when left out.
-      on_row: `f(row, total steps or None)`, called with every row of metrics as it is logged.
+      engine: generates completions; defaults to the in-process sampler of this model.
+      on_row: `f(row, total steps or None)`, called with every logged row of metrics.
       on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps` with the best and the worst
         completion of one prompt, a `tunix_like.rollout.samples.Samples`.
 
     Raises:
-      UserError: a config of another learner, a key nothing reads, a value out of range.
+      UserError: the config is of another learner, a key is set that nothing reads, or a value is out of range.
     """
 
     name, step_key = "train", "step"
@@ -155,9 +155,9 @@ class Learner(Trainer):
         self.success_threshold = success_threshold
         self.task = Task(self.algo, self.rollout_config, self.rewards, success_threshold)
         if self.rollout_config.temperature == 0:
-            raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
+            raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
-            logger.warning("rollout.top_p and top_k cut what the policy can say: samples are no longer from the policy")
+            logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
         self.source_estimators = source_settings(source_estimators or {})
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
         trace_own(objective, 2, self.algo.num_generations)
@@ -183,37 +183,37 @@ class Learner(Trainer):
 
         Args:
           train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one
-            pass; an incomplete last batch is dropped.
-          eval_ds: held-out rows, evaluated before and after, and every `eval_every_n_steps`.
-          batch_size: prompts per step; a smaller dataset is one batch.
-          shuffle: a sequence or a grain `MapDataset`, anew every epoch; other data come as they come.
-          overlong_prompts: rows whose prompt is longer than `max_prompt_length`, or empty: "skip" leaves them out, with
-            a warning that counts them; "error" refuses the data (`train_ds` if it is a sequence or a grain
-            `MapDataset`: its first 20,000 rows; `eval_ds`: up to the last problem).
+            epoch; an incomplete last batch is dropped.
+          eval_ds: held-out rows, evaluated before and after training, and every `eval_every_n_steps`.
+          batch_size: prompts per step; reduced to the size of a smaller dataset.
+          shuffle: shuffles a sequence or a grain `MapDataset` in every epoch; other data keep their order.
+          overlong_prompts: what to do with rows whose prompt is empty or longer than `max_prompt_length`: "skip" drops
+            them with a warning that counts them; "error" raises (it checks the first 20,000 rows of `train_ds` if it is
+            a sequence or a grain `MapDataset`, and `eval_ds` up to the last problem).
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
-          there, and a second call resumes. Without it a second call continues after the first: `max_steps` (or one
-          pass) more, with the step numbers, random numbers and optimizer state that follow, and in the same data (the
-          same object, batch size and shuffling) with the prompts that follow. Learners with equal settings share
-          compiled programs, and so do the calls of one learner; a `linear` or `cosine` schedule is compiled anew when
+          there, and a second call resumes. Without it, a second call continues after the first for another `max_steps`
+          (or one epoch), with consecutive step numbers, random numbers and optimizer state. On the same data (the same
+          object, batch size and shuffling) it continues with the next prompts. Learners with equal settings share
+          compiled programs, and so do the calls of one learner; a `linear` or `cosine` schedule is compiled again when
           the number of the last step changes.
 
         Raises:
-          UserError: bad data; reward functions that failed for every completion of the first step (these are in
-            `rollouts/` by then); another process at work in that folder; every checkpoint damaged, or of a run with
-            other settings.
-          NotSaved: the training is done, and its last checkpoint could not be written.
-          Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) asked for the end; the state is saved.
+          UserError: the data is wrong; the reward functions failed for every completion of the first step (these are
+            then written to `rollouts/`); another process uses that folder; or all checkpoints are damaged or belong to
+            a run with other settings.
+          NotSaved: the training is done, but its last checkpoint could not be written.
+          Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run; the state is saved.
         """
-        check_type("batch_size", batch_size, int, "give a whole number of at least 1")
+        check_type("batch_size", batch_size, int, "give an integer of at least 1")
         if batch_size < 1:
-            raise UserError(f"batch_size: got {batch_size}; give a whole number of at least 1.")
+            raise UserError(f"batch_size: got {batch_size}; give an integer of at least 1.")
         if eval_ds is not None:
             check_rows(eval_ds)
         with owned(self.training.output_dir) as check_owner:
             if self.folder is None and self.training.best_metric is not None:
-                raise UserError("training.best_metric: a checkpoint is kept in a folder; set training.output_dir.")
+                raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
             self._begin()
             call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
             try:
@@ -223,7 +223,7 @@ class Learner(Trainer):
             finally:
                 call.profile.close()
                 close_pools(function for _, function, _ in self.rewards)
-        if not last and self.folder is not None:  # the run was finished before
+        if not last and self.folder is not None:  # the run was already finished
             folder = self.folder
             last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
         return last
@@ -237,14 +237,14 @@ class Learner(Trainer):
         return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
 
     def _prepare(self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, overlong: str) -> _Call:
-        """Checks the data, then builds what this call of `train` needs."""
+        """Checks the data and builds the objects of this call of `train`."""
         training, skipped = self.training, 0
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
             limit = self.rollout_config.max_prompt_length
-            found = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
-            found.warn("training")
-            skipped = found.prompts
+            checked = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
+            checked.warn("training")
+            skipped = checked.prompts
             batch_size = min(batch_size, len(train_ds) - skipped)
         steps = training.max_steps
         if steps is None and sized and not self.algo.dynamic_sampling:
@@ -271,8 +271,8 @@ class Learner(Trainer):
             self.first_failure, drawn,
         )  # fmt: skip
         reference = self.reference is not None
-        done = Updates(self, self.algo, objective, mini, reference)
-        return _Call(batch_size, collector, done, evaluator, files, SignalWatch(self.task), profile)
+        step_updates = Updates(self, self.algo, objective, mini, reference)
+        return _Call(batch_size, collector, step_updates, evaluator, files, SignalWatch(self.task), profile)
 
     def to_save(self) -> Any:
         assert self._call is not None
@@ -322,16 +322,16 @@ class Learner(Trainer):
         metrics |= self._user_metrics(rollout, advantages)
         self._show(call, number, rollout, batch, advantages)
         clock.lap("other")
-        known = metrics | clock.seconds
+        metrics |= clock.seconds
         row_steps = self.engine.row_steps - before
-        speed = speed_metrics(self.model.config, batch, sampled, row_steps, known, call.compilations)
+        speed = speed_metrics(self.model.config, batch, sampled, row_steps, metrics, call.compilations)
         assert self.programs is not None
-        return known | speed | {"perf/update_programs": float(self.programs.traces)}
+        return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
 
     def _show(
         self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
     ) -> None:
-        """Writes completions, warns where a step taught nothing, and shows samples, where they are due."""
+        """Writes completions and shows samples if they are due, and warns of steps without a training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
             call.files.write(number, rollout, batch, advantages)
         call.signal_watch(number, rollout, batch, advantages)
@@ -342,7 +342,7 @@ class Learner(Trainer):
     def _reference_logprobs(
         self, updates: Updates, batch: GroupBatch, clock: Clock
     ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
-        """Returns the reference's log-probabilities where there is one, and the KL in the reward where it belongs."""
+        """Returns the reference's log-probabilities if there is one; adds the KL to the rewards if configured."""
         if self.reference is None:
             return batch, None, {}
         ref, metrics = updates.logprobs(*self.reference, batch), {}
@@ -355,25 +355,25 @@ class Learner(Trainer):
         out: dict[str, float] = {}
         for function in self.metric_fns:
             prompts, columns = repeat_columns(rollout.problems, self.algo.num_generations)
-            found = function(prompts, rollout.texts, rollout.scores.total, advantages.reshape(-1), **columns)
-            out |= {name: float(aggregate(value)) for name, (value, aggregate) in found.items()}
+            metrics = function(prompts, rollout.texts, rollout.scores.total, advantages.reshape(-1), **columns)
+            out |= {name: float(aggregate(value)) for name, (value, aggregate) in metrics.items()}
         return out
 
     def _settings(self) -> dict[str, Any]:
-        """What loggers show of a run that has no `config.yaml`."""
+        """Returns the settings that loggers record for a run without `config.yaml`."""
         parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}
         parts |= {"eval": self.eval_config, "optimizer": self.training.actor_optimizer}
         return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}
 
     def _describe(self, folder: Path) -> None:
-        """Writes what the model is, and for adapters what they belong to."""
+        """Writes the description of the model, and for adapters that of their base model."""
         model = self.model
         save_description(model.config, self.tokenizer, folder, model.param_dtype.name)
         if model.adapters is not None:
             save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
-        """Samples held-out rows with the current weights; see `tunix_like.evaluation.evaluate.Evaluator`.
+        """Evaluates the current weights on held-out rows; see `tunix_like.evaluation.evaluate.Evaluator`.
         `overlong_prompts` is as for `train`."""
         check_rows(eval_ds)
         try:
@@ -382,7 +382,7 @@ class Learner(Trainer):
             close_pools(function for _, function, _ in self.rewards)
 
     def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
-        """An evaluator on rows of the data. Warns of those that are skipped."""
+        """Builds an evaluator for rows of data. Logs a warning if rows are skipped."""
         limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
         problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
         skipped.warn("evaluation")

@@ -1,8 +1,4 @@
-"""The one training loop, shared by supervised fine-tuning and reinforcement learning: steps, signals, checkpoints,
-metrics.
-
-It knows when things happen and what must be on disk before what; it does not know what a step is.
-"""
+"""The training loop of supervised fine-tuning and reinforcement learning: steps, signals, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -31,12 +27,14 @@ from tunix_like.storage.metrics import MetricsLog
 logger = logging.getLogger("tunix_like")
 
 EXIT_STOPPED = 75
-"""Exit status of a run that was told to stop (SIGTERM, SIGINT, SIGHUP) and saved itself first."""
+"""Exit status of a run that was stopped by SIGTERM, SIGINT or SIGHUP after it wrote a checkpoint."""
 
 
 class Stopped(SystemExit):
-    """Raised after SIGTERM or SIGHUP, once the checkpoint is written (if the run has a folder). The same command
-    resumes the run."""
+    """Raised after SIGTERM or SIGHUP, when the checkpoint is written (if the run has a folder).
+
+    The same command resumes the run.
+    """
 
     def __init__(self, step: int, saved: bool) -> None:
         super().__init__(EXIT_STOPPED)
@@ -44,7 +42,7 @@ class Stopped(SystemExit):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in the same way after SIGINT (Ctrl-C), which must not end the process of a notebook."""
+    """Raised like `Stopped` after SIGINT (Ctrl-C). As a KeyboardInterrupt it does not end the process of a notebook."""
 
     def __init__(self, step: int, saved: bool) -> None:
         self.message = _stopped_after(step, saved)
@@ -57,17 +55,17 @@ def _stopped_after(step: int, saved: bool) -> str:
 
 @runtime_checkable
 class Stepper(Protocol):
-    """What the loop drives.
+    """The interface of a trainer that the loop runs.
 
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
       step_key: the metrics' step column (`step`, `sft/step`).
-      done: steps done so far in this process; a call that is not resumed from a checkpoint starts after them.
-      total: number of the last step, or None to go on until `step` returns None.
+      done: number of steps done so far in this process; a call that does not resume from a checkpoint continues there.
+      total: number of the last step, or None to continue until `step` returns None.
       rate_follows_total: whether the learning rate of a step depends on `total`.
       iterator: the data iterator to save with a checkpoint, or None.
-      identity: what must be the same when a checkpoint is taken up again; `base`, of frozen weights, is a
-        `models.lora.fingerprint`.
+      identity: settings that must be equal when a checkpoint is restored; `base` is the `models.lora.fingerprint` of
+        the frozen weights.
     """
 
     name: ClassVar[str]
@@ -82,20 +80,22 @@ class Stepper(Protocol):
         """Returns the pytree of a checkpoint."""
 
     def restore(self, saved: Any, step: int) -> None:
-        """Continues after `step` from the pytree saved there."""
+        """Restores the state after `step` from its saved pytree."""
 
     def cut(self, step: int) -> None:
-        """Removes what it wrote itself of the steps after `step` (-1: of all), which will be done again."""
+        """Removes the trainer's own files of steps after `step` (-1: of all steps), which will be repeated."""
 
     def step(self, number: int) -> dict[str, Any] | None:
-        """Does step `number` (from 1); returns its metrics (numbers, and lists of them) without prefix, or None when
-        the data is used up."""
+        """Runs step `number` (from 1).
+
+        Returns its metrics (numbers and lists of numbers) without prefix, or None when the data is exhausted.
+        """
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
-        """Metrics (with prefix) of an evaluation after `step` if one is due, else empty; `step` 0 is the start."""
+        """Returns the metrics (with prefix) of an evaluation after `step` if one is due, else {}; 0 is the start."""
 
     def finished(self, row: dict[str, Any]) -> bool:
-        """True when the row just logged ends the trainer early."""
+        """Returns True when the row just logged ends the training early."""
 
 
 def run(
@@ -110,18 +110,18 @@ def run(
 ) -> int:
     """Runs the steps of a trainer, from its newest checkpoint if there is one. Returns the number of the last step.
 
-    A row of metrics is on disk before the checkpoint of its step; on resume, rows beyond the checkpoint are cut. A
-    checkpoint that cannot be written is warned of, and the next one is tried when its time comes.
+    A row of metrics is written before the checkpoint of its step; on resume, rows after the checkpoint are removed. A
+    checkpoint that cannot be written gives a warning, and training continues to the next checkpoint.
 
     Args:
-      before_save: called before each checkpoint; raises where none may be written.
-      another_follows: another trainer comes after this one, so that a signal in the last step stops it too; else that
-        step is the end anyway, and the signal changes nothing.
+      before_save: called before each checkpoint; raises if none may be written.
+      another_follows: whether another trainer runs after this one. If so, a signal in the last step also raises; else
+        the run ends after that step anyway and the signal is ignored.
 
     Raises:
-      UserError: the checkpoint belongs to another run, or every one is damaged.
-      NotSaved: all steps are done, or a signal asked for the end, and the last checkpoint could not be written.
-      Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT asked for the end; the state is saved.
+      UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
+      NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
+      Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run; the state is saved.
     """
     with _closed_together(log):
         done = _run(trainer, checkpoints, log, checkpoint_every, on_row, before_save, another_follows)
@@ -133,8 +133,10 @@ def run(
 
 @contextlib.contextmanager
 def _closed_together(log: MetricsLog) -> Iterator[None]:
-    """Closes the log. Its loggers may keep process 0 longer than the others, at their exit, wait for it: after an end
-    that all come to, all wait here."""
+    """Closes the log, and synchronises all processes after an end that all of them reach.
+
+    The loggers may keep process 0 busy for longer than the other processes wait for it at their exit.
+    """
     try:
         yield
     finally:
@@ -153,7 +155,7 @@ def _run(
     another_follows: bool,
 ) -> int:
     def record(row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The row as it was written, and whether its step is the best to be kept."""
+        """Writes a row. Returns the written row, and whether its step is the best so far and must be saved."""
         row = _write(log, on_row, row)
         return row, checkpoints is not None and checkpoints.improves(row)
 
@@ -163,7 +165,7 @@ def _run(
             save(trainer, checkpoints, step, over)
 
     with contextlib.ExitStack() as stack:
-        with progress.task("taking up the checkpoint"):
+        with progress.task("restoring the checkpoint"):
             done, over = resume(trainer, checkpoints, log)
             trainer.done = done
         if over or _complete(trainer, done):
@@ -179,24 +181,24 @@ def _run(
                 advance(1)
                 over = trainer.finished(row)
                 last = over or _complete(trainer, done)
-                stop = max(gather(asked()))  # asked once: what stops the run also saves it
-                skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs its checkpoint
+                stop = max(gather(asked()))  # read once, so that a signal that stops the run also triggers the save
+                skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs a checkpoint of this step
                 if last or stop or skipped or better or done % checkpoint_every == 0:
                     keep(done, over)
                 if stop and (another_follows or not last):
                     _end(stop, done, checkpoints)
                 if last:
                     return done
-        # The data was used up: only now is the last step known, unless an earlier start came this far.
+        # The data is exhausted, so the last step is known only now. A resumed run may have evaluated it before.
         if not by_first(lambda: _evaluated(trainer, log, done)) and (final := trainer.evaluate_if_due(done, last=True)):
-            record({trainer.step_key: done} | final)  # before the last save, which removes what is no longer the best
+            record({trainer.step_key: done} | final)  # before the last save, which removes a former best checkpoint
         if checkpoints is not None and done and checkpoints.latest_step() != done:
             keep(done, False)
         return done
 
 
 def _step(trainer: Stepper, step: int) -> dict[str, Any] | None:
-    """Does a step, and the evaluation that is due after it; its row, or None when the data is used up."""
+    """Runs a step and the evaluation that is due after it. Returns its row, or None when the data is exhausted."""
     began = time.perf_counter()
     metrics = trainer.step(step)
     if metrics is None:
@@ -207,7 +209,7 @@ def _step(trainer: Stepper, step: int) -> dict[str, Any] | None:
 
 
 def _evaluated(trainer: Stepper, log: MetricsLog, done: int) -> bool:
-    """Whether there is a row of this step that holds an evaluation alone."""
+    """Returns whether the log has a row of this step that contains only an evaluation."""
     return any(f"{trainer.name}/step_time_sec" not in row for row in log.of_step(trainer.step_key, done))
 
 
@@ -226,8 +228,10 @@ def _complete(trainer: Stepper, done: int) -> bool:
 
 
 def resume(trainer: Stepper, checkpoints: Checkpoints | None, log: MetricsLog) -> tuple[int, bool]:
-    """Loads the newest undamaged checkpoint into the trainer; returns its step (0: none) and whether the trainer ended
-    early there."""
+    """Restores the newest undamaged checkpoint into the trainer.
+
+    Returns its step (0 if there is none), and whether the training ended early there.
+    """
     step = checkpoints.newest() if checkpoints is not None else None
     if checkpoints is None or step is None:
         log.cut(trainer.step_key, -1)
@@ -235,15 +239,16 @@ def resume(trainer: Stepper, checkpoints: Checkpoints | None, log: MetricsLog) -
         return trainer.done, False
     meta = checkpoints.meta(step)
     check_base(checkpoints.folder, meta["identity"], trainer.identity)
-    own = [
-        {name: value for name, value in each.items() if name != "base"} for each in (meta["identity"], trainer.identity)
-    ]
-    _check_same_run(checkpoints, *own)
-    log.cut(trainer.step_key, step)  # only now: a run that is refused leaves the other's rows alone
+    saved, current = (
+        {name: value for name, value in identity.items() if name != "base"}
+        for identity in (meta["identity"], trainer.identity)
+    )
+    _check_same_run(checkpoints, saved, current)
+    log.cut(trainer.step_key, step)  # after the checks, so that a rejected run does not remove rows of another run
     trainer.cut(step)
     checkpoints.take_up(log.rows(), sound=step)
     if trainer.rate_follows_total and meta["total"] != trainer.total and not _complete(trainer, step):
-        message = "%s steps now, %s when the checkpoint was written: the schedule follows the new number from here"
+        message = "the number of steps is now %s and was %s in the checkpoint: the schedule uses the new number"
         logger.warning(message, trainer.total, meta["total"])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.to_save())
     trainer.restore(checkpoints.restore(step, abstract, trainer.iterator)[0], step)
@@ -251,24 +256,24 @@ def resume(trainer: Stepper, checkpoints: Checkpoints | None, log: MetricsLog) -
     return step, bool(meta["over"])
 
 
-def _check_same_run(checkpoints: Checkpoints, there: Any, here: dict[str, Any]) -> None:
-    changed = differences(there, json.loads(json.dumps(here)))
+def _check_same_run(checkpoints: Checkpoints, saved: Any, current: dict[str, Any]) -> None:
+    changed = differences(saved, json.loads(json.dumps(current)))
     if changed:
         raise UserError(
-            f"{checkpoints.folder}: the checkpoint is of another run. There and now:\n  "
+            f"{checkpoints.folder}: the checkpoint is of another run. Different settings (checkpoint, now):\n  "
             + "\n  ".join(changed)
-            + "\nUse another output_dir, or the settings it was made with. Steps, evaluation and intervals may change."
+            + "\nUse another output_dir, or the settings of the checkpoint. Steps, evaluation and intervals may change."
         )
 
 
 def save(trainer: Stepper, checkpoints: Checkpoints, step: int, over: bool) -> None:
-    """Starts writing a checkpoint; the arrays are copied before this returns."""
+    """Starts writing a checkpoint. The arrays are copied before this function returns."""
     meta = {"identity": trainer.identity, "over": over, "total": trainer.total}
     checkpoints.save(step, trainer.to_save(), trainer.iterator, meta)
 
 
 def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[str, Any]) -> dict[str, Any]:
-    """Writes a row of metrics, and returns it as it was written: plain numbers."""
+    """Writes a row of metrics, and returns it with arrays converted to plain numbers, as written."""
     row = {name: float(value) if isinstance(value, np.generic | jax.Array) else value for name, value in row.items()}
     log.write(row)
     on_row(row)
@@ -277,21 +282,24 @@ def _write(log: MetricsLog, on_row: Callable[[dict[str, Any]], None], row: dict[
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], int]]:
-    """Turns SIGTERM, SIGINT and SIGHUP into a question that the loop asks after each step (the signal's number, 0:
-    none). A second SIGTERM or SIGINT acts at once. A second SIGHUP does not: a terminal that is closed sends two, one
-    from its shell and one from the kernel. Where SIGHUP is ignored (`nohup`) it stays ignored."""
-    asked: list[int] = [0]
+    """Handles SIGTERM, SIGINT and SIGHUP so that the current step is finished first.
+
+    Yields a function that returns the number of the received signal (0: none); the loop calls it after each step. A
+    second SIGTERM or SIGINT has its usual effect at once. A second SIGHUP has not, because a closed terminal sends two,
+    one from its shell and one from the kernel. If SIGHUP is ignored (`nohup`), it stays ignored.
+    """
+    received: list[int] = [0]
     previous: dict[int, Any] = {}
 
     def ask(number: int, frame: Any) -> None:
-        asked.append(number)
+        received.append(number)
         if number != signal.SIGHUP:
             signal.signal(number, previous[number])
-        # A logger may be in the midst of a line that this interrupts, and would wait for itself. On a terminal the line
-        # at the bottom is written over.
-        second = "" if number == signal.SIGHUP else "; a second one ends at once"
-        said = f"{signal.Signals(number).name}: the step under way is finished first{second}\n"
-        output.from_handler(f"\r\x1b[2K{said}" if os.isatty(2) else said)
+        # Does not use a logger: the signal may interrupt it while it holds its lock, which would deadlock. On a
+        # terminal the message overwrites the progress line.
+        second = "" if number == signal.SIGHUP else "; a second signal ends it at once"
+        text = f"{signal.Signals(number).name}: the run stops after the current step{second}\n"
+        output.from_handler(f"\r\x1b[2K{text}" if os.isatty(2) else text)
 
     if threading.current_thread() is threading.main_thread():
         numbers = [signal.SIGTERM, signal.SIGINT]
@@ -299,7 +307,7 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
             numbers.append(signal.SIGHUP)
         previous = {number: signal.signal(number, ask) for number in numbers}
     try:
-        yield lambda: asked[-1]
+        yield lambda: received[-1]
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,9 +1,10 @@
-"""Estimates peak memory per phase, by component, from shapes alone.
+"""Estimates peak memory per phase and component from shapes.
 
-The estimate counts what the programs of `training/train_step.py` and `rollout/decoding.py` hold at their peak, for rows
-of full length. The constants below were read from the buffers that XLA assigns (`compiled.memory_analysis()` of both
-programs, CPU backend, jax 0.10.2), one dimension varied at a time; `tests/training/test_memory.py` compares the sums
-with the same source. No weights are needed. Sizes are chosen in `sizes.py`.
+The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
+peak, for rows of full length. The constants below were measured from XLA's buffer assignment
+(`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time;
+`tests/training/test_memory.py` compares the sums with the same source. No weights are needed. `sizes.py` chooses sizes
+with these estimates.
 """
 
 from __future__ import annotations
@@ -24,75 +25,77 @@ from tunix_like.models.shares import Share
 from tunix_like.training.packing import choose_layout
 
 FIRST_CACHE = 128
-"""Columns of the sampler's first cache, from where it doubles (`rollout/sampler.py`)."""
+"""Initial number of columns of the sampler's cache, which then doubles (`rollout/sampler.py`)."""
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
-"""What a layer keeps of every token for its backward pass, in arrays of the MLP's width, the model's, all query heads
-and all key heads. Measured by doubling each: 4.9, 4.6 (and 1 more that does not grow), 4.7 and 3.1. The MLP keeps its
-two products, the sigmoid, the activation and what goes into the last product."""
+"""Number of arrays per token that a layer saves for its backward pass, of the width of the MLP, of the model, of all
+query heads and of all key heads. Measured by doubling each width: 4.9, 4.6 (plus 1 that does not grow), 4.7 and 3.1.
+The MLP saves its two products, the sigmoid, the activation and the input of the last product."""
 
 KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
-"""The same with recomputation on the CPU, where XLA takes out the barriers that keep a recomputed layer apart and then
-finds most of it computed already (1224 of 1696 numbers a token were left, and all scores). Elsewhere a layer keeps its
-input."""
+"""The same with recomputation on CPU. There XLA removes the optimization barriers around a recomputed layer, and common
+subexpression elimination then keeps most of its arrays (1224 of 1696 numbers per token, and all scores). On other
+backends a layer saves only its input."""
 
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
-"""Float32 arrays `[heads, queries, keys]` that a layer keeps: the exponentials (1.21 times the scores at 96 keys, 1.03
-at 1056). Blocks keep none; but where all keys are in one, the loop over them is gone and XLA on the CPU keeps what
-would be recomputed."""
+"""Number of float32 arrays `[heads, queries, keys]` that a layer saves: the exponentials (1.21 times the scores at 96
+keys, 1.03 at 1056). Blocked attention saves none. If all keys are in one block, however, there is no loop over blocks,
+and XLA on CPU keeps the arrays that would be recomputed."""
 
 WORKING_SCORES = 2
-"""Such arrays while attention or its backward pass is computed; by then the layer's MLP has let go of its own."""
+"""Number of such arrays during attention or its backward pass; the arrays of the layer's MLP are freed by then."""
 
 LANE_COPIES = 4
 """Copies of a prompt's keys and values per lane and layer: gathered, their gradient, and both in another layout."""
 
 WORKING_INNER = 3
-"""Arrays of the MLP's and of the model's width that the backward pass of one layer needs for itself (3.1 and 2.6)."""
+"""Temporary arrays of the MLP's and of the model's width in the backward pass of one layer (measured 3.1 and 2.6)."""
 
 GRADIENT_COPIES = 2
-"""Arrays as large as the weights while chunks are worked on: the sum, and what is added to it."""
+"""Arrays of the size of the weights while chunks are processed: the gradient sum and the gradient of a chunk."""
 
 STEP_COPIES = {True: 2, False: 3}
-"""Such arrays in the optimizer's step, with and without clipping by the global norm: the new weights and moments exist
-beside the old ones until the norm is known to be finite, moments in the place of those that were donated."""
+"""Arrays of the size of the weights in the optimizer step, with and without clipping by the global norm. The new
+weights and moments exist beside the old ones until the norm is known to be finite; moments use the donated buffers."""
 
 DEQUANTIZED_COPIES = {False: 1, True: 2}
-"""Float32 arrays as large as the quantised matrices on the CPU, without and with a backward pass (0.99 and 1.98): XLA
-takes out the barriers that hold each until it is used, and begins with all of them."""
+"""Float32 arrays of the size of the quantised matrices on CPU, without and with a backward pass (measured 0.99 and
+1.98). XLA removes the barriers that delay each dequantisation, and dequantises all matrices at the start."""
 
 LOGITS_COPIES = {"whole": 3, "pieces": 2}
-"""Float32 arrays [tokens, vocabulary] in the forward and backward pass of the log-probabilities, where all tokens are
-one piece, and where pieces follow each other in a loop."""
+"""Float32 arrays [tokens, vocabulary] in the forward and backward pass of the log-probabilities, if all tokens are one
+piece, and if the pieces are processed in a loop."""
 
 SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 """The same while sampling, without and with top-p or top-k."""
 
 
 OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and new weights", "cast weights")
-"""Components of a phase that no length of texts and no number of completions changes."""
+"""Components of a phase that do not depend on lengths or on the number of completions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What memory depends on.
+    """The quantities that the memory estimate depends on.
 
     Attributes:
-      model: the numbers of the decoder.
-      share: what one device holds of its weights.
-      prompts, group: P and G of a rollout batch (1 completion a prompt in supervised fine-tuning).
-      widths: of padded prompts and completions, `(S, T)`.
-      update_prompts: prompts of one optimizer update; None is all.
-      dtype, param_dtype: of the matrix products and of the stored weights.
-      adapters: what is trained alone, if anything is; in float32.
-      quantized: how the projections beside them are held.
-      moments: arrays of the optimizer's state as large as the weights; 2 for AdamW.
-      clipped: the gradient's global norm is clipped.
-      reference: a second model is held for the KL.
-      attention: as `Decoder.attention`. The plain way keeps its scores for the backward pass.
-      filtered: sampling with top-p or top-k.
-      backend: of jax; what `remat` saves depends on it.
-      parts: into which prompts and lanes are split.
+      model: the configuration of the decoder.
+      share: the part of the weights on one device.
+      prompts, group: P and G of a rollout batch (G = 1 in supervised fine-tuning).
+      widths: widths of padded prompts and completions, `(S, T)`.
+      update_prompts: prompts of one optimizer update; None means all.
+      dtype, param_dtype: dtype of the matrix products and of the stored weights.
+      adapters: adapters, if only these are trained; in float32.
+      quantized: quantisation of the projections beside adapters.
+      moments: number of optimizer state arrays of the size of the weights; 2 for AdamW.
+      clipped: whether the gradient's global norm is clipped.
+      reference: whether a second model is held for the KL.
+      remat: whether layers are recomputed in the backward pass.
+      logits_chunk: number of tokens whose logits are computed at once.
+      attention: as `Decoder.attention`. Plain attention saves its scores for the backward pass.
+      filtered: whether sampling uses top-p or top-k.
+      backend: the jax backend; the saving of `remat` depends on it.
+      parts: number of shards of prompts and lanes.
     """
 
     model: DecoderConfig
@@ -126,7 +129,7 @@ class Work:
 
     @property
     def trained(self) -> int:
-        """Bytes of those that are trained."""
+        """Bytes of the trained weights on one device."""
         return self.share.trained
 
     @property
@@ -137,7 +140,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One worst moment: bytes by component, on one device."""
+    """The peak of a phase: bytes by component, on one device."""
 
     name: str
     parts: dict[str, int]
@@ -148,7 +151,7 @@ class Phase:
 
     @property
     def fixed(self) -> int:
-        """Bytes that the model alone needs, however little goes through it."""
+        """Bytes that do not depend on lengths or on the number of completions."""
         return sum(self.parts.get(name, 0) for name in OF_THE_MODEL)
 
     def __str__(self) -> str:
@@ -158,7 +161,7 @@ class Phase:
 
 
 def amount(size: float) -> str:
-    """Bytes for people: powers of 1000, two or three digits."""
+    """Formats a number of bytes with a decimal unit and three significant digits."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
@@ -166,7 +169,7 @@ def amount(size: float) -> str:
 
 
 def parameter_count(model: DecoderConfig) -> int:
-    """Numbers in all weights of a decoder."""
+    """Returns the number of parameters of a decoder."""
     width, head = model.hidden_size, model.head_dim
     query, key = model.num_heads * head, model.num_kv_heads * head
     layer = width * (2 * query + 2 * key) + (4 if model.post_norms else 2) * width
@@ -176,12 +179,12 @@ def parameter_count(model: DecoderConfig) -> int:
 
 
 def adapter_count(model: DecoderConfig, adapters: Adapters) -> int:
-    """Numbers in all adapters of a decoder."""
+    """Returns the number of parameters of all adapters of a decoder."""
     return adapters.rank * sum(map(sum, _kernels(model, adapters.targets)))
 
 
 def _kernels(model: DecoderConfig, targets: Sequence[str] = LORA_TARGETS) -> list[tuple[int, int]]:
-    """Inputs and outputs of `Decoder.projections`, those of these names."""
+    """Returns the input and output widths of the `Decoder.projections` named in `targets`."""
     width, inner = model.hidden_size, model.intermediate_size
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = {"q_proj": (width, query), "k_proj": (width, key), "v_proj": (width, key), "o_proj": (query, width)}
@@ -197,13 +200,16 @@ def _mlp_count(model: DecoderConfig, layer: int) -> int:
 
 
 def _inner(model: DecoderConfig) -> int:
-    """Width of the MLPs that a token goes through, in the widest layer."""
+    """Returns the total width of the MLPs that process a token, in the widest layer."""
     return max(map(model.active_width, range(model.num_layers)))
 
 
 def update_phases(work: Work, micro_batch: int) -> list[Phase]:
-    """The two worst moments of an optimizer update whose chunks have about `micro_batch` bins: the backward pass of a
-    chunk, and the optimizer's step."""
+    """Estimates the two peaks of an optimizer update: the backward pass of a chunk, and the optimizer step.
+
+    Args:
+      micro_batch: approximate number of bins of a chunk.
+    """
     prompt_width, width = work.widths
     most = work.update_prompts or work.prompts
     layout = choose_layout(work.group, most, work.widths, micro_batch, work.parts)
@@ -226,10 +232,13 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
 
 
 def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None = None) -> Phase:
-    """The worst moment of sampling with `rows` completions in work beside the prompts of `slots` slots.
+    """Estimates the peak of sampling with `rows` concurrent completions and the prompts of `slots` slots.
 
-    It is one of three: all caches at their full room while a token is sampled; the old and the new cache while it
-    grows, or while live rows are gathered into half as many; the forward pass of the prompts.
+    It is the largest of three: a decode step with caches of full size; the old and the new cache while it grows, or
+    while live rows are compacted into half as many; the forward pass of the prompts.
+
+    Args:
+      held: bytes by component of the arrays that are held all the time; by default those of a trainer.
     """
     rows, slots = -(-rows // work.parts), -(-slots // work.parts)
     model, (prompt_width, width) = work.model, work.widths
@@ -243,7 +252,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     old = _room_before(width)
     moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width), cache // 2)
     tokens = slots * prompt_width
-    prompt_scores = _made(work, slots, prompt_width, prompt_width)
+    prompt_scores = _scores_bytes(work, slots, prompt_width, prompt_width)
     forward = max(prompt_scores, WORKING_INNER * tokens * _inner(model) * work.size)
     forward += tokens * model.hidden_size * work.size
     moments = [
@@ -257,26 +266,26 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
 
 
 def _held(work: Work) -> dict[str, int]:
-    """What a trainer keeps all the time."""
+    """Returns the bytes by component that a trainer holds all the time."""
     held = {"weights": work.weights, "optimizer": work.moments * work.trained}
-    # the base without its adapters is there already
+    # With adapters the reference is the frozen base, which is already counted.
     return held | ({"reference": work.weights} if work.reference and work.adapters is None else {})
 
 
 def _key_values(work: Work, width: int) -> int:
-    """Bytes of one layer's keys and values of one row."""
+    """Returns the bytes of one layer's keys and values of one row."""
     return 2 * work.model.num_kv_heads * work.model.head_dim * width * work.size
 
 
 def _cast_weights(work: Work) -> int:
-    """Weights in the compute dtype where it is another one; else the transposed embedding as the head."""
+    """Returns the bytes of the weights cast to the compute dtype; without a cast, those of the transposed embedding."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0
 
 
 def _dequantized(work: Work, backward: bool) -> int:
-    """Quantised matrices while they are turned back: on the CPU all of them, else the largest, in float32 and cast."""
+    """Returns the bytes of dequantised matrices: on CPU all of them, else the largest one in float32 and cast."""
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
@@ -284,7 +293,7 @@ def _dequantized(work: Work, backward: bool) -> int:
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
-    """What all layers keep of some tokens, with `scores` attention scores a layer, for the backward pass."""
+    """Returns the bytes that all layers save for the backward pass of `tokens` tokens and `scores` scores per layer."""
     model = work.model
     if work.remat and work.backend != "cpu":
         key = 2 * model.num_kv_heads * model.head_dim
@@ -297,38 +306,38 @@ def _kept(work: Work, tokens: int, scores: int) -> int:
     }
     per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
     token = sum(per_token[name] * width for name, width in widths.items()) * work.size
-    return model.num_layers * (tokens * token + int(KEPT_SCORES[_road(work, scores)] * scores * 4))
+    return model.num_layers * (tokens * token + int(KEPT_SCORES[_attention_kind(work, scores)] * scores * 4))
 
 
-def _road(work: Work, scores: int) -> str:
-    """How a call with so many scores attends: a key of `KEPT_SCORES`."""
+def _attention_kind(work: Work, scores: int) -> str:
+    """Returns the attention implementation of a call with `scores` scores, as a key of `KEPT_SCORES`."""
     if work.attention == "plain" or (work.attention == "auto" and scores * work.parts <= SCORES):
         return "plain"
     one = work.backend == "cpu" and max(work.widths) <= BLOCK
     return "one block" if one else "blocks"
 
 
-def _made(work: Work, rows: int, queries: int, keys: int) -> int:
-    """Bytes of the scores that exist at once in a layer, for so many rows."""
+def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
+    """Returns the bytes of the attention scores that exist at the same time in a layer."""
     scores = rows * queries * keys * work.model.num_heads
-    if _road(work, scores) == "blocks":
+    if _attention_kind(work, scores) == "blocks":
         scores = min(scores, rows * BLOCK * BLOCK * work.model.num_heads)
     return WORKING_SCORES * scores * 4
 
 
 def _layer_backward(work: Work, rows: int) -> int:
-    """What the backward pass of one layer needs for itself; with recomputation, what the layer would have kept, too."""
+    """Returns the bytes of the temporaries of one layer's backward pass, with `remat` also its recomputed arrays."""
     model, (prompt_width, width) = work.model, work.widths
     tokens = rows * width
     mlp = WORKING_INNER * tokens * (_inner(model) + model.hidden_size) * work.size
-    made = _made(work, rows, width, prompt_width + width)
-    if _road(work, tokens * model.num_heads * (prompt_width + width)) != "blocks":
-        made -= tokens * (KEPT_PER_TOKEN["inner"] * _inner(model) + 2 * model.hidden_size) * work.size
-    own = max(mlp, made)
+    scores = _scores_bytes(work, rows, width, prompt_width + width)
+    if _attention_kind(work, tokens * model.num_heads * (prompt_width + width)) != "blocks":
+        scores -= tokens * (KEPT_PER_TOKEN["inner"] * _inner(model) + 2 * model.hidden_size) * work.size
+    total = max(mlp, scores)
     if work.remat and work.backend != "cpu":
         one = dataclasses.replace(work, remat=False, model=dataclasses.replace(model, num_layers=1))
-        own += _kept(one, tokens, tokens * model.num_heads * (prompt_width + width))
-    return own
+        total += _kept(one, tokens, tokens * model.num_heads * (prompt_width + width))
+    return total
 
 
 def _logits(work: Work, tokens: int) -> int:
@@ -338,13 +347,13 @@ def _logits(work: Work, tokens: int) -> int:
 
 
 def _batch(work: Work) -> int:
-    """Prompts and completions with up to three log-probabilities a token."""
+    """Returns the bytes of a batch: prompts, and completions with up to three log-probabilities per token."""
     prompt_width, width = work.widths
     return 4 * (work.prompts * prompt_width + work.rows * width * (3 + work.reference) + 8 * work.rows)
 
 
 def _room_before(width: int) -> int:
-    """Columns of the cache before it grows to its full room for the last time."""
+    """Returns the number of cache columns before the cache grows to its full size."""
     room = min(FIRST_CACHE, width)
     while 2 * room < width:
         room *= 2

@@ -1,7 +1,4 @@
-"""An `OptimizerConfig` as optax: AdamW, a warm-up, a schedule, clipping.
-
-Knows optax and how many optimizer updates the run will make. Does NOT know steps, batches, the model or any checkpoint.
-"""
+"""Builds optax optimizers from an `OptimizerConfig`: AdamW with warm-up, schedule and gradient clipping."""
 
 from __future__ import annotations
 
@@ -18,18 +15,18 @@ from tunix_like.errors import UserError
 
 
 def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.Schedule:
-    """The learning rate of update `n` (from 0), as a function of `n` that can be traced.
+    """Builds the learning rate schedule, a traceable function of the update's number `n` (from 0).
 
-    Update `n` of a warm-up of `w` has `(n + 1) / w` of the peak, so no update is lost at rate 0. From update `w` on,
-    `linear` and `cosine` fall from the peak to `end_fraction` of it at `n = total_updates` and stay there. Where the
-    warm-up is as long as the run, the run ends in it.
+    During a warm-up of `w` updates the rate is `(n + 1) / w` of the peak, so the first update has a non-zero rate. From
+    update `w` on, `linear` and `cosine` decay from the peak to `end_fraction` of it at `n = total_updates`, and stay
+    there. If the warm-up is as long as the run, there is no decay.
 
     Raises:
-      UserError: `linear` or `cosine` without `total_updates`.
+      UserError: the schedule is `linear` or `cosine`, and `total_updates` is None.
     """
     if config.schedule != "constant" and total_updates is None:
         raise UserError(
-            f"{config.section}.schedule: '{config.schedule}' needs to know the last update, but this run has no known "
+            f"{config.section}.schedule: '{config.schedule}' needs the number of updates, but this run has no known "
             "end; set training.max_steps, or use 'constant'."
         )
     warmup, peak, end = config.warmup_steps, config.learning_rate, config.end_fraction
@@ -38,28 +35,30 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
     def learning_rate(update: Any) -> jax.Array:
         progress = jnp.clip((update - warmup) / length, 0.0, 1.0)
         if config.schedule == "linear":
-            share = 1.0 - (1.0 - end) * progress
+            decay = 1.0 - (1.0 - end) * progress
         elif config.schedule == "cosine":
-            share = end + (1.0 - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+            decay = end + (1.0 - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
         else:
-            share = jnp.ones_like(progress)
-        return peak * share * jnp.minimum((update + 1) / max(warmup, 1), 1.0)
+            decay = jnp.ones_like(progress)
+        return peak * decay * jnp.minimum((update + 1) / max(warmup, 1), 1.0)
 
     return learning_rate
 
 
 def follows_total(optimizer: Any) -> bool:
-    """Whether the learning rate of an update depends on the number of updates of the run: not if it is constant, nor
-    with an `optax.GradientTransformation` of the user's own, which is never told that number."""
+    """Returns whether the learning rate of an update depends on the total number of updates.
+
+    It does not if the schedule is constant or the optimizer is the user's own `optax.GradientTransformation`.
+    """
     return isinstance(optimizer, OptimizerConfig) and optimizer.schedule != "constant"
 
 
 def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
-    """Returns the same object for equal settings, so that compiled programs are found again.
+    """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
 
-    Global-norm clipping, then AdamW on `build_schedule`; weight decay on arrays of two or more axes only.
-
-    The structure of the state depends on the parameters alone, so a resumed run may have another `total_updates`.
+    Weight decay applies only to arrays of two or more axes. Equal settings return the same object, so that compiled
+    programs are reused. The structure of the state depends only on the parameters, so a resumed run may have another
+    `total_updates`.
 
     Raises:
       UserError: as `build_schedule`.
@@ -82,29 +81,29 @@ def _adamw(config: OptimizerConfig, total_updates: int | None) -> optax.Gradient
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """The optimizer's state, its moments lying where their parameters lie."""
-    place = jax.tree.leaves(params)[0].sharding
-    if not isinstance(place, NamedSharding):
-        return jax.device_put(jax.jit(optimizer.init)(params), place)  # bound to it, as the parameters are
+    """Initialises the optimizer state; moments get the shardings of their parameters."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    if not isinstance(sharding, NamedSharding):
+        return jax.device_put(jax.jit(optimizer.init)(params), sharding)  # committed to the device of the parameters
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(optimizer, params))
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
 def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """What `init_optimizer` makes, as `jax.ShapeDtypeStruct`s; so may the parameters be."""
+    """Returns the state of `init_optimizer` as `jax.ShapeDtypeStruct`s; the parameters may be these as well."""
     state = jax.eval_shape(optimizer.init, params)
-    place = jax.tree.leaves(params)[0].sharding
-    if not isinstance(place, NamedSharding):
+    first = jax.tree.leaves(params)[0].sharding
+    if not isinstance(first, NamedSharding):
         return state
-    everywhere = NamedSharding(place.mesh, PartitionSpec())
+    replicated = NamedSharding(first.mesh, PartitionSpec())
     shardings = optax.tree.map_params(
-        optimizer, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: everywhere
+        optimizer, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: replicated
     )
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, shardings)
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, shardings)
 
 
 def updates_done(state: optax.OptState) -> int:
-    """How many updates went into the state of a `build_optimizer`; those that were skipped or empty did not."""
+    """Returns the number of updates of the state of a `build_optimizer`, without skipped and empty updates."""
     return int(optax.tree.get_all_with_path(state, "count")[0][1])
 
 

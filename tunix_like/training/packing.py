@@ -1,11 +1,11 @@
-"""Rollouts to the work of one update, on the host: which completions go through the model, and beside which others.
+"""Packs the completions of one update into sets, chunks, lanes and bins, on the host.
 
-Prompts go through the model in sets of `p`, once each, whatever the number of their completions. The completions of a
-set follow in chunks: a chunk has `A` lanes of one prompt each, a lane `b` bins, and a bin holds as many whole
-completions of the lane's prompt as fit into the width `T` of the batch, one behind the other. A completion that teaches
-nothing is not there at all, and short ones share a bin, so that the cost follows real tokens. All shapes are worst
-cases that hold for any batch of the same width; how many sets and chunks are used is data, hence one compilation. This
-module knows no model, no loss and no jax.
+The model processes prompts in sets of `p`, each prompt once, independent of the number of its completions. The
+completions of a set follow in chunks. A chunk has `A` lanes with one prompt each, a lane has `b` bins, and a bin holds
+as many whole completions of the lane's prompt as fit into the width `T` of the batch, one after the other. Completions
+without a gradient are left out and short ones share a bin, so the cost is proportional to the number of real tokens.
+All shapes are worst cases that hold for any batch of the same width. The numbers of used sets and chunks are data, so
+the step is compiled once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
 ROWS_PER_BIN = 16
-"""At most so many completions share a bin: bounds the arrays of a chunk that are laid out by completion."""
+"""Maximum number of completions per bin; it bounds the size of a chunk's per-completion arrays."""
 
 
 class Layout(NamedTuple):
-    """The shape of the work.
+    """The shape of a packed update.
 
     Attributes:
-      prompts: `p`, prompts that go through the model together.
-      lanes: `A`, prompts whose completions are in one chunk.
-      bins: `b`, bins of each of them.
-      own_lanes: lane `i` belongs to prompt `i` of its set (then `lanes == prompts`), so that on several devices each
-        keeps its prompts; else a lane may have any prompt of its set.
+      prompts: `p`, number of prompts per set.
+      lanes: `A`, number of lanes per chunk; a lane has the completions of one prompt.
+      bins: `b`, number of bins per lane.
+      own_lanes: if True, lane `i` belongs to prompt `i` of its set (then `lanes == prompts`), so that prompts need not
+        move between devices; else a lane may have any prompt of its set.
     """
 
     prompts: int
@@ -41,11 +41,10 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Where each completion goes: `M` sets of `C` chunks, of which the first `chunks[m]` are used; unused sets have
-    none, and stand last.
+    """The position of each completion: `M` sets of `C` chunks, of which the first `chunks[m]` are used.
 
-    `prompts` and `sample` are places in the `[P, G]` batch; `start` is a completion's first position in its bin. A
-    length of 0 says that there is none.
+    Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch; `start` is the
+    first position of a completion in its bin. Unused entries have length 0.
     """
 
     sets: Int[AnyArray, ""]
@@ -64,19 +63,21 @@ def choose_layout(
     micro_batch_size: int,
     device_parts: int = 1,
 ) -> Layout:
-    """The layout whose chunks have about `micro_batch_size` bins.
+    """Chooses the layout whose chunks have about `micro_batch_size` bins.
 
     Args:
-      most_prompts: of one update.
-      widths: of the padded prompts and completions, `(S, T)`.
-      micro_batch_size: completions of full width per forward and backward.
-      device_parts: prompts per set are a multiple of this, and lanes then have their own prompts.
+      num_generations: completions per prompt.
+      most_prompts: maximum number of prompts of an update.
+      widths: widths of the padded prompts and completions, `(S, T)`.
+      micro_batch_size: completions of full width per forward and backward pass.
+      device_parts: number of shards; prompts per set are a multiple of it, and if it is above 1 lanes have their own
+        prompts.
 
-    A set has at most as many prompt tokens as `micro_batch_size` completions of full width (but one prompt at least,
-    and as many as `device_parts` asks for), so that the activations of the prompts, which are held while their
-    completions go through, never outweigh those of such a chunk. Where a prompt has one completion, the two count
-    together: `micro_batch_size` is then of examples. Each lane brings a copy of its prompt's keys; where
-    prompts are long, lanes have several bins. No lane is beyond what the completions of a whole set can fill.
+    A set has at most as many prompt tokens as `micro_batch_size` completions of full width, but at least one prompt and
+    at least `device_parts` prompts. So the activations of the prompts, which are held while their completions are
+    processed, are never larger than those of a chunk. If there is one completion per prompt, `micro_batch_size` counts
+    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. There are no
+    more lanes than the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
@@ -98,20 +99,20 @@ def pack(
     layout: Layout,
     most_prompts: int | None = None,
 ) -> Packed:
-    """Lays the completions `rows` out.
+    """Packs the completions selected by `rows`.
 
     Args:
-      lengths: tokens of each completion; one without tokens goes nowhere.
-      width: `T`, of a bin; no completion is longer.
-      most_prompts: make room for this many groups with all their completions, whatever the number of `rows`, so that
-        the shapes do not depend on it (None: for as many groups as there are).
+      lengths: tokens of each completion; completions without tokens are left out.
+      width: `T`, the width of a bin; no completion is longer.
+      most_prompts: number of groups, with all their completions, for which the arrays are allocated, so that their
+        shapes do not depend on `rows`. None: the number of groups in `rows`.
     """
     total, size = rows.shape
     live = rows & (lengths > 0)
     filled = {group: _bins(live[group], lengths[group], width) for group in np.flatnonzero(live.any(axis=1)).tolist()}
     groups = sorted(filled, key=lambda group: -len(filled[group])) if layout.own_lanes else list(filled)
     count = max(1, math.ceil((most_prompts or total) / layout.prompts), math.ceil(len(groups) / layout.prompts))
-    pieces = math.ceil(size / layout.bins)  # of a group whose completions are all of full width
+    pieces = math.ceil(size / layout.bins)  # lanes of a group whose completions all have the full width
     most = pieces if layout.own_lanes else math.ceil(layout.prompts * pieces / layout.lanes)
     shape = (count, most, layout.lanes, layout.bins, min(size, ROWS_PER_BIN))
     prompts = np.full((count, layout.prompts), groups[-1] if groups else 0, np.int32)
@@ -125,37 +126,40 @@ def pack(
             chunks[number] = max(chunks[number], chunk + 1)
             lane[number, chunk, at] = prompt
             bins = filled[chosen[prompt]][piece * layout.bins :][: layout.bins]
-            for place, members in enumerate(bins):
-                own = lengths[chosen[prompt], members]
-                into = (number, chunk, at, place, slice(len(members)))
-                sample[into], length[into], start[into] = members, own, np.cumsum(own) - own
+            for index, members in enumerate(bins):
+                sizes = lengths[chosen[prompt], members]
+                into = (number, chunk, at, index, slice(len(members)))
+                sample[into], length[into], start[into] = members, sizes, np.cumsum(sizes) - sizes
     sets = np.int32(np.count_nonzero(chunks))
     return Packed(sets, prompts, chunks, None if layout.own_lanes else lane, sample, start, length)
 
 
 def token_places(packed: Packed, width: int) -> int:
-    """Token places that the used chunks have; the lengths in `packed` say how many of them are completion tokens."""
+    """Returns the number of token positions in the used chunks, completion tokens and padding."""
     return int(np.sum(packed.chunks)) * math.prod(packed.length.shape[2:4]) * width
 
 
 def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int) -> list[list[int]]:
-    """The live completions of a group in bins: the longest first, each into the first bin that has room for it."""
+    """Packs the live completions of a group into bins, longest first, each into the first bin with enough space."""
     bins: list[list[int]] = []
     room: list[int] = []
     for sample in sorted(np.flatnonzero(live).tolist(), key=lambda i: -lengths[i]):
-        own = int(lengths[sample])
-        fits = (i for i, free in enumerate(room) if free >= own and len(bins[i]) < ROWS_PER_BIN)
-        place = next(fits, len(bins))
-        if place == len(bins):
+        length = int(lengths[sample])
+        fits = (i for i, free in enumerate(room) if free >= length and len(bins[i]) < ROWS_PER_BIN)
+        index = next(fits, len(bins))
+        if index == len(bins):
             bins.append([])
             room.append(width)
-        bins[place].append(sample)
-        room[place] -= own
+        bins[index].append(sample)
+        room[index] -= length
     return bins
 
 
 def _places(pieces: list[int], layout: Layout) -> list[tuple[int, int, int, int]]:
-    """`(prompt in its set, piece, chunk, lane)` of every lane's worth of bins, given how many each prompt has."""
+    """Returns `(prompt in its set, piece, chunk, lane)` of each piece, given the number of pieces of each prompt.
+
+    A piece is the bins of one prompt that fill one lane.
+    """
     every = [(prompt, piece) for prompt, count in enumerate(pieces) for piece in range(count)]
     if layout.own_lanes:
         return [(prompt, piece, piece, prompt) for prompt, piece in every]

@@ -1,4 +1,4 @@
-"""The reference model of the KL: which weights it has, and which of them must be copied."""
+"""Builds the reference model of the KL, and copies only the weights that must be copied."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Reference(NamedTuple):
 
 
 def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
-    """Returns `ref_model`, or where it is None the trainer's model as it is now.
+    """Returns the reference model: `ref_model`, or the trainer's current model if it is None.
 
-    Weights that share memory with trained ones are copied, because the compiled step takes those over. Of adapters that
-    have learnt nothing yet, the reference is the frozen weights without them, and nothing is copied.
+    Weights that share memory with trained weights are copied, because trained weights are donated to the compiled step.
+    If the adapters are newly initialised, the reference is the frozen weights without adapters, and nothing is copied.
     """
     graphdef, params, trained = trainer.graphdef, trainer.params, trainer.state.params
     if ref_model is not None:
@@ -33,16 +33,16 @@ def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
         params = place_params(nnx.to_pure_dict(state), trainer.mesh)
     elif trainer.frozen and not any(fetch([leaf.any() for leaf in _second_halves(trained)], trainer.mesh)):
         return Reference(without_adapters(graphdef), trainer.frozen)
-    taken = set().union(*map(_addresses, jax.tree.leaves(trained)))
-    return Reference(graphdef, jax.tree.map(lambda x: jnp.copy(x) if _addresses(x) & taken else x, params))
+    donated = set().union(*map(_addresses, jax.tree.leaves(trained)))
+    return Reference(graphdef, jax.tree.map(lambda x: jnp.copy(x) if _addresses(x) & donated else x, params))
 
 
 def _addresses(x: jax.Array) -> set[int]:
-    """The memory addresses of an array on this process's devices."""
+    """Returns the memory addresses of an array on this process's devices."""
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
 
 
 def _second_halves(adapters: Any) -> list[jax.Array]:
-    """The matrices B of adapters: where all are 0, adapters add nothing to the frozen weights."""
-    found = jax.tree_util.tree_leaves_with_path(adapters)
-    return [leaf for path, leaf in found if path[-1].key == "lora_b"]
+    """Returns the B matrices of adapters; if all are 0, the adapters do not change the model."""
+    leaves = jax.tree_util.tree_leaves_with_path(adapters)
+    return [leaf for path, leaf in leaves if path[-1].key == "lora_b"]

@@ -1,7 +1,6 @@
-"""Supervised fine-tuning on the `answer` column: loss on the answer and its end-of-sequence token only.
+"""Supervised fine-tuning on the `answer` column, with the loss on the answer and its end-of-sequence token only.
 
-It is the compiled step of reinforcement learning with one completion a prompt, advantage 1 and no estimator, run by the
-same loop. It needs no reward functions.
+It uses the loop and the compiled step of reinforcement learning with one completion per prompt and advantage 1.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ logger = logging.getLogger("tunix_like")
 
 
 class _Likelihood:
-    """`-log pi` per token, averaged over the tokens of the batch."""
+    """The objective of SFT: `-log pi` per token, averaged over the tokens of the batch."""
 
     built_in = True
 
@@ -63,19 +62,19 @@ class _Likelihood:
 
 
 class SFTTrainer(Trainer):
-    """Fits a model to the `answer` column of a dataset.
+    """Fine-tunes a model on the `answer` column of a dataset.
 
     Args:
-      model: a `Decoder`; its weights, of one with adapters these alone, are donated while training and put back,
-        trained, at the end.
-      tokenizer: ours, or a transformers fast tokenizer.
+      model: a `Decoder`. If it has adapters only these are trained, else all weights. The trained weights are donated
+        to the compiled step, and written back to the model at the end.
+      tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       sft_config: steps, batch size, optimizer.
       rollout_config: `max_prompt_length` (longer prompts are skipped) and `max_tokens_to_generate` (longer answers are
-        cut, and then without an end-of-sequence token).
-      training_config: seed, folder and checkpoints, as for a learner; the folder gets `sft_checkpoints/`.
-      mesh: devices to train on; one when left out.
-      evaluate: `f(params, step) -> metrics` (names as they shall be logged under `sft/`), called every
-        `sft.eval_every_n_steps`; `sft.stop_at_success` looks at its `eval/pass@1`.
+        truncated, and then have no end-of-sequence token).
+      training_config: seed, folder and checkpoints, as for a learner; checkpoints are written to `sft_checkpoints/`.
+      mesh: devices to train on; defaults to a single device.
+      evaluate: `f(params, step) -> metrics` (logged as `sft/<name>`), called every `sft.eval_every_n_steps`;
+        `sft.stop_at_success` uses its `eval/pass@1`.
     """
 
     name, step_key = "sft", "sft/step"
@@ -95,9 +94,9 @@ class SFTTrainer(Trainer):
         check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
         check_batch(mesh, "sft.batch_size", sft_config.batch_size)
         self.config, self._evaluate = sft_config, evaluate
-        # A tokenizer's own token ends a turn of its chat template, and is always one that ends a completion.
-        own = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-        self.eos_id = (self.rollout_config.eos_tokens or own)[0]
+        # The tokenizer's own token ends a turn of its chat template, and always ends a completion.
+        default = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        self.eos_id = (self.rollout_config.eos_tokens or default)[0]
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
 
     def train(
@@ -108,31 +107,32 @@ class SFTTrainer(Trainer):
         on_row: Callable[[dict[str, Any]], None] = lambda row: None,
         another_follows: bool = False,
     ) -> dict[str, Any]:
-        """Trains for `sft.max_steps`, resuming from `training.output_dir` if it holds a checkpoint. Without a folder a
-        second call trains for as many steps more, as `Learner.train` does. Returns the last row of metrics (`sft/...`).
-        Raises what `Learner.train` raises.
+        """Trains for `sft.max_steps` steps, and resumes if `training.output_dir` has a checkpoint.
+
+        Without a folder a second call trains for the same number of further steps, as `Learner.train` does. Returns the
+        last row of metrics (`sft/...`). Raises the errors of `Learner.train`.
 
         Args:
-          another_follows: more training comes after this in the same process, so that a signal to stop in the last
-            step raises as in any other; else it changes nothing there.
+          another_follows: whether more training follows in the same process. If so, a stop signal in the last step
+            also raises; else it is ignored there.
         """
         with owned(self.training.output_dir) as check_owner:
             self._begin()
             self._prepare(rows, shuffle)
             parts = {"sft": self.config, "rollout": self.rollout_config, "training": self.training}
             settings = {name: as_dict(part) for name, part in parts.items()}
-            # Two, because one may be damaged.
+            # Keeps two checkpoints, because one may be damaged.
             checkpoints = None if self.folder is None else Checkpoints(self.folder / "sft_checkpoints", 2)
             return self._run(checkpoints, settings, check_owner, on_row, another_follows)
 
     def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
-        """Checks the data, then builds what this call of `train` needs."""
+        """Checks the data and builds the objects of this call of `train`."""
         limit = self.rollout_config.max_prompt_length
         check_prompts(rows, self.tokenizer, limit, "skip", "training").warn("training")
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(
-                f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template makes it out of others."
+                f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template builds it from others."
             )
         for number in range(len(rows)):
             _check_answer(rows[number], number)
@@ -181,7 +181,7 @@ class SFTTrainer(Trainer):
         )
 
     def _answer(self, prompt: Prompt) -> list[int]:
-        """Tokens of the answer and its end, as many as a completion may have."""
+        """Returns the tokens of the answer and its end-of-sequence token, truncated to the length of a completion."""
         limit = self.rollout_config.max_tokens_to_generate
         return [*self.tokenizer.encode_data(prompt.columns["answer"], limit), self.eos_id][:limit]
 
@@ -205,5 +205,5 @@ def _check_answer(row: Mapping[str, Any], number: int) -> None:
     if not isinstance(answer, str) or not answer:
         raise UserError(
             f"SFT needs text in the 'answer' column; training row {number} of prompt {row.get('prompt')!r:.60} has "
-            f"{answer!r:.60}. Of a number, data.answer_template='{{answer}}' makes text."
+            f"{answer!r:.60}. data.answer_template='{{answer}}' converts numbers to text."
         )

@@ -1,7 +1,7 @@
-"""Sizes chosen from memory: completions per chunk of an update, completions sampled at once; and what a run will hold.
+"""Chooses the chunk size of updates and the number of concurrent completions, and estimates the memory of a run.
 
-A number in the config is taken as it is. `auto` takes as much as pays and fits, by the predictions of `memory.py`. This
-module knows the device's memory and the config; it allocates nothing.
+A number in the config is used as it is. `auto` chooses the largest useful size that fits into device memory, by the
+estimates of `memory.py`. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -30,35 +30,41 @@ if TYPE_CHECKING:
     from tunix_like.models.layer_kinds import Adapters
 
 SHARE = 0.8
-"""Of a device's memory that `auto` may fill: predictions are good to a fifth."""
+"""Fraction of a device's memory that `auto` may use; estimates are accurate to about 20 %."""
 
 USUAL_GROUP = 8
-"""Completions of a prompt, where the size of the groups is not known."""
+"""Assumed number of completions per prompt if the group size is not known."""
 
 MOST_ROWS = 1 << 16
-"""More are never sampled at once."""
+"""Maximum number of concurrent completions."""
 
 CHUNK_TOKENS = 512
-"""Completion tokens of a chunk on a CPU under `auto`. An update of 4096 tokens of a model of 42 M took 5.1 s and 2.1 GB
-with chunks of 256, 5.1 s and 2.3 GB with 512, 5.7 s and 2.8 GB with 1024, 6.0 s and 3.4 GB with 2048: larger
-temporaries cost page faults."""
+"""Completion tokens of a chunk on CPU with `auto`. An update of 4096 tokens of a 42 M model took 5.1 s and 2.1 GB with
+chunks of 256, 5.1 s and 2.3 GB with 512, 5.7 s and 2.8 GB with 1024, 6.0 s and 3.4 GB with 2048, because larger
+temporaries cause page faults."""
 
 ACCELERATOR_CHUNK_TOKENS = 16384
-"""The most on an accelerator. A matrix product of so many rows does some 8,000 operations for each byte of bfloat16
-weights that it reads, where a few hundred fill the arithmetic units: more of them cannot make it faster."""
+"""Maximum completion tokens of a chunk on an accelerator. A matrix product with this number of rows does about 8,000
+operations per byte of bfloat16 weights that it reads. A few hundred saturate the arithmetic units, so larger chunks are
+not faster."""
 
 LOWER = {
     "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
     "training": "training.train_micro_batch_size, training.logprob_chunk_size, rollout.max_prompt_length or "
     "rollout.max_tokens_to_generate",
 }
-"""The keys that the memory of a phase depends on."""
+"""The keys to lower if a phase does not fit into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What sizes are chosen for: jax's name of the backend, and the bytes of one device. `known` is False where the
-    device does not say, and `memory` is the host's in its place."""
+    """The device that sizes are chosen for.
+
+    Attributes:
+      backend: name of the jax backend.
+      memory: bytes of one device.
+      known: False if the device does not report its memory; `memory` is then that of the host.
+    """
 
     backend: str
     memory: int
@@ -66,19 +72,22 @@ class Device:
 
 
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
-"""`rollout.sampler.slot_shape`: slots and completions a slot."""
+"""`rollout.sampler.slot_shape`: returns the number of slots and of completions per slot."""
 
 
 @functools.cache
 def device_memory() -> int:
-    """Bytes of one device: what it says itself, else the host's memory or its cgroup's limit, shared by its devices. Of
-    several processes the least, since all must choose the same sizes."""
+    """Returns the bytes of one device.
+
+    If the device does not report its memory, this is the host's memory or its cgroup limit, divided by the number of
+    local devices. With several processes it is the minimum over them, because all must choose the same sizes.
+    """
     return min(gather(_own_memory()))
 
 
 def _own_memory() -> int:
-    if (said := _said_memory()) is not None:
-        return said
+    if (reported := _reported_memory()) is not None:
+        return reported
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
         file = Path("/sys/fs/cgroup") / name
@@ -87,19 +96,20 @@ def _own_memory() -> int:
     return min(limits) // jax.local_device_count()
 
 
-def _said_memory() -> int | None:
-    """Bytes of a device by its own word, if it gives one."""
+def _reported_memory() -> int | None:
+    """Returns the bytes of a device as it reports them, or None."""
     stats = jax.local_devices()[0].memory_stats()
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def this_device() -> Device:
+    """Returns the backend and the memory of the current device."""
     backend = jax.default_backend()
-    return Device(backend, device_memory(), known=backend == "cpu" or _said_memory() is not None)
+    return Device(backend, device_memory(), known=backend == "cpu" or _reported_memory() is not None)
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
-    """Bins of this width that a chunk has under `train_micro_batch_size: auto`, as far as they fit."""
+    """Returns the maximum number of bins of this width per chunk with `train_micro_batch_size: auto`."""
     return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
 
 
@@ -112,15 +122,16 @@ def chunk_size(
     mesh: Mesh | None = None,
     device: Device | None = None,
 ) -> int:
-    """Completions of full width per forward and backward pass.
+    """Returns the number of completions of full width per forward and backward pass.
 
     Args:
-      shape: prompts of one update, and completions of each.
-      widths: of the padded prompts and completions, `(S, T)`.
-      device: to choose for; this one when left out.
+      shape: prompts of one update, and completions per prompt.
+      widths: widths of the padded prompts and completions, `(S, T)`.
+      reference: whether a second model is held for the KL.
+      device: the device to choose for; defaults to the current one.
 
     Raises:
-      UserError: not even one fits beside weights and optimizer.
+      UserError: with `auto`, a single completion does not fit beside weights and optimizer.
     """
     device = device or this_device()
     work = update_work(training, model, shape, widths, reference, mesh, device)
@@ -136,7 +147,7 @@ def update_work(
     mesh: Mesh | None = None,
     device: Device | None = None,
 ) -> Work:
-    """What the memory of one update depends on; arguments as `chunk_size`."""
+    """Returns the quantities that the memory of one update depends on; arguments as `chunk_size`."""
     chosen = training.actor_optimizer or OptimizerConfig()
     return dataclasses.replace(
         _work(model, *shape, widths, mesh, device),
@@ -177,14 +188,14 @@ def _share(
 def _chunk_size(setting: int | str, work: Work, available: int) -> int:
     if isinstance(setting, int):
         return setting
-    width = work.widths[1] if work.group > 1 else sum(work.widths)  # a single completion brings its prompt along
+    width = work.widths[1] if work.group > 1 else sum(work.widths)  # a single completion includes its prompt
     top = min(micro_batch_size(width, work.backend) * work.parts, work.prompts * work.group)
 
     def needed(size: int) -> int:
         return max(phase.bytes for phase in update_phases(work, size))
 
-    if found := _most(top, needed, SHARE * available):
-        return found
+    if size := _most(top, needed, SHARE * available):
+        return size
     alone, limit = max(phase.fixed for phase in update_phases(work, 1)), SHARE * available
     what, bytes_ = ("model", alone) if alone > limit else ("training", needed(1))
     raise _too_large("training.train_micro_batch_size", bytes_, limit, what)
@@ -197,13 +208,13 @@ def concurrent_rows(
     mesh: Mesh | None = None,
     device: Device | None = None,
 ) -> int:
-    """Most completions that are sampled at once.
+    """Returns the maximum number of completions that are sampled at the same time.
 
-    Under `auto` as many as fit beside a trainer's weights, moments and reference; where these alone do not fit, beside
-    the weights, since then nothing is being trained.
+    With `auto` this is the number that fits beside a trainer's weights, moments and reference. If these do not fit, it
+    is the number that fits beside the weights, because then the model cannot be in training.
 
     Raises:
-      UserError: not even one fits beside the weights.
+      UserError: with `auto`, a single completion does not fit beside the weights.
     """
     setting = rollout.max_concurrent_rows
     if isinstance(setting, int):
@@ -218,27 +229,30 @@ def concurrent_rows(
 
     alone, limit = {"weights": work.weights}, SHARE * device.memory
     for held in (None, alone):
-        if found := _most(MOST_ROWS, functools.partial(needed, held=held), limit):
-            return found
+        if rows := _most(MOST_ROWS, functools.partial(needed, held=held), limit):
+            return rows
     raise _too_large("rollout.max_concurrent_rows", needed(1, alone), limit, "sampling")
 
 
 def _too_large(key: str, needed: int, limit: float, what: str) -> UserError:
-    said = f"about {amount(needed)}, and {amount(limit)} may be filled ({SHARE:.0%} of the device's memory)"
+    need = f"about {amount(needed)}, but the limit is {amount(limit)} ({SHARE:.0%} of the device's memory)"
     if what == "model":
         return UserError(
-            f"model: weights, gradients and optimizer alone need {said}. Take a smaller model or more devices; "
-            f"{key}=1 tries all the same."
+            f"model: weights, gradients and optimizer alone need {need}. Use a smaller model or more devices, or set "
+            f"{key}=1 to try it anyway."
         )
     return UserError(
-        f"{key}: one completion at a time needs {said}. Lower {LOWER[what].removeprefix(f'{key}, ')}, or take a "
-        f"smaller model or more devices. {key}=1 tries all the same."
+        f"{key}: one completion at a time needs {need}. Lower {LOWER[what].removeprefix(f'{key}, ')}, or use a "
+        f"smaller model or more devices, or set {key}=1 to try it anyway."
     )
 
 
 def _most(top: int, needed: Callable[[int], int], limit: float) -> int:
-    """The largest number up to `top` whose need fits; 0 where none does. More never need less, but for steps in the
-    layout of chunks, which is why a smaller one may be found than there is."""
+    """Returns the largest number up to `top` for which `needed` is within the limit; 0 if there is none.
+
+    This is a bisection. `needed` is not strictly monotonic, because the layout of chunks has steps, so the result may
+    be smaller than the maximum.
+    """
     if needed(top) <= limit:
         return top
     low, high = 0, top
@@ -250,15 +264,16 @@ def _most(top: int, needed: Callable[[int], int], limit: float) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Foreseen:
-    """What a run will hold at its worst moments, and the sizes chosen for it.
+    """The estimated peak memory of a run, and the sizes chosen for it.
 
     Attributes:
-      micro_batch: completions a chunk of an update.
-      rows: completions sampled at once.
-      chosen: whether these two were chosen here (`auto`).
-      phases: the worst moments.
-      available: bytes of the device, `known` or guessed (`Device`).
-      refused: why a size could not be chosen, as one completion does not fit.
+      micro_batch: completions per chunk of an update.
+      rows: maximum number of concurrent completions.
+      chosen: whether each of these two was chosen by `auto`.
+      phases: the peak of each phase.
+      available: bytes of the device.
+      refused: errors of sizes for which a single completion does not fit.
+      known: whether the device reports its memory (`Device`).
     """
 
     micro_batch: int
@@ -274,10 +289,9 @@ class Foreseen:
         return max(self.phases, key=lambda phase: phase.bytes)
 
     def lines(self) -> list[tuple[str, str]]:
-        """For the screen: sizes, the peak beside what there is, each phase by component, and what to do if it is too
-        much."""
+        """Returns labels and texts for the screen: sizes, peak and available memory, phases by component, warnings."""
         update, rollout = ("auto" if auto else "as set" for auto in self.chosen)
-        sizes = f"{self.micro_batch} completions a chunk ({update}), {self.rows} sampled at once ({rollout})"
+        sizes = f"{self.micro_batch} completions per chunk ({update}), {self.rows} sampled at once ({rollout})"
         update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
         shown = [phase for phase in self.phases if phase.name != "optimizer" or phase.bytes > update_bytes]
         phases = [(phase.name, str(phase)) for phase in shown]
@@ -285,14 +299,14 @@ class Foreseen:
         return [("sizes", sizes), ("memory", self.peak_line()), *phases, *warnings]
 
     def peak_line(self) -> str:
-        """The peak, and beside it what the device has."""
+        """Returns a text with the peak and the memory of the device."""
         peak = f"{amount(self.peak.bytes)} at most ({self.peak.name})"
         if not self.known:
-            return f"{peak}; the device does not say how much it has"
+            return f"{peak}; the device does not report its memory"
         return f"{peak}, {amount(self.available)} on the device"
 
     def problems(self) -> list[str]:
-        """Why this is more than the device has, and what to do; empty where it fits, or where it is not known."""
+        """Returns what does not fit and the remedy; empty if the run fits or the device memory is not known."""
         if not self.known:
             return []
         if self.refused:
@@ -301,7 +315,7 @@ class Foreseen:
             return []
         lower = {"rollout": "sampling", "evaluation": "sampling"}.get(self.peak.name, "training")
         cure = "" if self.peak.fixed > self.available else f"lower {LOWER[lower]}, or "
-        return [f"this is more than the device has: {cure}take a smaller model or more devices"]
+        return [f"this exceeds the memory of the device: {cure}use a smaller model or more devices"]
 
 
 def foresee(
@@ -313,11 +327,12 @@ def foresee(
     device: Device | None = None,
     refuse: bool = True,
 ) -> Foreseen:
-    """The sizes and phases of a resolved config, for prompts and completions of full length.
+    """Estimates the sizes and the memory of each phase for a resolved config, with sequences of full length.
 
     Args:
-      device: to foresee for; this one when left out.
-      refuse: raise where not one completion fits; else go on with one, and say so in `Foreseen.refused`.
+      device: the device to estimate for; defaults to the current one.
+      refuse: whether to raise if a single completion does not fit; if False, the size is 1 and the error is added to
+        `Foreseen.refused`.
 
     Raises:
       UserError: as `chunk_size` and `concurrent_rows`.
@@ -354,8 +369,8 @@ def foresee(
     phases += update_phases(update, size)
     if config.sft.max_steps:
         single = update_work(training, model, (config.sft.batch_size, 1), widths, False, mesh, device)
-        found = update_phases(single, chosen(lambda: _chunk_size(setting, single, device.memory)))[0]
-        phases.append(dataclasses.replace(found, name="sft"))
+        sft = update_phases(single, chosen(lambda: _chunk_size(setting, single, device.memory)))[0]
+        phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
     rows = min(limit, data.batch_size * group)
     return Foreseen(size, rows, auto, tuple(phases), device.memory, tuple(refused), device.known)

@@ -1,4 +1,4 @@
-"""Metrics of one training step from its batch, advantages and times; those of the rollout are in `rollouts.py`."""
+"""Computes advantage and speed metrics of a training step; rollout metrics are in `rollouts.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def advantage_metrics(
     objective: Objective,
     success_threshold: float,
 ) -> dict[str, Any]:
-    """Returns the size of the advantages, their share by pass rate, and the groups without a signal."""
+    """Computes statistics of the advantages, their sums by pass rate, and the fraction of groups without a signal."""
     assert batch.estimator_ids is not None
     bins = pass_rate_bins(rollout, success_threshold)
     kept = objective.kept_groups(batch.scored, batch.estimator_ids)
@@ -47,15 +47,16 @@ def speed_metrics(
     known: dict[str, Any],
     compilations: Compilations,
 ) -> dict[str, float]:
-    """Returns completion tokens a second, the share of the engine's work that was on live rows, what was compiled since
-    the step before (its evaluation and checkpoint included), and the share of the device's peak arithmetic, prompts
-    counted once per group (`*_mfu`, where the peak is known). With dynamic sampling the rollout's share counts the
-    groups that were kept alone.
+    """Computes throughput, engine occupancy, compilations and MFU of a step.
+
+    Throughput is in completion tokens per second. Compilations are those since the previous step, including its
+    evaluation and checkpoint. The MFU (`*_mfu`) is the fraction of the device's peak FLOP/s, if the peak is known;
+    prompts count once per group. With dynamic sampling the MFU of the rollout counts only the groups that are used.
 
     Args:
       sampled: completion tokens of the step.
-      row_steps: growth of `Engine.row_steps` in the step.
-      known: the other metrics of the step, times in seconds among them.
+      row_steps: increase of `Engine.row_steps` in the step.
+      known: the other metrics of the step, including times in seconds.
     """
     rollout, update = (max(known[f"time/{name}"], 1e-9) for name in ("rollout", "update"))
     programs, compiling = compilations.take()

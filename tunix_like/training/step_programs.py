@@ -1,7 +1,8 @@
 """Compiles the functions of a training step, once for all learners with equal settings in a process.
 
-A program depends on the model's graph, the objective, the optimizer and the shardings, and on no weights. Programs that
-contain a function of the user are not shared between learners: the function may read a global that has changed since.
+A program depends on the model's graph, the objective, the optimizer and the shardings, but not on weights. Programs
+that contain the user's own functions are not shared between learners, because such a function may read a global that
+has changed since.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tunix_like.training.forward import batch_logprobs
 from tunix_like.training.train_step import StepObjective, StepSpec, jit_train_step
 
 KEPT = 16
-"""Programs that are kept for later learners of the process; the least recently used one is dropped."""
+"""Number of cached programs per process; the least recently used one is dropped."""
 
 
 class SharedObjective(StepObjective, Protocol):
@@ -25,10 +26,10 @@ class SharedObjective(StepObjective, Protocol):
 
     @property
     def built_in(self) -> bool:
-        """True when no function comes from the user."""
+        """True when all functions are part of this library."""
 
     def key(self) -> Hashable:
-        """Equal for objectives that are traced to the same program."""
+        """Returns a key that is equal for objectives that are traced to the same program."""
 
 
 class StepPrograms:
@@ -36,9 +37,9 @@ class StepPrograms:
 
     Attributes:
       train_step: see `jit_train_step`.
-      logprobs: `batch_logprobs` of graph, parameters, batch and packing.
-      advantages: `StepObjective.advantages`.
-      traces: how many times `train_step` was traced so far: once for each set of array shapes.
+      logprobs: compiled `batch_logprobs` of graph, parameters, batch and packing.
+      advantages: compiled `StepObjective.advantages`.
+      traces: number of times `train_step` was traced so far, once for each set of array shapes.
     """
 
     def __init__(self, spec: StepSpec):
@@ -57,11 +58,11 @@ _SHARED: ProgramCache = OrderedDict()
 
 
 def step_programs(spec: StepSpec, objective: SharedObjective, own: ProgramCache) -> StepPrograms:
-    """Returns the programs for these settings: those of an earlier call with equal ones, or new ones.
+    """Returns the cached programs for these settings, or new ones.
 
     Args:
-      objective: that of `spec`.
-      own: the learner's own cache, for objectives with a function that is not part of this package.
+      objective: the objective of `spec`.
+      own: the learner's own cache, for objectives with functions that are not part of this library.
     """
     cache = _SHARED if objective.built_in else own
     leaves, structure = jax.tree.flatten(spec.shardings)

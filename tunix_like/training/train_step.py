@@ -1,9 +1,9 @@
-"""The compiled training step: the advantages of the whole batch and the loss of one optimizer update, in one jit.
+"""The compiled training step: advantages of the whole rollout batch and one optimizer update, in one jitted program.
 
-Rewards go in, new parameters come out. Prompts go through the model once, one set at a time. The completions of a set
-follow in chunks; their gradients with respect to the weights and to the prompts' states are added up before the
-backward pass of the prompts. This is exact, because the weight of every token is known before the first chunk. The
-memory is that of one set of prompts and one chunk.
+The prompts are processed by the model once, one set at a time. The completions of a set follow in chunks. Their
+gradients with respect to the weights and to the prompts' states are accumulated before the backward pass of the
+prompts. The result is exact, because the weight of every token is known before the first chunk. Peak memory is that of
+one set of prompts and one chunk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StepObjective(Protocol):
-    """What a step follows the gradient of; `algorithms.objective.Objective` is the one of reinforcement learning."""
+    """The interface of a step's objective; `algorithms.objective.Objective` implements it for RL."""
 
     def advantages(
         self,
@@ -39,8 +39,10 @@ class StepObjective(Protocol):
         lengths: Int[Array, "P G"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G *T"]:
-        """Returns one advantage per completion `[P, G]`, or what broadcasts to one per token `[P, G, T]`, from the
-        whole rollout batch; `ids` says which estimator a group has, `lengths` counts sampled tokens."""
+        """Computes advantages over the whole rollout batch: one per completion `[P, G]` or per token `[P, G, T]`.
+
+        `ids` are the indices of the groups' estimators, `lengths` the numbers of sampled tokens.
+        """
 
     def weights(
         self,
@@ -50,22 +52,22 @@ class StepObjective(Protocol):
         in_update: Bool[Array, "P"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """The weight of each token of each completion in this update."""
+        """Computes the weight of each completion's tokens in this update."""
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
-        """Loss per token (0 where masked) and per-token metrics."""
+        """Computes the loss per token (0 where masked) and per-token metrics."""
 
 
 MAXIMA = ("is_ratio/max", "logprob_gap/max")
-"""Metrics of an update that are maxima over its tokens; all others are means or counts."""
+"""Metrics of an update that are maxima over its tokens; the other metrics are means or counts."""
 
 
 class TrainState(NamedTuple):
     """The arrays that a training step replaces.
 
     Attributes:
-      params: the weights that are trained: all of the model's, or its adapters.
-      opt_state: the optimizer's state for them.
+      params: the trained weights: all weights of the model, or its adapters.
+      opt_state: the optimizer state of `params`.
     """
 
     params: Any
@@ -73,8 +75,11 @@ class TrainState(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The inputs of one optimizer update. Advantages are computed over the whole rollout batch, weights over the groups
-    `in_update`; only the completions in `packed` go through the model."""
+    """The inputs of one optimizer update.
+
+    Advantages are computed over the whole rollout batch, weights over the groups `in_update`. Only the completions in
+    `packed` are processed by the model.
+    """
 
     batch: GroupBatch
     in_update: Bool[AnyArray, "P"]
@@ -84,14 +89,14 @@ class StepInputs(NamedTuple):
 
 
 class StepSpec(NamedTuple):
-    """What a training step is compiled for.
+    """The static arguments of a compiled training step.
 
     Attributes:
       graphdef: the model's graph (`nnx.split(model)[0]`).
       objective: advantages, token weights and token loss.
       optimizer: an optax transformation.
-      options: how log-probabilities are computed.
-      shardings: those of the train state on a mesh; None on one device.
+      options: options of the log-probability computation.
+      shardings: shardings of the train state on a mesh; None on a single device.
     """
 
     graphdef: Any
@@ -108,12 +113,14 @@ def step_inputs(
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
 ) -> StepInputs:
-    """Returns the update of the groups `in_update` of a rollout batch. Unset fields of the batch get their defaults:
-    every completion is trained on, with the run's own estimator."""
-    everyone, own = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
+    """Builds the inputs for one update with the groups `in_update` of a rollout batch.
+
+    Unset fields of the batch get defaults: all completions are trained on, with the run's estimator (index 0).
+    """
+    all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
     batch = batch._replace(
-        trained=everyone if batch.trained is None else batch.trained,
-        estimator_ids=own if batch.estimator_ids is None else batch.estimator_ids,
+        trained=all_trained if batch.trained is None else batch.trained,
+        estimator_ids=first_estimator if batch.estimator_ids is None else batch.estimator_ids,
     )
     return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs)
 
@@ -127,16 +134,16 @@ def chunk_loss(
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
-    """Computes this chunk's share of the update's loss; sums over its tokens, and maxima, for the metrics."""
+    """Computes the chunk's contribution to the loss, and sums and maxima over its tokens for the metrics."""
 
     def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
         if values is None:
             return None
-        found = chunk.rows_of(values)
-        return found.reshape(len(found), -1, *found.shape[3:])
+        selected = chunk.rows_of(values)
+        return selected.reshape(len(selected), -1, *selected.shape[3:])
 
-    found = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
-    logprobs, entropy = (x.reshape(len(x), -1, x.shape[-1]) for x in found)
+    outputs = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
+    logprobs, entropy = (x.reshape(len(x), -1, x.shape[-1]) for x in outputs)
     length = chunk.length.reshape(len(chunk.length), -1, 1)
     mask = rows(inputs.batch.sampled) & (length > 0)
     weight = jnp.where(length > 0, rows(weights)[..., None], 0.0)
@@ -145,7 +152,7 @@ def chunk_loss(
     tokens = TokenInputs(logprobs, old, rollout, rows(inputs.ref_logprobs), entropy, mask)
     token_loss, token_metrics = spec.objective.token_loss(tokens, rows(advantages))
     largest: dict[str, Array] = {}
-    if rollout is not None:  # the difference between the sampler's arithmetic and the trainer's
+    if rollout is not None:  # the numerical difference between sampler and trainer
         gap = jnp.abs(jax.lax.stop_gradient(old) - rollout)
         token_metrics |= {"logprob_gap/mean": gap}
         largest["logprob_gap/max"] = jnp.where(mask, gap, 0.0).max()
@@ -166,8 +173,12 @@ def gradient(
     sets: Int[Array, ""],
     frozen: Any = None,
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """Computes the gradient of the loss with respect to `params` over the first `sets` sets of prompts; sums and maxima
-    for the metrics. `frozen` are the model's other parameters (None: it has none), which have no gradient."""
+    """Computes the gradient of the loss with respect to `params`, and sums and maxima for the metrics.
+
+    Args:
+      sets: number of sets of prompts to process.
+      frozen: the model's other parameters, which have no gradient; None if there are none.
+    """
     packed = jax.tree.map(jnp.asarray, inputs.packed)
 
     def loss(params: Any, states: PromptStates, chunk: Chunk) -> Any:
@@ -190,8 +201,8 @@ def gradient(
             return add(grads, own), add(cotangents, seen), {"sums": sums, "largest": largest}
 
         grads, totals = carry
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), states)
-        start = (grads, nothing, totals)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), states)
+        start = (grads, zeros, totals)
         grads, cotangents, totals = jax.lax.fori_loop(0, packed.chunks[number], one_chunk, start)
         (prompts,) = pull_back(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, states))
         return jax.tree.map(jnp.add, grads, prompts), totals
@@ -203,7 +214,7 @@ def gradient(
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
     }
     start = jax.tree.map(jnp.zeros_like, params)
-    if spec.shardings is not None:  # else the compiler may keep the sum of a large model whole on every device
+    if spec.shardings is not None:  # else the compiler may replicate the gradient sum on every device
         start = jax.lax.with_sharding_constraint(start, spec.shardings.params)
     return jax.lax.fori_loop(0, sets, one_set, (start, totals))
 
@@ -219,21 +230,23 @@ def jit_train_step(spec: StepSpec, traced: Callable[[], None] = lambda: None) ->
         traced()
         return train_step(spec, state, inputs, frozen)
 
-    # On a mesh the state comes out as it went in, so that the next step finds the program that was compiled for it.
+    # On a mesh the output state keeps the shardings of the input, so that the next step is not compiled again.
     return jax.jit(step, donate_argnums=0, out_shardings=(spec.shardings, None, None))
 
 
 def train_step(
     spec: StepSpec, state: TrainState, inputs: StepInputs, frozen: Any = None
 ) -> tuple[TrainState, dict[str, Array], Float[Array, "P G *T"]]:
-    """Does one optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
+    """Runs one optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
 
-    `frozen` are parameters of the model that are not trained (None: there are none).
+    Args:
+      frozen: parameters of the model that are not trained; None if there are none.
 
-    Returns the new state, scalar metrics and the advantages. The state is unchanged where an advantage, the loss or the
-    gradient is not finite (`update/skipped` is 1), and where no token counts in the loss (`update/empty` is 1):
-    momentum and weight decay would move the weights without any observation. A batch of equal rewards is an
-    observation, whose gradient estimate is 0, and goes to the optimizer.
+    Returns:
+      the new state, scalar metrics and the advantages. The state is unchanged if an advantage, the loss or the gradient
+      is non-finite (`update/skipped` is 1), or if no token contributes to the loss (`update/empty` is 1), because
+      momentum and weight decay would otherwise change the weights without data. A batch of equal rewards is data with
+      gradient 0 and is passed to the optimizer.
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
@@ -249,7 +262,7 @@ def train_step(
     empty = ~((weights > 0) & (lengths > 0)).any()
     new = TrainState(optax.apply_updates(state.params, updates), opt_state)
     state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, state)
-    metrics = {name: total / tokens for name, total in totals["sums"].items()}  # of no tokens: NaN, written as null
+    metrics = {name: total / tokens for name, total in totals["sums"].items()}  # NaN without tokens, written as null
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
     return state, metrics, advantages

@@ -1,7 +1,7 @@
-"""Trains the weights of a model by a loop of steps: what reinforcement learning and supervised fine-tuning share.
+"""`Trainer`, the base class of reinforcement learning and supervised fine-tuning.
 
-A `Trainer` owns the weights while it trains and writes them back to its model at the end. Its `state` is replaced in
-one place, `Trainer.apply`.
+A trainer owns the weights while it trains, and writes them back to its model at the end. During training only
+`Trainer.apply` replaces its `state`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tunix_like.training.train_step import StepInputs, StepSpec, TrainState
 
 
 class _Stream(NamedTuple):
-    """The data stream of a call of `train`, and what it was made from."""
+    """The data stream of a call of `train`, with its rows and settings."""
 
     rows: Any
     settings: tuple[Any, ...]
@@ -49,15 +49,15 @@ class Trainer:
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
       step_key: the metrics' step column (`step`, `sft/step`).
-      state: what a step replaces: trained parameters and optimizer state.
-      frozen: the other parameters of the model; empty where all are trained.
-      done: steps done so far; a call of `train` that is not resumed from a checkpoint starts after them.
-      total: number of the last step, or None to go on until the data is used up.
+      state: trained parameters and optimizer state; a step replaces them.
+      frozen: the other parameters of the model; empty if all parameters are trained.
+      done: number of steps done so far; a call of `train` that does not resume from a checkpoint continues there.
+      total: number of the last step, or None to continue until the data is exhausted.
       rate_follows_total: whether the learning rate of a step depends on `total`.
-      schedule: the learning rate of an update by its number, where that is known.
+      schedule: maps the number of an update to its learning rate; None if unknown.
       programs: the compiled functions of a step.
       iterator: the data iterator to save with a checkpoint, or None.
-      identity: what must be the same when a checkpoint is resumed.
+      identity: settings that must be equal when a checkpoint is restored.
     """
 
     name: ClassVar[str]
@@ -99,16 +99,16 @@ class Trainer:
 
     @property
     def writes_files(self) -> bool:
-        """True in the one process of a run that writes its files."""
+        """True in the process that writes the files of the run."""
         return self.folder is not None and is_first()
 
     @property
     def params(self) -> Any:
-        """All weights of the model: those that are trained, and those that stay."""
+        """All weights of the model, trained and frozen."""
         return join_params(self.state.params, self.frozen)
 
     def _take_weights(self) -> None:
-        """Takes the model's weights as they are now and places them on the mesh; the model keeps pointing at them."""
+        """Shards the model's current weights over the mesh. The model and the trainer share the arrays."""
         params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
             raise UserError("the model's weights belong to a trainer that was interrupted; load the model again.")
@@ -117,15 +117,15 @@ class Trainer:
         self.state = self.state._replace(params=trained)
 
     def apply(self, inputs: StepInputs) -> tuple[Any, Any]:
-        """Does one optimizer update. Returns its metrics and advantages, on the device."""
+        """Runs one optimizer update. Returns its metrics and advantages, on the device."""
         assert self.programs is not None
         self.state, metrics, advantages = self.programs.train_step(self.state, inputs, self.frozen)
         return metrics, advantages
 
-    # What the loop calls.
+    # Called by the loop.
 
     def step(self, number: int) -> dict[str, Any] | None:
-        """Does step `number` (from 1). Returns its metrics without prefix, or None when the data is used up."""
+        """Runs step `number` (from 1). Returns its metrics without prefix, or None when the data is exhausted."""
         raise NotImplementedError
 
     def to_save(self) -> Any:
@@ -133,26 +133,26 @@ class Trainer:
         return {"params": self.state.params, "opt_state": self.state.opt_state}
 
     def restore(self, saved: Any, step: int) -> None:
-        """Continues after `step` from what `to_save` returned there."""
+        """Restores the state after `step` from the pytree that `to_save` returned."""
         self.state = TrainState(saved["params"], saved["opt_state"])
 
     def cut(self, step: int) -> None:
-        """Removes what the trainer itself wrote of the steps after `step`."""
+        """Removes the trainer's own files of steps after `step`."""
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
-        """Returns the metrics, with prefix, of an evaluation after `step` if one is due, else nothing."""
+        """Returns the metrics, with prefix, of an evaluation after `step` if one is due, else {}."""
         return {}
 
     def finished(self, row: dict[str, Any]) -> bool:
         """Returns True when the row just logged ends the training early."""
         return False
 
-    # What subclasses call at the start of `train`.
+    # Called by subclasses at the start of `train`.
 
     def _compile(
         self, objective: SharedObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
     ) -> None:
-        """Builds the optimizer for `total` steps, its state where there is none yet, and the compiled functions.
+        """Builds the optimizer for `total` steps, its state if there is none yet, and the compiled functions.
 
         Args:
           optimizer: an `OptimizerConfig` or an optax transformation.
@@ -168,8 +168,11 @@ class Trainer:
         self.programs = step_programs(spec, objective, self._own_programs)
 
     def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:
-        """Returns the batches of prompts: those that follow the previous call's where the data are the same object and
-        nothing is resumed from a folder, else from the beginning."""
+        """Returns an iterator over batches of prompts.
+
+        It continues after the previous call of `train` if the data is the same object and there is no run folder to
+        resume from; else it starts from the beginning.
+        """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
         settings, previous = (size, batch_size, shuffle, forever), self._stream
         same = previous is not None and previous.rows is rows and previous.settings == settings
@@ -187,20 +190,20 @@ class Trainer:
             shuffle=shuffle,
             forever=forever,
         )
-        # A plain iterable has no place that can be saved; a resumed run reads up to it instead.
+        # The position of a plain iterable cannot be saved; a resumed run skips the items that were read before.
         self.iterator = batches if isinstance(batches, Resumable) else None
         self._stream = _Stream(rows, settings, batches)
         return batches
 
     def _begin(self) -> None:
-        """Forgets the previous call of `train` where there is a folder, from which everything is resumed."""
+        """Resets the state of the previous call of `train` if there is a folder, because the folder is resumed from."""
         self._take_weights()
         if self.folder is not None:
             self.done, self._stream = 0, None
             self.state = self.state._replace(opt_state=None)
 
     def _base(self) -> dict[str, Any]:
-        """The part of `identity` that names the frozen weights beside adapters."""
+        """Returns the part of `identity` that identifies the frozen weights of a model with adapters."""
         if self.model.adapters is None:
             return {}
         return {"base": fingerprint(self.model.config, self.frozen, self.mesh)}
@@ -213,11 +216,12 @@ class Trainer:
         on_row: Callable[[dict[str, Any]], None],
         another_follows: bool = False,
     ) -> dict[str, Any]:
-        """Runs the loop, closes what was opened and writes the weights back. Returns the last row of metrics.
+        """Runs the loop and writes the weights back to the model. Returns the last row of metrics.
 
         Args:
-          settings: what loggers show of a run that has no `config.yaml`.
-          check_owner: raises where another process has taken the folder.
+          settings: the settings that loggers record for a run without `config.yaml`.
+          check_owner: raises if another process has taken the folder.
+          another_follows: see `loop.run`.
         """
         last: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Does the optimizer updates of one rollout batch: packs completions, runs the compiled step, checks the results."""
+"""Runs the optimizer updates of a rollout batch: packs completions, runs the compiled step and checks the results."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tunix_like.types import GroupBatch
 
 
 class Updates:
-    """Called with each rollout batch of a run. It reads the trainer and changes its weights through `Trainer.apply`.
+    """Runs the updates of each rollout batch of a run, through `Trainer.apply`.
 
     Args:
       mini_batch_size: prompts per optimizer update.
-      reference: whether a reference model is held beside the policy, which takes memory.
+      reference: whether a reference model is held in memory beside the policy.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Updates:
     def __call__(
         self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
     ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
-        """Does all optimizer updates of one rollout batch; returns the advantages, and metrics over the updates.
+        """Runs all optimizer updates of one rollout batch; returns the advantages and the metrics of the updates.
 
         Args:
-          prompts: their texts, for error messages.
-          ref: the reference's log-probabilities where there is one.
+          prompts: texts of the prompts, for error messages.
+          ref: the reference's log-probabilities, or None.
 
         Raises:
-          UserError: the estimator gave an advantage that is not finite (the weights are as before), too many updates in
-            a row were skipped, or sampler and trainer disagree.
+          UserError: the estimator returned a non-finite advantage (the weights are unchanged), too many consecutive
+            updates were skipped, or sampler and trainer disagree.
         """
         trainer, count, width = self.trainer, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
         live, out = self._live_rows(batch)
@@ -87,19 +87,21 @@ class Updates:
     def logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
-        """Returns the log-probabilities of the completions `rows` (None: of all), 0 elsewhere."""
+        """Computes the log-probabilities of the completions `rows` (None: of all), 0 elsewhere."""
         assert self.trainer.programs is not None
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
-        found = self.trainer.programs.logprobs(graphdef, params, self._place(batch), packed)
-        return np.asarray(fetch(found, self.trainer.mesh))
+        logprobs = self.trainer.programs.logprobs(graphdef, params, self._place(batch), packed)
+        return np.asarray(fetch(logprobs, self.trainer.mesh))
 
     def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
-        """Returns the batch with rewards `r - beta sum_t kl_t`, with the trainer's own log-probabilities; and the mean
-        KL per token, in nats."""
+        """Returns the batch with rewards `r - beta sum_t kl_t`, and the mean KL per token in nats.
+
+        The KL uses the trainer's log-probabilities, not the sampler's.
+        """
         mask = batch.sampled
-        own = self.logprobs(self.trainer.graphdef, self.trainer.params, batch)
-        tokens = kl_estimate(str(self.algo.kl_loss_mode), jnp.asarray(own), jnp.asarray(ref), jnp.asarray(mask))
+        policy = self.logprobs(self.trainer.graphdef, self.trainer.params, batch)
+        tokens = kl_estimate(str(self.algo.kl_loss_mode), jnp.asarray(policy), jnp.asarray(ref), jnp.asarray(mask))
         kl = np.where(mask, np.asarray(tokens), 0.0)
         rewards = (batch.rewards - self.algo.beta * kl.sum(-1)).astype(np.float32)
         return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
@@ -112,17 +114,17 @@ class Updates:
         return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
 
     def _place(self, batch: GroupBatch) -> GroupBatch:
-        """Replicates the batch over the mesh: it is small, and chunks take rows out of it."""
+        """Replicates the batch over the mesh; it is small, and chunks gather rows from it."""
         return place_replicated(batch, self.trainer.mesh)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
-        """Returns the completions that go through the model, and the shares of those that do not."""
-        objective, ids, known = self.objective, batch.estimator_ids, None
+        """Returns the completions that the model processes, and the fractions of those that it does not."""
+        objective, ids, advantages = self.objective, batch.estimator_ids, None
         assert ids is not None and self.trainer.programs is not None
         if objective.looks_for_zeros:
-            known = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
-            known = fetch(known, self.trainer.mesh)
-        live = objective.live_rows(batch.rewards, batch.scored, ids, known)
+            advantages = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
+            advantages = fetch(advantages, self.trainer.mesh)
+        live = objective.live_rows(batch.rewards, batch.scored, ids, advantages)
         metrics: dict[str, float] = {}
         if batch.trained is not None:
             live = live & batch.trained
@@ -136,14 +138,14 @@ class Updates:
         assert batch.estimator_ids is not None
         name = self.objective.estimators[int(batch.estimator_ids[group])].name
         raise UserError(
-            f"advantage estimator '{name}' gave {advantages[group, sample]} for completion {sample} of group {group} "
-            f"(prompt {prompts[group]!r:.80}), whose rewards are {batch.rewards[group].tolist()}. "
-            "The weights are as they were before this step."
+            f"advantage estimator '{name}' returned {advantages[group, sample]} for completion {sample} of group "
+            f"{group} (prompt {prompts[group]!r:.80}) with rewards {batch.rewards[group].tolist()}; it must return "
+            "finite numbers. The weights are those before this step."
         )
 
 
 def _joined(name: str, values: Sequence[Any]) -> float:
-    """Joins one metric of several updates: the largest of maxima, the mean of others; NaN where none is finite."""
+    """Aggregates a metric of several updates: maximum of maxima, mean of other metrics; NaN if none is finite."""
     finite = [float(value) for value in values if np.isfinite(value)]
     if not finite:
         return float("nan")
