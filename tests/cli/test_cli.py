@@ -30,6 +30,8 @@ from tunix_like.runs.folder import run_folder
 from tunix_like.storage import run_lock
 from tunix_like.storage.metrics import rows as metric_rows
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 YAML = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 SCRIPT = str(Path(sys.executable).with_name("tunix-like"))

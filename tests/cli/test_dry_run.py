@@ -15,6 +15,8 @@ from tests.process import ROOT, python
 from tunix_like.cli import main as cli
 from tunix_like.training import sizes
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 MODELS = {
     "dapo": (QWEN25, 494.03),

@@ -23,6 +23,8 @@ from tunix_like.models.loading import save_model
 from tunix_like.report import command, page
 from tunix_like.storage import output_folder
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = reverse_text.tokenizer()
 FILES = [
     "config.json",

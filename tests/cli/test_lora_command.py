@@ -18,6 +18,8 @@ from tunix_like.runs import build as runs
 from tunix_like.runs.trained import open_trained
 from tunix_like.storage.checkpoints import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 YAML = str(Path(__file__).resolve().parents[2] / "examples" / "debug" / "reverse_text.yaml")
 SMALL = (
     "model.config.hidden_size=64",

@@ -19,6 +19,8 @@ from tunix_like.models.sharding import place_params
 from tunix_like.training.memory import parameter_count
 from tunix_like.training.optimizer import build_optimizer, init_optimizer
 
+pytestmark = pytest.mark.slow
+
 YAML = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 MODEL = {
     "model_type": "qwen3",

@@ -16,6 +16,8 @@ from tunix_like.config.load import load
 from tunix_like.data import gsm8k, reverse_text
 from tunix_like.runs.build import check_config
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

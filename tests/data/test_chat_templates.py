@@ -18,6 +18,8 @@ from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import check_prompts, prompt_batches, render, render_all
 from tunix_like.runtime.untrusted import fill
 
+pytestmark = pytest.mark.slow
+
 TURN = [{"role": "user", "content": "hi"}]
 RANGE = "{% for a in range(99999) %}"
 END = "{% endfor %}"

@@ -26,6 +26,8 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.rewards import REWARDS, pooled, resolve, score
 
+pytestmark = pytest.mark.slow
+
 BYTES = make_tokenizer("qwen", pre_tokenizers.ByteLevel.alphabet(), ["hello hello hello world"], 280)
 
 

@@ -27,6 +27,8 @@ from tunix_like.cli import main as cli
 from tunix_like.models.loading import save_model
 from tunix_like.rewards import ANSWERS, REWARDS
 
+pytestmark = pytest.mark.slow
+
 MODEL = {
     "hidden_size": 64,
     "intermediate_size": 64,

@@ -15,6 +15,8 @@ import pytest
 from tunix_like import compute_advantages
 from tunix_like.models.config import DecoderConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 variance = importlib.import_module("benchmarks.gradient_variance")
 zero_signal = importlib.import_module("benchmarks.zero_signal")

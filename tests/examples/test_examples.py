@@ -24,6 +24,8 @@ from tunix_like.runs.build import check_config
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training.learners import LEARNERS, CustomLearner
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 GSM8K = Path(os.environ.get("TUNIX_LIKE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "maxrl_paper" / "classification.py"
 

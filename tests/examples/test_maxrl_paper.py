@@ -14,6 +14,8 @@ import yaml
 
 from tunix_like.cli import main as cli
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "maxrl_paper"
 

@@ -12,6 +12,8 @@ import pytest
 
 from tunix_like.cli import main as cli
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "gsm8k" / "make_tiny_model.py"
 
 

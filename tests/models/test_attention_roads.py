@@ -28,6 +28,8 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model
 from tunix_like.runs import build as runs
 
+pytestmark = pytest.mark.slow
+
 P, G, T, S, H, K, WIDTH = 2, 2, 7, 6, 4, 2, 8
 KINDS = ("plain", "blocked", "cudnn", "splash")
 LENGTHS = np.array([6, 3], np.int32)

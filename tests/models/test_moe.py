@@ -13,6 +13,8 @@ from tunix_like.models.layer_kinds import Experts
 from tunix_like.models.moe import MixtureOfExperts
 from tunix_like.models.sharding import build_mesh, place_params
 
+pytestmark = pytest.mark.slow
+
 WIDTH, INNER, E, N = 8, 12, 5, 11
 
 

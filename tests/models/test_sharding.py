@@ -32,6 +32,8 @@ from tunix_like.training.sft import _Likelihood
 from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 CONFIG = DecoderConfig(
     vocab_size=32,
     hidden_size=16,

@@ -12,6 +12,8 @@ from tunix_like.cli import main as cli
 from tunix_like.report import gradients
 from tunix_like.runs.trained import open_trained
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 model: {init: random, config: {model_type: qwen2, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,
   num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 64, tie_word_embeddings: true}}

@@ -11,6 +11,8 @@ import pytest
 
 from tests.process import python
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import functools, json, sys
 import jax

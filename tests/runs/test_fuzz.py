@@ -14,6 +14,8 @@ from tests.runs.fuzzing import Case
 from tests.runs.fuzzing_files import Damage
 from tunix_like.models import loading
 
+pytestmark = pytest.mark.slow
+
 FIXED = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
 

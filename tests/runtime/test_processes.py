@@ -27,6 +27,8 @@ from tunix_like.runs.trained import open_trained
 from tunix_like.runtime import coordinator, processes
 from tunix_like.storage.metrics import rows
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60
 """Seconds within which the rest of a run must have ended after one of its processes is gone (heartbeat: 30)."""

@@ -21,6 +21,8 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog, rows
 from tunix_like.training.loop import run
 
+pytestmark = pytest.mark.slow
+
 YAML = str(Path(__file__).resolve().parents[2] / "examples" / "debug" / "reverse_text.yaml")
 SMALL = (
     "model.config.hidden_size=16",

@@ -28,6 +28,8 @@ from .repeated_prompts import (
     repeated,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def rounded_gradient(objective, data, **model):
     graphdef, params = make_model(dtype=jnp.bfloat16, **model)

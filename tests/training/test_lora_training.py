@@ -37,6 +37,8 @@ from .repeated_prompts import (
 )
 from .test_learner import HF, ROWS, TOKENIZER, assert_same, collect, differ, make, varied
 
+pytestmark = pytest.mark.slow
+
 HF = HF | {
     "vocab_size": 16,
     "hidden_size": 64,

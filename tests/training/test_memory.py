@@ -52,6 +52,8 @@ from tunix_like.training.packing import choose_layout, pack
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SMALL = DecoderConfig(
     vocab_size=512,
     hidden_size=64,

@@ -22,6 +22,8 @@ from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.learners import LEARNERS
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 ROWS = [reverse_text.record(a + b) for a in "abcd" for b in "ef"]
 
