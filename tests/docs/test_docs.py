@@ -89,6 +89,15 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_architecture_has_a_line_for_each_file():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = set()
+    for package, lines in re.findall(r"^\*\*(\w+)\*\*\n\n((?:- .*\n)+)", text, re.M):
+        listed |= {f"{package}/{name}" for name in re.findall(r"^- `([\w.]+)`", lines, re.M)}
+    files = {path.relative_to(ROOT / "tunix_like").as_posix() for path in (ROOT / "tunix_like").glob("*/*.py")}
+    assert listed == {name for name in files if not name.endswith("__init__.py")}
+
+
 @pytest.mark.parametrize("name", sorted(cli._parser()._subparsers._group_actions[0].choices))
 def test_the_page_of_commands_has_every_option(name):
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
