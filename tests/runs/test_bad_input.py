@@ -228,10 +228,10 @@ MISTAKES = {
     "config file that is a folder": (("train", "splits"), ["splits", "is a folder", "the path of a YAML file"]),
     "config file that is compressed": (("train", "packed.yaml"), ["packed.yaml", "is compressed (gzip)", "gunzip"]),
     "output_dir that no folder can be called": (
-        ("train", "nul.yaml"), ["training.output_dir", "'a\\x00b'", "NUL character", "take it out"],
+        ("train", "nul.yaml"), ["training.output_dir", "'a\\x00b'", "NUL character", "remove it"],
     ),
     "the same on the command line": (
-        (*REVERSED, "training.output_dir=a\0b"), ["training.output_dir", "NUL character", "take it out"],
+        (*REVERSED, "training.output_dir=a\0b"), ["training.output_dir", "NUL character", "remove it"],
     ),
     "bytes that are no UTF-8": (
         (*REVERSED, "training.output_dir=a\udcffb"), ["training.output_dir", "half of a character"],
@@ -570,7 +570,7 @@ MISTAKES = {
         ["--greedy sets rollout.temperature=0", "remove rollout.temperature=0.5 or --greedy"],
     ),
     "greedy, of some tokens": (
-        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.top_k=2"), ["leave rollout.top_k=2 out"],
+        ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.top_k=2"), ["remove rollout.top_k=2 or --greedy"],
     ),
     "nothing to fine-tune": (("sft", REVERSE, "sft.max_steps=0"), ["sft.max_steps", "e.g. sft.max_steps="]),
 }  # fmt: skip
