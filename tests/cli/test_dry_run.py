@@ -125,7 +125,10 @@ def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
         assert cli.main([*argv, f"model.path={name}", "data.path=rows", "--dry-run"]) == 0
         said = capsys.readouterr().out
         assert f"  learner: {learner} ({estimator})\n" in said
-        assert f"    model: {MODELS[name][1]:.2f} M parameters" in said and "weights: none here to compare\n" in said
+        assert (
+            f"    model: {MODELS[name][1]:.2f} M parameters" in said
+            and "weights: not present, so not compared\n" in said
+        )
         assert re.search(r"   memory: [\d.]+ GB at most", said) and re.search(r"   update: [\d.]+ GB = ", said)
         assert re.search(r"prompt: .*Reason step by step.*Natalia.*assistant", said) and re.search(
             r"ids: \[1, \d+", said
@@ -140,7 +143,7 @@ def test_the_other_examples(example, monkeypatch, capsys):
     assert cli.main(["train", example, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert ", float32 on cpu, attention plain, or blocked where calls are large\n" in said
-    assert "weights: drawn at random\n" in said and said.rstrip().endswith("nothing was trained.")
+    assert "weights: initialised at random\n" in said and said.rstrip().endswith("nothing was trained.")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")

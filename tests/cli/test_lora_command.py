@@ -91,5 +91,5 @@ def test_targets_are_checked_before_any_weights(monkeypatch):
     experts = "num_experts=4 num_experts_per_tok=2 moe_intermediate_size=32 model_type=qwen3_moe"
     experts += " head_dim=16 norm_topk_prob=true"
     fields = [f"model.config.{field}" for field in experts.split()]
-    with pytest.raises(tunix_like.UserError, match=r"lora\.targets: up_proj: .* made of experts"):
+    with pytest.raises(tunix_like.UserError, match=r"lora\.targets: up_proj: .* mixtures of experts"):
         runs.assemble(load(YAML, [*fields, "lora.rank=2", "lora.targets=[up_proj]"]))

@@ -210,9 +210,9 @@ def without(fields, name):
         bad(QWEN3_MOE | {"norm_topk_prob": None}, "norm_topk_prob", id="norm-not-said"),
         bad(QWEN3_MOE | {"mlp_only_layers": [48]}, "mlp_only_layers", "47", id="no-such-layer"),
         bad(QWEN3_MOE | {"num_local_experts": 64}, "num_local_experts", id="experts-twice"),
-        bad(QWEN3_MOE | {"n_shared_experts": 1}, "n_shared_experts", "not understood", id="shared-expert"),
+        bad(QWEN3_MOE | {"n_shared_experts": 1}, "n_shared_experts", "is unknown", id="shared-expert"),
         bad(QWEN3_MOE | {"output_router_logits": True}, "output_router_logits", id="router-logits"),
-        bad(SMOLLM3 | {"num_experts": 4}, "num_experts", "not understood", id="another-family's"),
+        bad(SMOLLM3 | {"num_experts": 4}, "num_experts", "is unknown", id="another-family's"),
     ],
 )
 def test_refused(fields, said):

@@ -171,7 +171,7 @@ def test_auto_uses_every_device_along_the_first_axis():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (MeshConfig(shape=[3, 1]), "mesh.shape: .* needs 3 devices, there are 8"),
+        (MeshConfig(shape=[3, 1]), "mesh.shape: .* needs 3 devices, but there are 8"),
         (MeshConfig(shape=[4]), "one positive number per axis"),
         (MeshConfig(shape="all"), "mesh.shape: expected auto"),
         (MeshConfig(axis_names=["fsdp", "model"]), "mesh.axis_names"),
@@ -192,6 +192,6 @@ def test_heads_and_batches_that_the_mesh_does_not_divide_are_named():
     few = DecoderConfig(**{**dataclasses.asdict(CONFIG), "num_kv_heads": 4})
     with pytest.raises(UserError, match=r"mesh.shape: 8 devices along 'tp' do not divide the 4 key heads"):
         check_divides(build_mesh(MeshConfig(shape=[1, 8])), few)
-    with pytest.raises(UserError, match=r"data.batch_size: 6 prompts are not divided by the 4 devices"):
+    with pytest.raises(UserError, match=r"data.batch_size: 6 prompts are not divisible by the 4 devices"):
         learner = make(build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES)), [])
         learner.train([{"prompt": "UP"}] * 6, batch_size=6)

@@ -221,32 +221,32 @@ def test_bad_index(tmp_path):
     index = json.loads((tmp_path / INDEX).read_text())
     gone = sorted(set(index["weight_map"].values()))[1]
     (tmp_path / gone).unlink()
-    with pytest.raises(UserError, match=f"{gone}, which is not there"):
+    with pytest.raises(UserError, match=f"{gone}, which does not exist"):
         load(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {HEAD: "../other/model.safetensors"}}))
     with pytest.raises(UserError, match="outside its folder"):
         load(tmp_path)
     for text in ("{", "{}", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
         (tmp_path / INDEX).write_text(text)
-        with pytest.raises(UserError, match="index.json: (no valid weight index|not valid JSON|expected a JSON)"):
+        with pytest.raises(UserError, match="index.json: (not a valid weight index|not valid JSON|expected a JSON)"):
             load(tmp_path)
 
 
 def test_headers_say_what_loading_would(tmp_path, monkeypatch):
     """Without reading a tensor: of whole weights every header, of missing ones the index, of none nothing."""
     monkeypatch.setattr(Stored, "blocks", lambda self, index: pytest.fail(f"{self.name} was read"))
-    assert headers(tmp_path) == "none here to compare"
+    assert headers(tmp_path) == "not present, so not compared"
     save_weights(make_params(TIED), tmp_path, TIED)
     edit(tmp_path, **{HEAD: load_file(tmp_path / SINGLE)[EMBEDDING]})
     count = len(jax.tree.leaves(abstract(TIED)))
-    assert headers(tmp_path, TIED) == f"all {count} tensors fit by their headers; they were not read"
+    assert headers(tmp_path, TIED) == f"the headers of all {count} tensors match; the values were not read"
     (tmp_path / SINGLE).unlink()
 
     save_weights(make_params(CONFIG), tmp_path, CONFIG, max_file_bytes=1500)
     files = sorted(tmp_path.glob("*.safetensors"))
-    assert headers(tmp_path) == f"all {count + 1} tensors fit by their headers; they were not read"
+    assert headers(tmp_path) == f"the headers of all {count + 1} tensors match; the values were not read"
     files[0].unlink()
-    assert headers(tmp_path) == f"1 of {len(files)} files are not here; the names in their index fit"
+    assert headers(tmp_path) == f"1 of {len(files)} files are missing; the names in the index match"
     index = json.loads((tmp_path / INDEX).read_text())
     del index["weight_map"][GATE]
     (tmp_path / INDEX).write_text(json.dumps(index))

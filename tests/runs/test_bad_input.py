@@ -246,24 +246,24 @@ MISTAKES = {
     "key of another source": ((*REVERSED, "data.maze_size=9"), ["data.maze_size", "data.name=reverse_text", "remove"]),
     "profile": ((*REVERSED, "training.profile_steps=[6, 5]"), ["training.profile_steps", "the first and the last"]),
     "size": ((*REVERSED, "training.train_micro_batch_size=abc"), ["'abc'", "auto", "Or a number, at least 1"]),
-    "mesh": ((*REVERSED, "mesh.shape=[3, 1]"), ["mesh.shape", "needs 3 devices, there are 8; set auto"]),
+    "mesh": ((*REVERSED, "mesh.shape=[3, 1]"), ["mesh.shape", "needs 3 devices, but there are 8; set auto"]),
     "mesh that does not divide the heads": (
         (*REVERSED, "mesh.shape=[1, 8]"),
-        ["mesh.shape", "8 devices along 'tp' do not divide the 4 query heads", "give tp fewer devices, and fsdp more"],
+        ["mesh.shape", "8 devices along 'tp' do not divide the 4 query heads", "use fewer devices for tp"],
     ),
     "mesh that does not divide the weights": (
         (*REVERSED, "mesh.shape=[4, 2]"),
-        ["mesh.shape", "2 devices along 'tp' do not divide embed_tokens.embedding [13, 64]", "choose a mesh that does"],
+        ["mesh.shape", "2 devices along 'tp' do not divide embed_tokens.embedding [13, 64]", "set a shape that does"],
     ),
     "mesh that does not divide the prompts": (
         (*REVERSED, "mesh.shape=[4, 2]", "data.batch_size=6"),
-        ["data.batch_size: 6 prompts", "the 4 devices along data and fsdp (mesh.shape)", "make it a multiple of 4"],
+        ["data.batch_size: 6 prompts", "the 4 devices along data and fsdp (mesh.shape)", "set a multiple of 4"],
     ),
     "mesh that does not divide the prompts of an update": (
         (*REVERSED, "mesh.shape=[8, 1]", "training.mini_batch_size=4"), ["training.mini_batch_size", "multiple of 8"],
     ),
     "mesh that does not divide the examples": (
-        (*REVERSED, "mesh.shape=[8, 1]", "sft.batch_size=12"), ["sft.batch_size: 12", "make it a multiple of 8"],
+        (*REVERSED, "mesh.shape=[8, 1]", "sft.batch_size=12"), ["sft.batch_size: 12", "set a multiple of 8"],
     ),
     # adapters
     "alpha without a rank": ((*REVERSED, "lora.alpha=2"), ["lora.alpha", "without lora.rank"]),
@@ -431,18 +431,18 @@ MISTAKES = {
     "k beyond the samples": ((*REVERSED, "eval.k=[1, 8]"), ["eval.k: got 8", "eval.samples (4)"]),
     "no room": (
         (*REVERSED, "rollout.max_tokens_to_generate=60"),
-        ["max_prompt_length + rollout.max_tokens_to_generate is 76", "64 positions", "Set both"],
+        ["max_prompt_length + rollout.max_tokens_to_generate is 76", "64 positions", "Lower them"],
     ),
     # models
     "no model": ((*REVERSED, "model.config=null"), ["model.path: name a model folder or hub id"]),
     "two models": ((*REVERSED, "model.path=model"), ["model.path", "add model.config=null model.init=pretrained"]),
     "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
     "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, mistral, qwen2"]),
-    "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "take it out"]),
+    "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "remove it from"]),
     "unsupported value": ((*REVERSED, "model.config.hidden_act=gelu"), ["'hidden_act' = 'gelu'", 'only "silu" is']),
     "small vocabulary": (
         (*REVERSED, "model.config.vocab_size=12"),
-        ["tokenizer has 13 tokens", "vocabulary only 12", "set vocab_size"],
+        ["tokenizer has 13 tokens", "vocabulary of the model only 12", "set vocab_size"],
     ),
     "no model folder": ((*OWN, "model.path=./nowhere"), ["nowhere: no such folder", "Give a model folder, or a hub"]),
     "no config.json": ((*OWN, "model.path=no_config"), ["no_config/config.json: no such file"]),
@@ -452,7 +452,7 @@ MISTAKES = {
     "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'attn_logit_softcapping' = 50", "take"]),
     "code in the model folder": (
         (*OWN, "model.path=remote_code"),
-        ["remote_code/config.json", "auto_map", "trust_remote_code", "none is ever run here", "supported family"],
+        ["remote_code/config.json", "auto_map", "trust_remote_code", "is never run here", "supported family"],
     ),
     "pickled weights": (
         (*OWN, "model.path=pickled"),
@@ -564,7 +564,7 @@ MISTAKES = {
     "no run": (("eval", "nowhere", "data.name=maze"), ["nowhere: no such folder", "Give a model folder"]),
     "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
     "export of nothing": (("export", "nowhere", "out"), ["nowhere: no such folder"]),
-    "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Set both"]),
+    "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Lower them"]),
     "greedy, and sampled": (
         ("generate", "model", "--prompt", "ab>", "--greedy", "rollout.temperature=0.5"),
         ["--greedy sets rollout.temperature=0", "remove rollout.temperature=0.5 or --greedy"],

@@ -283,7 +283,7 @@ def test_what_processes_tell_each_other(tmp_path):
     for each in told:
         assert str(each["nan"]) == str(each["own nan"]) == "[1.0, nan]"
         assert each["memory"] == 1000 and each["scores"] == [2.0, 0.0, 0.0, 0.0]
-        assert "there are 2 processes, each of which would train a model of its own" in each["no mesh"]
+        assert "there are 2 processes, each of which would train its own model" in each["no mesh"]
         assert each["end"] and each["stop"], "none leaves before the loggers of the first are done"
     # every row is loaded by one process (or by none, where it is left over), and the long ones are left out
     assert not set(told[0]["loaded"]) & set(told[1]["loaded"])

@@ -113,7 +113,7 @@ def test_four_things_are_enough(monkeypatch, tmp_path):
 
     # 64 positions, so the default lengths (512 + 256) do not fit: the error says which keys to lower.
     arguments = {"model": make_model(), "tokenizer": TOKENIZER, "reward_fns": [score]}
-    with pytest.raises(UserError, match="max_prompt_length.*768.*64 positions .max_position_embeddings.. Set both"):
+    with pytest.raises(UserError, match="max_prompt_length.*768.*64 positions .max_position_embeddings.. Lower them"):
         MaxRLLearner(**arguments, algo_config=MaxRLConfig(num_generations=4))
     arguments["model"] = tunix_like.load_model(HF | {"max_position_embeddings": 1024}, init="random")[0]
     before = params_of(arguments["model"])

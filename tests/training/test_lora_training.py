@@ -186,7 +186,7 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     with pytest.raises(UserError, match="(?s)another run.*  adapters: .*alpha 4.*alpha 9"):
         learner_of(other, max_steps=4, **folder).train(ROWS, batch_size=4)
     other = add_lora(tunix_like.load_model(HF, init="random", seed=1)[0], LoraConfig(rank=4))
-    with pytest.raises(UserError, match="checkpoints: the adapters belong to another base"):
+    with pytest.raises(UserError, match="checkpoints: the adapters were trained with another base"):
         learner_of(other, max_steps=4, **folder).train(ROWS, batch_size=4)
 
 
@@ -207,7 +207,7 @@ def test_a_base_has_one_fingerprint_wherever_it_lies(kinds, tmp_path):
     norm.set_value(norm[...].at[3].set(jnp.nextafter(norm[3], norm[3] + 1)))
     assert of(changed)["all"] != found["all"]
     check_base(tmp_path, {"base": found}, {"base": found | {"all": ""} | {"backend": "another"}})
-    with pytest.raises(UserError, match="the adapters belong to another base"):
+    with pytest.raises(UserError, match="the adapters were trained with another base"):
         check_base(tmp_path, {"base": found}, {"base": found | {"read": "", "backend": "another"}})
 
 
@@ -232,7 +232,7 @@ def test_a_run_of_python_is_opened_again(tmp_path):
     there = open_trained(str(run), [f"model.path={moved}"])
     assert_same(copied(there.params), copied(learner.params))
     write(tunix_like.load_model(HF, init="random", seed=1)[0], tmp_path / "stranger")
-    with pytest.raises(UserError, match=r"checkpoints.1: the adapters belong to another base: .*model\.path"):
+    with pytest.raises(UserError, match=r"checkpoints.1: the adapters were trained with another base: .*model\.path"):
         open_trained(str(run), [f"model.path={tmp_path / 'stranger'}"])
     write(tunix_like.load_model(HF | {"num_hidden_layers": 2}, init="random")[0], tmp_path / "other")
     with pytest.raises(UserError, match="holds adapters of another model than"):
@@ -283,7 +283,7 @@ def test_supervised_fine_tuning_trains_adapters_alone(tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.params)} == {np.dtype("float32")}
     assert trainer.frozen["norm"]["scale"].dtype == jnp.bfloat16
     other = add_lora(tunix_like.load_model(HF, init="random", seed=1, **kinds)[0], LoraConfig(rank=4))
-    with pytest.raises(UserError, match="sft_checkpoints: the adapters belong to another base"):
+    with pytest.raises(UserError, match="sft_checkpoints: the adapters were trained with another base"):
         sft_of(other, max_steps=21, output_dir=str(tmp_path)).train(ROWS)
 
 
@@ -296,5 +296,5 @@ def test_a_quantised_base_without_adapters_is_refused():
 @pytest.mark.parametrize("make_trainer", [lambda model: learner_of(model), lambda model: sft_of(model)])
 def test_weights_in_half_precision_are_not_trained(make_trainer):
     model, _ = tunix_like.load_model(HF, init="random", param_dtype=jnp.bfloat16)
-    with pytest.raises(UserError, match=r"held in bfloat16, .*load_model\(\.\.\., param_dtype=jnp\.float32"):
+    with pytest.raises(UserError, match=r"stored in bfloat16, .*load_model\(\.\.\., param_dtype=jnp\.float32"):
         make_trainer(model)

@@ -78,7 +78,7 @@ class Tokenizer:
         number = self._backend.token_to_id(token)
         if number is None:
             raise UserError(
-                f"{name} {token!r} is not in the vocabulary of the tokenizer; add it there or set another token."
+                f"{name} {token!r} is not in the tokenizer's vocabulary; add it there or set another token."
             )
         return number
 

@@ -1,1 +1,1 @@
-"""What a model is: its numbers, its layers, its weights on disk."""
+"""Decoder models: configuration, layers, sharding, and reading and writing weights."""

@@ -1,8 +1,8 @@
-"""Softmax attention over one or several parts of the keys, with grouped heads; scores and softmax in float32.
+"""Softmax attention over one or several parts of the keys, with grouped heads; scores and softmax are float32.
 
-A part is a set of keys and values with a mask. Completions of one prompt share the prompt's part, which therefore
-exists once per group. Here stands the plain way, which makes the scores, and the choice between it and the ways that
-do not: blocks, and the kernels of a device. This module knows no weights, no cache and no positions.
+A part is a set of keys and values with a mask. Completions of one prompt share the part of the prompt, so it is stored
+once per group. This module has the plain implementation, which materialises the scores, and selects between it, the
+blocked implementation and the kernels of a device.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from tunix_like.models.attention_kernels import cudnn_attention, splash_attentio
 from tunix_like.models.attention_parts import Part, dense_mask
 
 MASKED = -1e30
-"""Score of a masked key: finite, so that a row whose every key is masked yields finite garbage and no NaN gradient."""
+"""Score of a masked key. It is finite, so a row with all keys masked gives finite values (unused) and no NaN
+gradient."""
 
 SCORES = 2**24
-"""Most scores `B H N U` that `auto` makes at once where the device has no kernel: 64 MB, kept for every layer in
-training. Sequences so long that blocks are quicker have more than that in a batch of any use."""
+"""Maximum number of scores `B H N U` that `auto` materialises on a device without a kernel: 64 MB, stored per layer in
+training. Sequences for which blocks are faster exceed this at any practical batch size."""
 
-_ROADS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
+_IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
 
 def resolve_attention(name: str, dtype: Any, head_dim: int) -> str:
-    """The way to attend on this machine: `name`, or for "auto" the device's kernel if it has one for this model.
+    """Selects the attention implementation: `name`, or for "auto" the device's kernel if it supports this model.
 
     Returns:
-      one of `ATTENTIONS`; "auto" where the size of each call decides between the plain way and blocks.
+      one of `ATTENTIONS`; "auto" if the size of each call selects between the plain and the blocked implementation.
 
     Raises:
-      UserError: the name is unknown, or this machine or model cannot go that way.
+      UserError: the name is unknown, or this device or model does not support the implementation.
     """
     if name not in ATTENTIONS:
         raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
@@ -45,33 +46,35 @@ def resolve_attention(name: str, dtype: Any, head_dim: int) -> str:
     if name == "auto":
         return next((kernel for kernel, lack in missing.items() if lack is None), "auto")
     if (lack := missing.get(name)) is not None:
-        raise UserError(f"model.attention: {name} needs {lack}. Set auto, which takes what this machine can do.")
+        raise UserError(f"model.attention: {name} needs {lack}. Set auto, which selects a supported implementation.")
     return name
 
 
 def _cudnn_lacks(dtype: Any, head_dim: int) -> str | None:
     device = jax.devices()[0]
     if "NVIDIA" not in device.device_kind or float(device.compute_capability) < 8:
-        return f"an NVIDIA GPU of compute capability 8.0 or later, and this is {device.device_kind}"
+        return f"an NVIDIA GPU of compute capability 8.0 or later, but this is {device.device_kind}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return f"model.dtype bfloat16, not {jnp.dtype(dtype).name}"
     if head_dim > 128 or head_dim % 8:
-        return f"heads of at most 128 numbers, a multiple of 8, and this model's have {head_dim}"
+        return f"head_dim to be at most 128 and a multiple of 8, but it is {head_dim}"
     return None
 
 
 def _splash_lacks() -> str | None:
     if jax.default_backend() != "tpu":
-        return f"a TPU, and this is {jax.devices()[0].device_kind}"
-    if jax.device_count() > 1:  # the compiler cannot split a kernel over a mesh
-        return f"a single device, and there are {jax.device_count()}"
+        return f"a TPU, but this is {jax.devices()[0].device_kind}"
+    if jax.device_count() > 1:  # the compiler cannot partition a kernel over a mesh
+        return f"a single device, but there are {jax.device_count()}"
     return None
 
 
-def _road(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
-    """How to attend without making the scores, or None: make them. Masks that are arrays (decoding, one query a row)
-    always go the plain way. No kernel knows caps, and splash attention no windows: there the size decides, as under
-    "auto"."""
+def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
+    """Returns an implementation that does not materialise the scores, or None for the plain one.
+
+    Array masks (decoding, one query per row) always use the plain implementation. No kernel supports caps, and splash
+    attention supports no windows; in these cases the size decides, as for "auto".
+    """
     if kind == "plain" or not all(part.described for part in parts):
         return None
     if cap is not None:
@@ -79,7 +82,7 @@ def _road(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: fl
     elif kind == "splash" and any(part.windowed for part in parts):
         kind = "auto"
     if kind != "auto":
-        return _ROADS[kind]
+        return _IMPLEMENTATIONS[kind]
     scores = sum(q.size // q.shape[-1] * part.k.shape[-1] for part in parts)
     return joined_attention if scores > SCORES else None
 
@@ -87,13 +90,13 @@ def _road(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: fl
 def attention(
     q: Float[Array, "B N H h"], part: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "B N H h"]:
-    """`softmax(q k^T / sqrt(h)) v` over one part; query head `i` uses key head `i // (H // K)`.
+    """Computes `softmax(q k^T / sqrt(h)) v` over one part; query head `i` uses key head `i // (H // K)`.
 
-    `kind` is what `resolve_attention` returned. With `cap`, scores become `cap tanh(scores / cap)` (Gemma 2,
+    `kind` is a result of `resolve_attention`. With `cap`, scores become `cap tanh(scores / cap)` (Gemma 2,
     arXiv 2408.00118).
     """
-    if (road := _road(kind, q, (part,), cap)) is not None:
-        return road(q, (part,)) if cap is None else road(q, (part,), cap=cap)
+    if (implementation := _implementation(kind, q, (part,), cap)) is not None:
+        return implementation(q, (part,)) if cap is None else implementation(q, (part,), cap=cap)
     scores = _scores(q, part, cap)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = _unfold(weights.sum(-1, keepdims=True), q.shape[2])
@@ -103,20 +106,20 @@ def attention(
 def group_attention(
     q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "P G T H h"]:
-    """Attention of completions over their prompt's keys (stored once per group) and their own, under ONE softmax.
+    """Attends from completions to the keys of their prompt (stored once per group) and their own, under ONE softmax.
 
     Args:
       q: queries of every completion of every prompt.
-      prompt: part with `B = P`; its mask is for the `G * T` queries of a prompt, or for all alike.
-      own: parts with `B = P * G`: each completion's own keys.
-      kind: what `resolve_attention` returned.
+      prompt: part with `B = P`; its mask is for the `G * T` queries of a prompt, or broadcast over them.
+      own: parts with `B = P * G`: the keys of each completion.
+      kind: a result of `resolve_attention`.
       cap: as in `attention`.
 
-    The parts are joined by their common maximum and the sum of their exponentials, so no `[T, S + T]` array is
-    assembled, and the gradient flows through all (unlike the residual of `jax.nn.dot_product_attention`).
+    The parts are combined through their common maximum and the sum of their exponentials, so no `[T, S + T]` array is
+    built, and gradients flow through all parts (unlike the residual of `jax.nn.dot_product_attention`).
     """
-    if (road := _road(kind, q, (prompt, *own), cap)) is not None:
-        return road(q, (prompt, *own)) if cap is None else road(q, (prompt, *own), cap=cap)
+    if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
+        return implementation(q, (prompt, *own)) if cap is None else implementation(q, (prompt, *own), cap=cap)
     groups, size, steps, heads, width = q.shape
     by_prompt = q.reshape(groups, size * steps, heads, width)
     by_row = q.reshape(groups * size, steps, heads, width)
@@ -139,13 +142,13 @@ def group_attention(
         own_exp = jnp.exp(scores - top)
         total += own_exp.sum(-1, keepdims=True)
         out += _unfold(_values(own_exp, part), heads).reshape(q.shape)
-    # Normalised last: dividing `h` numbers a query instead of `S + T` saves a third of the backward pass on the CPU.
+    # Normalise last: dividing `h` instead of `S + T` values per query saves a third of the backward pass on the CPU.
     return (out / _unfold(total, heads).reshape(*q.shape[:4], 1)).astype(q.dtype)
 
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
-    """Scaled, capped and masked scores. Heads stand before positions, so that the product is a plain batched one: on
-    the CPU its gradient takes half the time of one whose batch axes lie in between."""
+    """Computes scaled, capped and masked scores. Heads precede positions, so this is a plain batched product; on the
+    CPU its gradient takes half the time of a product with batch axes in between."""
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]
     split = (q * width**-0.5).reshape(batch, count, key_heads, heads // key_heads, width)

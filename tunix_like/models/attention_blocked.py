@@ -1,7 +1,8 @@
-"""Attention in blocks: no array of scores, neither forward nor backward (Dao et al., 2205.14135; Dao, 2307.08691).
+"""Blocked attention that never materialises the scores, forward or backward (Dao et al., arXiv 2205.14135; Dao,
+arXiv 2307.08691).
 
-Several parts share one softmax. Forward, each gives its output and log-sum-exp, which are joined. Backward, each part
-needs the log-sum-exp of all, not its own, and nothing else of the others. This module knows masks by description only.
+Several parts share one softmax. In the forward pass, each part gives its output and log-sum-exp, which are combined. In
+the backward pass, each part needs only the log-sum-exp over all parts. Masks must be described (`Lengths`, `Causal`).
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix_like.models.attention_parts import Causal, Part, first_keys, segment_ids
 
 BLOCK = 256
-"""Queries and keys of a block, at most. On a CPU, blocks are as quick as the plain way at this length, twice as quick
-at 1024; with 512 they gain nothing there."""
+"""Maximum number of queries and keys per block. On a CPU, blocks match the speed of the plain implementation at this
+length and are twice as fast at 1024; blocks of 512 give no gain there."""
 
 NOTHING = -1e30
-"""Log-sum-exp of a query that sees no key: finite, so that differences of two are no NaN."""
+"""Log-sum-exp of a query without visible keys. It is finite, so the difference of two is not NaN."""
 
 Forward = Callable[[Array, Part, float | None], tuple[Array, Array]]
-"""`forward(q [B N H h], part, cap) -> (out [B N H h], lse [B N H])`, float32: attention over one part and the logarithm
-of its sum of exponentials. Without any key `lse` is at most `NOTHING` (or so low as to weigh nothing), `out` finite."""
+"""`forward(q [B N H h], part, cap) -> (out [B N H h], lse [B N H])`, float32: attention over one part and its
+log-sum-exp. For a query without keys, `lse` is at most `NOTHING` (or low enough for a weight of 0) and `out` finite."""
 
 
 def joined_attention(
     q: Float[Array, "*B H h"], parts: Sequence[Part], forward: Forward | None = None, cap: float | None = None
 ) -> Array:
-    """`softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]` under one softmax, with described masks.
+    """Computes `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]` under one softmax, with described masks.
 
     Args:
       q: any leading axes; a part with `B` rows of keys reads it as `[B, N, H, h]`.
-      forward: how one part is computed; None: in blocks. The gradient is computed in blocks in any case.
+      forward: computes one part; None: in blocks. The gradient is always computed in blocks.
       cap: scores become `cap tanh(scores / cap)`.
 
     Returns:
-      outputs of the shape and dtype of `q`; where no part has a key to see, 0 in blocks and finite otherwise.
+      outputs of the shape and dtype of `q`; for a query without visible keys, 0 in blocks and finite otherwise.
     """
     return _joined(part_forward if forward is None else forward, cap, q, tuple(parts))
 
@@ -54,19 +55,19 @@ def _joined(forward: Forward, cap: float | None, q: Array, parts: tuple[Part, ..
 
 
 def _joined_forward(forward: Forward, cap: float | None, q: Array, parts: tuple[Part, ...]) -> tuple[Array, Any]:
-    found = [forward(_rows(q, part), part, cap) for part in parts]
-    each = [lse.reshape(q.shape[:-1]) for _, lse in found]
-    lse = functools.reduce(jnp.logaddexp, each)
+    results = [forward(_rows(q, part), part, cap) for part in parts]
+    part_lses = [part_lse.reshape(q.shape[:-1]) for _, part_lse in results]
+    lse = functools.reduce(jnp.logaddexp, part_lses)
     out = jnp.zeros(q.shape, jnp.float32)
-    for own, (of_part, _) in zip(each, found, strict=True):
-        out += jnp.exp(own - lse)[..., None] * of_part.reshape(q.shape)
+    for part_lse, (part_out, _) in zip(part_lses, results, strict=True):
+        out += jnp.exp(part_lse - lse)[..., None] * part_out.reshape(q.shape)
     return out.astype(q.dtype), (q, parts, out.astype(q.dtype), lse)
 
 
 def _joined_backward(
     forward: Forward, cap: float | None, saved: Any, cotangent: Array
 ) -> tuple[Array, tuple[Part, ...]]:
-    """`dS = P (dO V^T - rowsum(dO O))`, with `P = exp(S - lse)` recomputed of each block."""
+    """Computes `dS = P (dO V^T - rowsum(dO O))`; `P = exp(S - lse)` is recomputed for each block."""
     q, parts, out, lse = saved
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
@@ -86,11 +87,12 @@ def _rows(x: Float[Array, "*B H h"], part: Part) -> Float[Array, "B N H h"]:
 
 
 class _Work(NamedTuple):
-    """Queries, keys and values of a part padded to whole blocks, and which blocks meet.
+    """Queries, keys and values of a part, padded to whole blocks, and the pairs of blocks to compute.
 
     Attributes:
-      starts: the first key that each query may see, where there are windows.
-      order, number: of each block of queries, the blocks of keys that it sees anything of come first, `number` many.
+      query_ids, key_ids: segments; a query sees keys of its own segment.
+      starts: the first visible key of each query if there are windows, else None.
+      order, number: for each block of queries, the indices of the key blocks with its `number` visible ones first.
     """
 
     q: Float[Array, "B K R N h"]
@@ -106,15 +108,16 @@ class _Work(NamedTuple):
 def part_forward(
     q: Float[Array, "B N H h"], part: Part, cap: float | None = None
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
-    """Output and log-sum-exp of one part: an online softmax over the blocks of keys. 0 and `NOTHING` without a key."""
+    """Computes output and log-sum-exp of one part by an online softmax over the key blocks; 0 and `NOTHING` for a query
+    without visible keys."""
     work, blocks = _plan(q, part, cap)
 
     def of_queries(i: Array) -> tuple[Array, Array]:
         queries = blocks.queries(work.q, i)
 
-        def step(place: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def step(n: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, out = state
-            j = work.order[i, place]
+            j = work.order[i, n]
             scores, seen = blocks.scores(work, queries, i, j)
             new = jnp.maximum(top, jnp.where(seen, scores, NOTHING).max(-1, keepdims=True))
             weights, shrink = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(top - new)
@@ -139,7 +142,8 @@ def part_backward(
     part: Part,
     cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
-    """Gradients (float32) in queries, keys and values; `lse` is of the whole softmax, `delta` is `rowsum(dO O)`."""
+    """Computes the gradients (float32) of queries, keys and values; `lse` is that of the whole softmax over all parts,
+    `delta` is `rowsum(dO O)`."""
     work, blocks = _plan(q, part, cap)
     cotangent, lse, delta = (
         padded(_fold(x, part.k.shape[1]), 3, blocks.query) for x in (cotangent, lse[..., None], delta[..., None])
@@ -149,9 +153,9 @@ def part_backward(
     def of_queries(gradients: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
         queries, out, level, mean = (blocks.queries(x, i) for x in (work.q, cotangent, lse, delta))
 
-        def step(place: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def step(n: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             of_q, of_k, of_v = state
-            j = work.order[i, place]
+            j = work.order[i, n]
             scores, seen = blocks.scores(work, queries, i, j)
             weights = jnp.where(seen, jnp.exp(scores - level), 0.0)
             of_scores = weights * (_product(out, blocks.keys(work.v, j, 2).swapaxes(2, 3)) - mean)
@@ -173,7 +177,7 @@ def part_backward(
 
 
 class _Blocks(NamedTuple):
-    """Sizes of the blocks of a part, whether a query sees only what is not behind it, and the cap of scores."""
+    """Sizes of the query and key blocks of a part, whether its mask is causal, and the cap of scores."""
 
     query: int
     key: int
@@ -190,9 +194,9 @@ class _Blocks(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, self.keys(x, j, axis) + block, j * self.key, axis)
 
     def scores(self, work: _Work, queries: Array, i: Array, j: Array) -> tuple[Array, Bool[Array, "B 1 1 b c"]]:
-        """Scores `[B K R b c]` of a block and which of them count."""
-        mine = jax.lax.dynamic_slice_in_dim(work.query_ids, i * self.query, self.query, axis=1)
-        seen = mine[:, :, None] == self.keys(work.key_ids, j, 1)[:, None]
+        """Computes the scores `[B K R b c]` of a block and its mask."""
+        query_ids = jax.lax.dynamic_slice_in_dim(work.query_ids, i * self.query, self.query, axis=1)
+        seen = query_ids[:, :, None] == self.keys(work.key_ids, j, 1)[:, None]
         if work.starts is not None:
             starts = jax.lax.dynamic_slice_in_dim(work.starts, i * self.query, self.query, axis=1)
             seen &= (j * self.key + jnp.arange(self.key))[None, None] >= starts[:, :, None]
@@ -218,8 +222,11 @@ def _plan(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> tuple[_W
 def _meetings(
     queries: Int[Array, "B N"], keys: Int[Array, "B U"], blocks: _Blocks, starts: Int[Array, "B N"] | None = None
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
-    """Which blocks of keys each block of queries must look at: those whose range of segments meets its own in any
-    batch entry and, under `Causal`, that do not stand wholly behind it. With windows, none that ends before them."""
+    """Selects the key blocks that each query block must process.
+
+    Their segment ranges must overlap in some batch entry. Under `Causal`, key blocks entirely after the query block are
+    skipped; with windows, key blocks entirely before the window are skipped.
+    """
 
     def ranges(ids: Array, size: int) -> tuple[Array, Array]:
         ids = ids.reshape(ids.shape[0], -1, size)
@@ -238,7 +245,7 @@ def _meetings(
 
 
 def padded(x: Array, axis: int, size: int, fill: int = 0) -> Array:
-    """`x` up to a whole number of `size` along `axis`."""
+    """Pads `x` along `axis` to a multiple of `size`."""
     missing = -x.shape[axis] % size
     if missing == 0:
         return x
@@ -257,12 +264,12 @@ def _from_blocks(x: Float[Array, "n B K R b x"], count: int) -> Float[Array, "B 
 
 
 def _product(x: Float[Array, "B K R b c"], y: Float[Array, "B K c d"]) -> Float[Array, "B K R b d"]:
-    """A product with what the query heads of a key head share, accumulated in float32."""
+    """Multiplies by an array that the query heads of a key head share, accumulated in float32."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return jnp.matmul(flat, y, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _over_queries(x: Float[Array, "B K R b c"], y: Float[Array, "B K R b d"]) -> Float[Array, "B K c d"]:
-    """`x^T y`, summed over the queries of all query heads of a key head, in float32."""
-    x, y = (each.reshape(*each.shape[:2], -1, each.shape[-1]) for each in (x, y))
+    """Computes `x^T y`, summed over the queries of all query heads of a key head, in float32."""
+    x, y = (array.reshape(*array.shape[:2], -1, array.shape[-1]) for array in (x, y))
     return jnp.matmul(x.swapaxes(2, 3), y, preferred_element_type=jnp.float32)

@@ -1,7 +1,4 @@
-"""What attention works on: keys and values with a mask, which is an array or, for long sequences, a description of one.
-
-This module computes nothing; the ways to attend are its neighbours' business.
-"""
+"""Defines the inputs of attention: keys and values with a mask, which is an array or a compact description of one."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Lengths(NamedTuple):
-    """Every query of batch entry `i` sees its first `lengths[i]` keys; with `starts`, those from its own start on."""
+    """A mask under which the queries of batch entry `i` see its first `lengths[i]` keys; with `starts`, a query sees
+    only those from its own start."""
 
     lengths: Int[Array, "B"]
     starts: Int[Array, "B N"] | None = None
 
 
 class Causal(NamedTuple):
-    """Queries and keys are the same positions: each sees itself and what stands before it, and with `segments` only
-    what belongs to the same one. Segment -1 is padding, which sees nothing and is not seen. With `window`, a query sees
-    as many positions at most, its own included.
+    """A causal mask: each position sees itself and earlier positions.
 
-    Right padding needs no segments: a real position stands before all padding, and what padding sees is no one's
-    concern.
+    With `segments`, a position sees its own segment only; segment -1 is padding, which sees nothing and is not seen.
+    With `window`, a query sees at most that many positions, including its own. Right padding needs no segments, since
+    it comes after every real position and its outputs are not used.
     """
 
     segments: Int[Array, "B U"] | None = None
@@ -32,16 +29,16 @@ class Causal(NamedTuple):
 
 
 Mask = Bool[Array, "#B #N U"] | Lengths | Causal
-"""Which keys a query sees: an array, or what describes one without `N * U` elements."""
+"""The keys that a query sees: an array, or a description without `N * U` elements."""
 
 
 class Part(NamedTuple):
-    """Keys and values that every query of a batch entry may look at, where `mask` allows.
+    """Keys and values that the queries of a batch entry attend to, with a mask.
 
     Attributes:
-      k, v: one row of keys and values per batch entry, laid out as the two products read them: a cache in this layout
-        is never transposed.
-      mask: query n may see key u; an array need only be broadcastable to `[B, N, U]`.
+      k, v: one row of keys and values per batch entry, in the layout that the two matrix products read, so a cache in
+        this layout is never transposed.
+      mask: whether query n may see key u; an array must be broadcastable to `[B, N, U]`.
     """
 
     k: Float[Array, "B K h U"]
@@ -50,35 +47,38 @@ class Part(NamedTuple):
 
     @property
     def described(self) -> bool:
-        """Whether the mask is a description, of which blocks can be made."""
+        """Whether the mask is a description, as the blocked implementation and the kernels need it."""
         return isinstance(self.mask, Lengths | Causal)
 
     @property
     def only_causal(self) -> bool:
-        """Whether a query sees all that is not behind it, which every kernel can do."""
+        """Whether the mask is plain causal, without segments or window, which every kernel supports."""
         return isinstance(self.mask, Causal) and self.mask.segments is None and self.mask.window is None
 
     @property
     def windowed(self) -> bool:
-        """Whether a query does not see everything from its first key on."""
+        """Whether some query does not see the earliest keys."""
         if isinstance(self.mask, Causal):
             return self.mask.window is not None
         return isinstance(self.mask, Lengths) and self.mask.starts is not None
 
 
 def part_of(k: Float[Array, "... U K h"], v: Float[Array, "... U K h"], mask: Mask) -> Part:
-    """A part of keys and values as projections give them, positions before heads."""
+    """Builds a part from keys and values in the layout of the projections, positions before heads."""
     return Part(*laid_out(k, v), mask)
 
 
 def laid_out(k: Float[Array, "*B U K h"], v: Float[Array, "*B U K h"]) -> tuple[Array, Array]:
-    """Keys `[*B K h U]` and values `[*B K U h]`."""
+    """Transposes keys to `[*B K h U]` and values to `[*B K U h]`."""
     return jnp.moveaxis(k, -3, -1), v.swapaxes(-3, -2)
 
 
 def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "B U"]]:
-    """Of a described mask: segments of the `count` queries and of the keys. A query sees the keys of its own segment
-    (under `Causal`, those not behind it); queries at padding have -2 and keys there -1, so that none meets another."""
+    """Returns the segments of the `count` queries and of the keys for a described mask.
+
+    A query sees the keys of its own segment (under `Causal`, only those at or before its position). Padding has segment
+    -2 for queries and -1 for keys, so padding matches nothing.
+    """
     batch, width = part.k.shape[0], part.k.shape[-1]
     if isinstance(part.mask, Causal) and part.mask.segments is not None:
         segments = part.mask.segments
@@ -90,7 +90,7 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
 
 
 def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
-    """Of a described mask with windows: the first key that each of the `count` queries may see."""
+    """Returns the first visible key of each of the `count` queries for a described mask; None without windows."""
     if isinstance(part.mask, Lengths):
         return part.mask.starts
     if not isinstance(part.mask, Causal) or part.mask.window is None:
@@ -99,7 +99,7 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def dense_mask(part: Part, count: int) -> Bool[Array, "#B #N U"]:
-    """The mask of a part as an array, for `count` queries."""
+    """Returns the mask of a part as an array, for `count` queries."""
     if not part.described:
         return part.mask  # type: ignore[return-value]
     if isinstance(part.mask, Lengths):

@@ -1,6 +1,6 @@
-"""What a decoder is, in numbers, and how those numbers are read from and written to a Hugging Face `config.json`.
+"""The configuration of a decoder, read from and written to a Hugging Face `config.json`.
 
-It knows no jax, no weights, no tokenizer and no family: what each family's fields mean stands in `families.py`.
+The fields of each model family are in `families.py`. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The numbers of one decoder; hashable, so that it can be static under jit.
+    """The configuration of one decoder; hashable, so it can be static under jit.
 
     Attributes:
       vocab_size: rows of the embedding table, V.
       hidden_size: model width, D.
       intermediate_size: width of the gated MLP.
-      num_layers: blocks.
+      num_layers: number of layers.
       num_heads: query heads, H.
       num_kv_heads: key and value heads, K; it divides H.
       head_dim: width of one head, h; even, and not always D / H.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: None, or how they are stretched.
-      local_rope_theta: base in layers with a window, which are then not stretched; None: the same as elsewhere.
+      rope_scaling: scaling of the rotary frequencies, or None.
+      local_rope_theta: base in layers with a window, which then have no scaling; None: the same as in other layers.
       norm_eps: added to the mean square in every RMS norm.
-      tie_embeddings: the output head is the embedding table.
-      qkv_bias: q, k and v projections have a bias.
-      qk_norm: an RMS norm on each head of q and k, before the rotation.
-      post_norms: RMS norms behind attention and MLP too, before the residual stream takes their outputs.
-      norm_offset: RMS norms multiply by 1 + weight.
-      scale_embeddings: embeddings are multiplied by sqrt(D), rounded to the compute dtype.
-      activation: of the gated MLP, one of `ACTIVATIONS`.
-      query_pre_attn_scalar: scores are divided by its root; None: by that of `head_dim`.
-      attention_cap, logits_cap: scores, or final logits, become `cap * tanh(x / cap)`; None: they stay.
-      windows: of every layer, how many positions a query sees, its own included; None: all before it.
-      rotary: whether a layer rotates queries and keys.
-      experts: how the MLP is made of experts, or None.
-      expert_layers: which layers have them.
-      max_positions: longest sequence, in tokens, that the model was made for.
-      source: the HF mapping this came from, so that an export keeps the fields that say nothing about the model's
-        numbers. It takes no part in comparison or hash, and no number is ever read from it again.
+      tie_embeddings: whether the output head is the embedding table.
+      qkv_bias: whether the q, k and v projections have a bias.
+      qk_norm: whether each head of q and k has an RMS norm before the rotation.
+      post_norms: whether the outputs of attention and MLP have an RMS norm before the residual addition.
+      norm_offset: whether RMS norms multiply by 1 + weight.
+      scale_embeddings: whether embeddings are multiplied by sqrt(D), rounded to the compute dtype.
+      activation: activation of the gated MLP, one of `ACTIVATIONS`.
+      query_pre_attn_scalar: scores are divided by its square root; None: by the square root of `head_dim`.
+      attention_cap, logits_cap: scores, or final logits, become `cap * tanh(x / cap)`; None: no cap.
+      windows: per layer, the number of positions that a query sees, including its own; None: all earlier ones.
+      rotary: per layer, whether queries and keys are rotated.
+      experts: the mixture of experts of the MLPs, or None.
+      expert_layers: per layer, whether its MLP is a mixture of experts.
+      max_positions: maximum sequence length of the model, in tokens.
+      source: the HF mapping that this config was read from; an export keeps its fields that do not define the model.
+        It is excluded from comparison and hash, and no value is read from it again.
 
-    A per-layer tuple is empty where all layers are of the plain kind: no window, rotated, with the experts there are.
+    A per-layer tuple is empty if all layers have the default: no window, rotated, with experts if there are any.
     Entries beyond the last layer are dropped.
 
     Raises:
-      UserError: a number that makes no decoder.
+      UserError: a value is invalid.
     """
 
     vocab_size: int
@@ -99,7 +99,7 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"{spelt('num_heads')} is {self.num_heads}, which {spelt('num_kv_heads')} = {self.num_kv_heads}"
-                " does not divide; every key head serves the same number of query heads."
+                " does not divide; every key head must have the same number of query heads."
             )
         if self.head_dim % 2:
             raise UserError(f"{spelt('head_dim')} is {self.head_dim}; rotary positions need an even number.")
@@ -110,15 +110,15 @@ class DecoderConfig:
             entries = getattr(self, name)[: self.num_layers]
             if entries and len(entries) < self.num_layers:
                 raise UserError(f"{name} has {len(entries)} entries for {self.num_layers} layers.")
-            # one way to say each thing, so that equal decoders are equal
+            # canonical form, so that equal decoders compare equal
             object.__setattr__(self, name, () if all(entry is plain for entry in entries) else entries)
 
     def window(self, layer: int) -> int | None:
-        """How many positions a query of this layer sees, or None."""
+        """Returns the number of positions that a query of this layer sees, or None for all."""
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
-        """Theta and scaling of this layer, or None where it does not rotate."""
+        """Returns theta and scaling of this layer, or None if it has no rotary positions."""
         if self.rotary and not self.rotary[layer]:
             return None
         if self.local_rope_theta is not None and self.window(layer) is not None:
@@ -129,19 +129,20 @@ class DecoderConfig:
         return self.experts is not None and (not self.expert_layers or self.expert_layers[layer])
 
     def active_width(self, layer: int) -> int:
-        """Width of the gated MLPs that a token goes through in this layer."""
+        """Returns the total width of the gated MLPs that process a token in this layer."""
         if self.experts is None or not self.has_experts(layer):
             return self.intermediate_size
         return self.experts.per_token * self.experts.intermediate_size
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> DecoderConfig:
-        """Reads an HF config: a mapping, a folder with a `config.json`, or the path of such a file. Of a model that
-        reads more than text, the decoder.
+        """Reads an HF config: a mapping, a folder with a `config.json`, or the path of such a file.
+
+        For a multimodal model, the config of its text decoder is read.
 
         Raises:
-          UserError: no such file or no JSON object in it; a family that is not supported; a missing, unknown or
-            unsupported field. The message names the file and the field.
+          UserError: the file does not exist or is not a JSON object, the family is not supported, or a field is
+            missing, unknown or unsupported. The message names the file and the field.
         """
         where, fields = _read(source)
         try:
@@ -153,13 +154,13 @@ class DecoderConfig:
     def to_hf(
         self, eos_ids: Sequence[int] | None = None, bos_id: int | None = None, pad_id: int | None = None
     ) -> dict[str, Any]:
-        """The `config.json` that transformers loads this decoder from.
+        """Returns the fields of a `config.json` with which transformers loads this decoder.
 
-        Fields of `source` that are not numbers of the model are kept; the numbers are always this object's own. An id
-        that is None keeps what `source` says of it. `dtype` is left to whoever writes the weights.
+        Fields of `source` that do not define the model are kept; all others come from this object. An id that is None
+        keeps its value in `source`. The caller that writes the weights adds `torch_dtype`.
 
         Raises:
-          UserError: no family has these switches and options.
+          UserError: no family has this combination of options.
         """
         source = self.source or {}
         family = self._family(source.get("model_type"))
@@ -179,28 +180,28 @@ class DecoderConfig:
         )
         eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
         for name, value in (("eos_token_id", eos), ("bos_token_id", bos_id), ("pad_token_id", pad_id)):
-            # Written even when null: transformers fills an absent id with a default of the family's.
+            # Written even if null: transformers replaces an absent id by a default of the family.
             result[name] = result.get(name) if value is None else value
         return result
 
     def _scalar(self) -> dict[str, float]:
-        """As transformers wants it, which knows no null here: a whole number where it is one."""
+        """Returns query_pre_attn_scalar for transformers, which allows no null: as int if it is integral."""
         value = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
         return {"query_pre_attn_scalar": int(value) if value == int(value) else value}
 
     def _family(self, preferred: str | None) -> str:
-        plain = {field.name: field.default for field in dataclasses.fields(self)}
-        changed = {name: value for name in plain if (value := getattr(self, name)) != plain[name]}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
         switches = {name: value for name, value in changed.items() if name in (*SWITCHES, "activation")}
         options = {*OPTION_NAMES, "rope_scaling", "local_rope_theta", "windows", "rotary", "experts", "expert_layers"}
         return family_of(switches, frozenset(options & changed.keys()), preferred)
 
 
 def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, dict[str, Any]]:
-    """What to call the source in messages, and its fields."""
+    """Returns the name of the source for messages, and its fields."""
     if isinstance(source, Mapping):
         return "HF config (model.config of a YAML)", dict(source)
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
-    cure = "A model folder needs the Hugging Face config.json of the model: download the file again or mend it."
+    cure = "A model folder needs the Hugging Face config.json of the model; download the file again or correct it."
     return str(path), read_object(path, cure)

@@ -1,8 +1,8 @@
-"""One decoder for every family: tokens to logits, with the prompt of a group computed once.
+"""The decoder of all model families: tokens to logits, with the prompt of a group computed once.
 
-Modules carry Hugging Face's attribute names, so that the table of weight names is mechanical. Four ways through the
-same layers: a plain forward (`__call__`), `prefill` of prompts, and behind it `decode` for sampling or
-`completion_hidden` for training. This module knows no tokenizer, no sampling and no loss.
+Modules have the attribute names of Hugging Face, so weight names follow from them. The same layers run in four ways: a
+plain forward pass (`__call__`), `prefill` of prompts, and after it `decode` for sampling or `completion_hidden` for
+training.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ class Decoder(nnx.Module):
     """A pre-norm transformer with gated MLPs, whose layers may differ in windows, rotary positions and experts.
 
     Args:
-      config: numbers and switches; no family name.
-      rngs: initial weights, normal with standard deviation `inputs ** -0.5` (a constant 0.02 would suit widths near
-        2,500 and is too small for the tiny models that are trained from nothing).
-      dtype: compute dtype of matrix products; norms, softmax and logits are float32 whatever it is.
+      config: the configuration; it does not depend on a family name.
+      rngs: random keys of the initial weights, normal with standard deviation `inputs ** -0.5`. (A constant 0.02 suits
+        widths near 2,500 and is too small for tiny models that are trained from scratch.)
+      dtype: compute dtype of matrix products; norms, softmax and logits are always float32.
       param_dtype: dtype of the stored weights.
-      attention: how to attend where sequences may be long, one of `config.ATTENTIONS`; `decode` goes the plain way.
+      attention: attention implementation, one of `schema.ATTENTIONS`; `decode` always uses the plain one.
 
     Attributes:
-      adapters: what `lora.add_lora` put beside the projections, or None.
-      quantized: how `quantization.quantize_base` holds them, one of `config.QUANTIZATIONS`, or None.
+      adapters: the adapters that `lora.add_lora` added to the projections, or None.
+      quantized: the quantisation of the projections by `quantization.quantize_base`, one of `schema.QUANTIZATIONS`, or
+        None.
 
     Raises:
-      UserError: this machine cannot attend that way.
+      UserError: this device does not support the attention implementation.
     """
 
     def __init__(
@@ -65,8 +66,11 @@ class Decoder(nnx.Module):
         self.quantized: str | None = None
 
     def __call__(self, tokens: Int[Array, "B L"], attention_mask: Array | None = None) -> Float[Array, "B L V"]:
-        """Logits (float32) at every position. `attention_mask` is 1 where a token is real; padding may stand left or
-        right, positions count real tokens only. Logits at padded positions mean nothing."""
+        """Computes logits (float32) at every position.
+
+        `attention_mask` is 1 for real tokens and 0 for padding, which may be on the left or on the right. Positions
+        count real tokens only. Logits at padded positions are undefined.
+        """
         if attention_mask is None:
             positions, segments = jnp.arange(tokens.shape[1])[None], None
         else:
@@ -83,12 +87,13 @@ class Decoder(nnx.Module):
         segments: Int[Array, "B L"] | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
-        """The real tokens of a row stand together, so a window counts columns as it would positions."""
+        """Runs all layers with causal attention. The real tokens of a row are contiguous, so a window over columns is a
+        window over positions."""
         ropes = self._ropes(positions)
 
         def run(layer: Layer, x: Array, index: int) -> tuple[Array, KeyValue]:
             def attend(q: Array, k: Array, v: Array) -> Array:
-                return attention(q, part_of(k, v, Causal(segments, self.config.window(index))), *self._way)
+                return attention(q, part_of(k, v, Causal(segments, self.config.window(index))), *self._attention)
 
             x, (k, v) = layer(x, ropes[index], attend)
             return x, laid_out(k, v)
@@ -101,41 +106,42 @@ class Decoder(nnx.Module):
         return x, cache
 
     def _ropes(self, positions: Int[Array, "..."]) -> list[Tables | None]:
-        """Every layer's rotary tables; None where it does not rotate."""
-        made: dict[Any, Tables | None] = {None: None}
+        """Returns the rotary tables of every layer; None for layers without rotary positions."""
+        tables: dict[Any, Tables | None] = {None: None}
         kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
         for kind in kinds:
-            if kind is not None and kind not in made:
-                made[kind] = rope_tables(self.config.head_dim, *kind, positions)
-        return [made[kind] for kind in kinds]
+            if kind is not None and kind not in tables:
+                tables[kind] = rope_tables(self.config.head_dim, *kind, positions)
+        return [tables[kind] for kind in kinds]
 
     @property
-    def _way(self) -> tuple[str, float | None]:
-        """How attention is computed: the way, and the cap of scores."""
+    def _attention(self) -> tuple[str, float | None]:
+        """The attention implementation and the cap of scores."""
         return self.attention, self.config.attention_cap
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Vocabulary scores of already normed hidden states, float32."""
+        """Computes logits (float32) from normalised hidden states."""
         return self.scores(hidden, self.head())
 
     def scores(self, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
-        """The same with the output matrix from `head`, for whoever needs it many times."""
+        """Computes the same with an output matrix from `head()`, which the caller can reuse."""
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
         return soft_cap(logits, self.config.logits_cap)
 
     def head(self) -> Float[Array, "D V"]:
-        """The output matrix in the compute dtype: the transposed embedding when tied."""
+        """Returns the output matrix in the compute dtype; the transposed embedding if tied."""
         return self.output_weights().astype(self.dtype)
 
     def output_weights(self) -> Float[Array, "D V"]:
-        """The output matrix as it is stored."""
+        """Returns the output matrix in its stored dtype."""
         if self.lm_head is None:
             return self.embed_tokens.embedding[...].T
         assert self.lm_head.kernel is not None  # the head is never quantised
         return self.lm_head.kernel[...]
 
     def projections(self) -> dict[str, Linear]:
-        """The matrices of attention and plain MLPs by their dotted names: those that adapters and quantisation know."""
+        """Returns the projections of attention and plain MLPs by dotted name, to which adapters and quantisation
+        apply."""
         parts = {
             f"layers.{index}.{name}": module
             for index, layer in enumerate(self.layers)
@@ -149,9 +155,9 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
     ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
-        """Normed hidden state of each prompt's last token; every layer's keys `[P K h S]` and values `[P K S h]`.
-        `remat` recomputes each layer in the backward pass."""
-        # No real token stands behind padding, so causal attention needs no other mask.
+        """Returns the normalised hidden state of the last token of each prompt, and the keys `[P K h S]` and values
+        `[P K S h]` of every layer. `remat` recomputes each layer in the backward pass."""
+        # Padding is on the right, so causal attention needs no other mask.
         hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], remat=remat)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
 
@@ -165,24 +171,24 @@ class Decoder(nnx.Module):
         column: Int[Array, ""],
         seen: Bool[Array, "P G U"],
     ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
-        """One token of every completion.
+        """Runs one decoding step: one token of every completion.
 
         Args:
-          positions: place of each token in its sequence, prompt included.
+          positions: position of each token in its sequence, prompt included.
           prompt_cache: from `prefill`, shared by the group.
-          cache: the completions' own keys `[R K h U]` and values `[R K U h]` per layer, `R = P G`.
-          column: where in `U` this token's keys and values go, the same for all rows.
-          seen: the columns that each row may look at, `column` among them.
+          cache: keys `[R K h U]` and values `[R K U h]` of the completions per layer, `R = P G`.
+          column: index in `U` at which the keys and values of this token are written, the same for all rows.
+          seen: the columns that each row attends to, including `column`.
 
         Returns:
-          normed hidden states that predict the next token, and the cache with `column` filled in.
+          normalised hidden states that predict the next token, and the cache with `column` written.
         """
         ropes = self._ropes(positions[:, :, None])
         masks: dict[int | None, tuple[Array, Array]] = {None: (prompt_mask, seen)}
-        age = (column - jnp.arange(seen.shape[-1])) % seen.shape[-1]  # how many tokens ago a column was written
-        place = jnp.arange(prompt_mask.shape[-1])[None, None]
+        age = (column - jnp.arange(seen.shape[-1])) % seen.shape[-1]  # number of steps since a column was written
+        prompt_positions = jnp.arange(prompt_mask.shape[-1])[None, None]
         for window in {window for window in self.config.windows if window is not None}:
-            near = place > positions[..., None] - window
+            near = prompt_positions > positions[..., None] - window
             masks[window] = prompt_mask & near, seen & (age < window)[None, None]
         x = self.embed_tokens(tokens[:, :, None])
         filled: list[KeyValue] = []
@@ -202,16 +208,16 @@ class Decoder(nnx.Module):
         segments: Int[Array, "A b T"],
         remat: bool = False,
     ) -> Float[Array, "A b T D"]:
-        """Normed hidden states that predict each token of completions whose prompts went through `prefill`.
+        """Computes the normalised hidden states that predict each token of completions, given `prefill` of the prompts.
 
-        A bin of `T` holds one or several completions of its lane's prompt, one behind the other; the gradient flows
-        into `first` and `prompt_cache`, so that a prompt is computed once however its completions are split.
+        A bin of length `T` contains one or several completions of its lane's prompt, one after another. Gradients flow
+        into `first` and `prompt_cache`, so a prompt is computed once for any split of its completions.
 
         Args:
           first, prompt_cache: from `prefill`; `first` predicts the first token of every completion.
-          offsets: place of each token in its completion, from 0.
-          segments: which completion of its bin a token belongs to (-1: none); it sees the same completion's tokens
-            only.
+          offsets: position of each token in its completion, from 0.
+          segments: index of the completion in its bin that a token belongs to (-1: none); a token sees only tokens of
+            the same completion.
           remat: recompute each layer in the backward pass.
         """
         positions = prompt_lengths[:, None, None] + offsets
@@ -223,7 +229,7 @@ class Decoder(nnx.Module):
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 own = part_of(to_rows(k), to_rows(v), Causal(to_rows(segments), window))
-                kind, cap = self._way
+                kind, cap = self._attention
                 return group_attention(q, Part(*prompt, Lengths(prompt_lengths, starts)), own, kind=kind, cap=cap)
 
             return layer(x, ropes[index], attend)[0]
@@ -237,7 +243,7 @@ class Decoder(nnx.Module):
 
 
 def check_decoder(name: str, value: Any) -> None:
-    """Raises UserError where the argument `name` of a Python call is no `Decoder`."""
+    """Raises a UserError if the argument `name` of a Python call is not a `Decoder`."""
     check_type(name, value, Decoder, "give a Decoder; tunix_like.load_model(folder) returns one, and its tokenizer")
 
 
@@ -252,8 +258,11 @@ def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:
 def cached_attend(
     prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue], cap: float | None
 ) -> Attend:
-    """Attention of one new token per completion: its keys and values go into the cache at `column`, the new cache is
-    appended to `filled`, and the query reads its prompt and what of the cache is `seen`."""
+    """Returns the attention function for one new token per completion.
+
+    It writes the keys and values of the token to the cache at `column`, appends the new cache to `filled`, and attends
+    to the prompt and to the `seen` columns of the cache.
+    """
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         k, v = laid_out(to_rows(k), to_rows(v))

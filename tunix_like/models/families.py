@@ -1,7 +1,7 @@
-"""Which Hugging Face families there are, and how the fields of their `config.json` become a decoder's numbers and back.
+"""The supported Hugging Face families, and the conversion between the fields of their `config.json` and a decoder's.
 
-A family's name appears here and nowhere else. A field that is not in the tables below is an error and never a guess,
-because a silently ignored field is a silently different model.
+No other module refers to a family by name. A field that is not in the tables below is an error, because an ignored
+field could silently give a different model.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tunix_like.models.rope import ROPE_FIELDS, read_rope, read_two_ropes
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What is particular to a family.
+    """The properties of a family.
 
     Attributes:
-      architecture: its name in config.json.
-      adds: our switches that every model of it has on.
-      options: our fields that a model of it may set.
-      required: fields of ours that config.json must name besides those that every family needs. Where transformers
-        fills an absent field with a constant of the family's largest model, absence is more likely an accident than a
-        wish for that constant.
-      named: HF's fields that must be there, though they may be null, for the same reason.
-      defaults: of our fields, where transformers derives them otherwise than the plain decoder.
-      fields: HF's fields that only this family reads, or only this one may ignore.
-      fixed: as `_FIXED`, in its place.
+      architecture: name of the architecture in config.json.
+      adds: fields of `DecoderConfig` that have this value in every model of the family.
+      options: fields of `DecoderConfig` that a model of the family may set.
+      required: fields of `DecoderConfig` that config.json must set, in addition to those that every family needs.
+        transformers fills an absent field with a constant of the family's largest model, but an absent field is more
+        likely a mistake.
+      named: HF fields that must be present, although they may be null, for the same reason.
+      defaults: defaults of fields of `DecoderConfig`, where transformers differs from `DecoderConfig`.
+      fields: HF fields that only this family reads, or that only this family may ignore.
+      fixed: like `_FIXED`, with precedence over it.
     """
 
     architecture: str
@@ -71,7 +71,7 @@ FAMILIES = {
         options=frozenset({"rope_scaling", "windows"}),
         required=("num_kv_heads",),
         named=("sliding_window",),
-        fixed={"layer_types": ([],)},  # transformers does not read it for this family
+        fixed={"layer_types": ([],)},  # transformers ignores this field for this family
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -98,17 +98,18 @@ FAMILIES = {
         named=("sliding_window",),
         defaults={"rope_theta": 1e6, "local_rope_theta": 1e4, "tie_embeddings": True},
         fields=_GEMMA_FIELDS | {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
-        # transformers has a field for a cap of attention and does not apply it
+        # transformers has this field, but does not apply the cap
         fixed=_GEMMA_FIXED | {"attn_logit_softcapping": ()},
     ),
 }
 _WINDOWED = {"mistral": 0, "gemma2": 2, "gemma3_text": 6}
-"""Families with windows, and every how manyth layer has none unless `layer_types` says; 0: each layer has one."""
+"""Families with windows, and their default pattern n: every n-th layer has no window; 0: every layer has one.
+`layer_types` overrides it."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 
 _MULTIMODAL = {"gemma3": "gemma3_text"}
-"""Families whose `text_config` is a decoder; weights of other parts are not read."""
+"""Multimodal families and the family of their `text_config`; weights of other parts are not read."""
 
 _TEXT_DEFAULTS = {
     "gemma3_text": {
@@ -121,12 +122,12 @@ _TEXT_DEFAULTS = {
         "sliding_window": 4096,
     }
 }
-"""A `text_config` as published leaves out what is transformers' default, and nothing else says."""
+"""Defaults of transformers that published `text_config`s omit."""
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _FROM_OUTSIDE = (*_IDS, "tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "auto_map")
 
-# Fields that must hold one of these values (or be absent or null), because another value is another model.
+# Fields that must have one of these values (or be absent or null), because any other value changes the model.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -143,8 +144,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "pruned_heads": ({},),
 }
-# Fields that do not change the logits. Where a family has no windows, `sliding_window` and `max_window_layers` act only
-# under `use_sliding_window`.
+# Fields that do not change the logits. In families without windows, `sliding_window` and `max_window_layers` only have
+# an effect with `use_sliding_window`.
 _HARMLESS = """
 model_type architectures torch_dtype dtype bos_token_id eos_token_id pad_token_id sep_token_id initializer_range
 use_cache transformers_version _name_or_path name_or_path sliding_window max_window_layers pretraining_tp
@@ -156,11 +157,11 @@ _KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_H
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
 _REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act"}
 NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
-"""What an export does not copy from the config it came from: it is written anew, or may no longer be true."""
+"""Fields of `source` that an export does not copy, because it rewrites them or they may be outdated."""
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the decoder: all of them, or those of the `text_config` of a model that reads more than text."""
+    """Returns the fields of the text decoder: all fields, or those of the `text_config` of a multimodal model."""
     inner = _MULTIMODAL.get(str(fields.get("model_type")))
     if inner is None:
         return dict(fields)
@@ -174,10 +175,10 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A decoder's numbers from HF fields; null counts as absent, as it does in transformers, but for what is `named`.
+    """Converts HF fields to fields of `DecoderConfig`. As in transformers, null counts as absent, except for `named`.
 
     Raises:
-      UserError: an unknown family; a field that is missing, unknown, unsupported or of the wrong type.
+      UserError: the family is unknown, or a field is missing, unknown, unsupported or of the wrong type.
     """
     name = str(fields.get("model_type"))
     if name not in FAMILIES:
@@ -200,7 +201,7 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) -> dict[str, Any]:
-    """What differs from layer to layer."""
+    """Returns the fields that differ between layers."""
     result: dict[str, Any] = {}
     if name in _WINDOWED:
         result["windows"] = windows_of(fields, count, _WINDOWED[name])
@@ -212,16 +213,18 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
 
 
 def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
-    """The family of a decoder, by our switches that are on and the options that it sets; `preferred` if that is one.
+    """Returns a family that supports the given switches and options; `preferred` if it does.
 
     Raises:
-      UserError: there is none.
+      UserError: no family does.
     """
-    fitting = [name for name, each in FAMILIES.items() if dict(each.adds) == dict(switches) and options <= each.options]
-    if not fitting:
+    matching = [
+        name for name, family in FAMILIES.items() if family.adds == dict(switches) and options <= family.options
+    ]
+    if not matching:
         together = " and ".join([*switches, *sorted(options)])
-        raise UserError(f"{together} together are no Hugging Face family; this decoder cannot be exported.")
-    return preferred if preferred in fitting else fitting[0]
+        raise UserError(f"no Hugging Face family has {together} together; this decoder cannot be exported.")
+    return preferred if preferred in matching else matching[0]
 
 
 def family_fields(
@@ -233,10 +236,10 @@ def family_fields(
     options: Mapping[str, Any],
     local_theta: float | None,
 ) -> dict[str, Any]:
-    """HF's fields that are a family's own; per-layer tuples have an entry for every layer.
+    """Returns the HF fields that are specific to a family; per-layer tuples must have an entry for every layer.
 
     Raises:
-      UserError: windows that the family's fields cannot say.
+      UserError: the fields of the family cannot represent the windows.
     """
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
@@ -250,7 +253,7 @@ def family_fields(
             raise UserError(f"model_type {name!r} has no layers of windows {windows}; this decoder cannot be exported.")
         result["sliding_window"] = next(iter(sizes), None)
         if _WINDOWED[name]:
-            result["layer_types"] = ["full_attention" if each is None else "sliding_attention" for each in windows]
+            result["layer_types"] = ["full_attention" if size is None else "sliding_attention" for size in windows]
     if "rotary" in family.options:
         result |= nope_fields(rotary)
     if "experts" in family.options and experts is not None:
@@ -262,8 +265,8 @@ def family_fields(
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     if fields.get("auto_map") or fields.get("trust_remote_code"):
         raise UserError(
-            "auto_map asks for Python code from the model folder (trust_remote_code); none is ever run here. Use a"
-            " checkpoint of a supported family in its plain form."
+            "auto_map needs Python code from the model folder (trust_remote_code), which is never run here. Use a"
+            " checkpoint of a supported family without custom code."
         )
     fixed = _FIXED | dict(family.fixed)
     for name, value in fields.items():
@@ -271,8 +274,8 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             continue
         if name not in _KNOWN | family.fields | fixed.keys():
             raise UserError(
-                f"field '{name}' = {value!r} is not understood. If it does not change the model's outputs, take it out"
-                " of config.json; otherwise the model is not supported."
+                f"field '{name}' = {value!r} is unknown. If it does not change the outputs of the model, remove it from"
+                " config.json; otherwise the model is not supported."
             )
         if name in fixed and value not in fixed[name]:
             wanted = json.dumps(fixed[name][0]) if fixed[name] else "no such field"
@@ -288,7 +291,7 @@ def _default_head_dim(numbers: Mapping[str, Any]) -> int:
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
     if hidden % heads:
         raise UserError(
-            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}; with no head_dim given, it"
-            " must be."
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, as it must be without"
+            " head_dim; set head_dim."
         )
     return hidden // heads

@@ -1,7 +1,4 @@
-"""The names of a decoder's numbers, ours and Hugging Face's, and the check that a value is of its field's type.
-
-It knows no family and no rules between fields.
-"""
+"""Maps field names of `DecoderConfig` to those of Hugging Face, and checks the type and range of single values."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ HF_NAMES = {
     "tie_embeddings": "tie_word_embeddings",
     "max_positions": "max_position_embeddings",
 }
-"""Our field to HF's, for the fields that every family has and that are read as they stand."""
+"""Field of `DecoderConfig` -> HF field, for fields that every family has and that are read without conversion."""
 
 OPTION_NAMES = {
     "attention_cap": "attn_logit_softcapping",
     "logits_cap": "final_logit_softcapping",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
 }
-"""The same for fields of some families; None is a value of theirs."""
+"""The same for optional fields of some families; they may be None."""
 
 ROPE_NAMES = {
     "factor": "factor",
@@ -45,8 +42,8 @@ EXPERT_NAMES = {
 }
 
 LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
-"""The most that a field may be, so that a number mistyped or damaged is refused before anything is made of it; no
-published model comes near."""
+"""Largest allowed values, far above those of published models: a mistyped or corrupted number is rejected before
+anything is allocated."""
 
 SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
 _BOOLEANS = frozenset({"tie_embeddings", "normalised", *SWITCHES})
@@ -56,16 +53,19 @@ _FLOATS = frozenset(
 
 
 def spelt(name: str, names: dict[str, str] | None = None) -> str:
-    """Our field's name and, where it differs, HF's: the message must be findable in either place."""
+    """Returns the field name for a message: the HF name, with the name in `DecoderConfig` if it differs."""
     hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES).get(name, name)
     return name if hf == name else f"{hf} ({name})"
 
 
 def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
-    """The value of one of our fields if it is of the field's type; a whole number may stand for a float.
+    """Checks the type and range of a value and returns it, with integers converted to float for float fields.
+
+    Args:
+      names: field -> HF name, for the message.
 
     Raises:
-      UserError: it is not. The field is named as `names` says.
+      UserError: the value is invalid; the message names the field.
     """
     if name in _BOOLEANS:
         if not isinstance(value, bool):
@@ -75,7 +75,7 @@ def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
     if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
         raise UserError(f"{spelt(name, names)} must be a positive {what}, not {shortened(value)}.")
     if value > (most := MOST.get(name, LARGEST)):
-        raise UserError(f"{spelt(name, names)} is {shortened(value)}; {most} is the most.")
+        raise UserError(f"{spelt(name, names)} is {shortened(value)}; it must be at most {most}.")
     if problem := number_problem(value):
         raise UserError(f"{spelt(name, names)} is {shortened(value)}; {problem}.")
     return float(value) if name in _FLOATS else value

@@ -1,6 +1,7 @@
-"""The parts that a decoder is put together from: projections, norms, rotary positions, attention's weights, the MLP.
+"""The layers of a decoder: projections, norms, rotary positions, attention projections and the MLP.
 
-Modules carry Hugging Face's attribute names. They work on any leading axes; which keys a query sees is not known here.
+Modules have the attribute names of Hugging Face and accept any leading axes. The caller passes in the attention
+function.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from tunix_like.models.sharding import split_batch
 KeyValue = tuple[Array, Array]
 Tables = tuple[Array, Array]
 Attend = Callable[[Array, Array, Array], Array]
-"""`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: which keys a query sees is the caller's business."""
+"""`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: attention with the caller's mask and cache."""
 
 
 def rope_tables(
     head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None, positions: Int[Array, "..."]
 ) -> Tables:
-    """Cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with stretched frequencies if there is a
-    scaling."""
+    """Computes cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with optional frequency scaling."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if isinstance(scaling, LinearScaling):
@@ -54,12 +54,12 @@ def _llama3(frequencies: Float[Array, "f"], scaling: RopeScaling) -> Float[Array
 
 
 def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """`cap tanh(x / cap)`, or `x` where there is no cap."""
+    """Computes `cap tanh(x / cap)`; returns `x` if `cap` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def activation(name: str) -> Callable[[Array], Array]:
-    """The function of one of `config.ACTIVATIONS`."""
+    """Returns the function of one of `config.ACTIVATIONS`."""
     return {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}[name]
 
 
@@ -68,22 +68,24 @@ def _gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"]:
-    """Rotary embedding, halves convention (Su et al., 2104.09864, in Hugging Face's layout)."""
+    """Applies the rotary embedding with the halves convention of Hugging Face (Su et al., arXiv 2104.09864)."""
     cosine, sine = (table[..., None, :] for table in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """`x W + b`; with an adapter (`lora.py`), `+ (x A) B * lora_scale`. W is `kernel`, or frozen and quantised in
-    `kernel_codes` and `kernel_scale` (`quantization.py`)."""
+    """Computes `x W + b`; with an adapter (`lora.py`), `+ (x A) B * lora_scale`.
+
+    W is `kernel`, or it is frozen and quantised in `kernel_codes` and `kernel_scale` (`quantization.py`).
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
         self.kernel: nnx.Param | None = nnx.Param(
             inputs**-0.5 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype)
         )
-        # What may come later is data from the start, so that a graph does not remember what was once there.
+        # nnx.data from the start, so that the graph definition is the same whether these were ever set or not.
         self.kernel_codes: nnx.Param | None = nnx.data(None)
         self.kernel_scale: nnx.Param | None = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
@@ -109,7 +111,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square, and multiplies by the weight, or with `offset` by 1 + weight."""
+    """Divides by the root mean square and multiplies by the weight; with `offset`, by 1 + weight."""
 
     def __init__(self, width: int, epsilon: float, *, offset: bool, param_dtype: Any):
         self.scale = nnx.Param((jnp.zeros if offset else jnp.ones)(width, param_dtype))
@@ -124,7 +126,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of the table; with `scaled`, times the root of their width, both in the compute dtype."""
+    """Looks up rows of the table; with `scaled`, multiplies by the square root of their width in the compute dtype."""
 
     def __init__(self, vocabulary: int, width: int, *, scaled: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
         self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
@@ -145,7 +147,7 @@ class Attention(nnx.Module):
         self.q_norm = norm_of(head, config, **kinds) if config.qk_norm else None
         self.k_norm = norm_of(head, config, **kinds) if config.qk_norm else None
         self.head_dim = head
-        # attention divides by the root of the head's width
+        # attention divides by the square root of head_dim, so this converts to that of query_pre_attn_scalar
         self.query_scale = (head / (config.query_pre_attn_scalar or head)) ** 0.5
 
     def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
@@ -172,7 +174,8 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm; with post norms, before one too, and then under other names."""
+    """Attention and MLP with pre-norms; with `post_norms`, their outputs are normalised too, and the names of the norms
+    differ."""
 
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
         width, post = config.hidden_size, config.post_norms
@@ -184,7 +187,7 @@ class Layer(nnx.Module):
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
 
     def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
-        """Returns the new residual stream and this layer's keys and values, rotated if it rotates."""
+        """Returns the new residual stream and the keys (rotated, if the layer has rotary positions) and values."""
         mixed, key_value = self.self_attn(self.input_layernorm(x), rope, attend)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x = x + mixed

@@ -1,7 +1,7 @@
-"""From a path, a hub id or a bare config to a decoder with its tokenizer, and back to a Hugging Face folder.
+"""Loads a decoder and its tokenizer from a path, a hub id or a config, and writes them as a Hugging Face folder.
 
-It knows the layout of such a folder: `config.json`, `generation_config.json`, safetensors, tokenizer files. What stands
-in each file is the business of `config`, `weights` and `tokenizer`; training and sampling are unknown here.
+A folder has `config.json`, `generation_config.json`, safetensors and tokenizer files; their contents are handled by
+`config`, `weights` and `tokenizer`.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ def load_model(
     quantize: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
-    """Makes a decoder, and the tokenizer that belongs to it if the folder has one.
+    """Loads a decoder, and its tokenizer if the folder has one.
 
     Args:
       path_or_hub_id: a model folder, a hub id `owner/name` (needs the extra `hub`), or with `init="random"` an HF
         config as a mapping.
-      init: "pretrained" reads the folder's safetensors; "random" draws new weights and needs none.
-      seed: of the random weights.
-      dtype: of the matrix products; None is float32 on CPU and bfloat16 on accelerators.
-      param_dtype: of the stored weights.
-      attention: how to attend, one of `config.ATTENTIONS`; "auto" takes what suits device and size.
-      quantize: "int8" or "nf4": the projections of the layers are quantised as they are read, one at a time. Such a
-        model samples, and trains adapters (`add_lora`).
-      mesh: where the weights go, each device's part of them straight to it; None is one device.
+      init: "pretrained" reads the safetensors of the folder; "random" initialises weights at random and needs none.
+      seed: random seed of the weights.
+      dtype: dtype of matrix products; None: float32 on CPU and bfloat16 on accelerators.
+      param_dtype: dtype of the stored weights.
+      attention: attention implementation, one of `schema.ATTENTIONS`; "auto" selects one by device and size.
+      quantize: "int8" or "nf4": quantise the projections of the layers while they are read, one at a time. Such a
+        model supports sampling and the training of adapters (`add_lora`).
+      mesh: device mesh over which the weights are sharded; each shard is read directly to its device. None: one device.
 
     Returns:
-      the model, and the tokenizer with the model's end-of-sequence ids, or None where the folder has none.
+      the model, and the tokenizer with the end-of-sequence ids of the model, or None if the folder has no tokenizer.
 
     Raises:
-      UserError: whatever is wrong with the argument, the folder, its config, weights or tokenizer; or this machine
-        cannot attend that way, or the mesh does not divide the model.
+      UserError: the argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
+        the attention implementation; or the mesh does not divide the model.
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=init == "pretrained")
-    graphdef, shapes = _abstract(config, kinds, quantize)  # so that random weights never exist beside loaded ones
+    graphdef, shapes = _abstract(config, kinds, quantize)  # abstract, so no random weights are allocated
     check_model(mesh, config, shapes)
     if folder is None or init == "random":
-        with progress.task("drawing weights"):
+        with progress.task("initialising weights"):
             model = quantize_base(_random(config, seed, kinds), quantize)
         nnx.update(model, place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh))
         return model, tokenizer
@@ -94,11 +94,10 @@ def load_abstract(
     attention: str = "auto",
     quantize: str | None = None,
 ) -> tuple[Decoder, Tokenizer | None, str]:
-    """As `load_model`, but the parameters are shapes (`jax.ShapeDtypeStruct`) without numbers: a folder needs no
-    weights, and none are downloaded.
+    """Like `load_model`, but the parameters are shapes (`jax.ShapeDtypeStruct`): no weights are needed or downloaded.
 
     Returns:
-      the model, the tokenizer, and what the folder's weights were compared by (`weights.check_weights`).
+      the model, the tokenizer, and a description of the check of the weights (`weights.check_weights`).
 
     Raises:
       UserError: as `load_model`.
@@ -106,47 +105,48 @@ def load_abstract(
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=False)
     if folder is None or init == "random":
-        found = "drawn at random"
+        checked = "initialised at random"
     else:
-        found = check_weights(folder, _abstract(config, kinds)[1], config)
-    return nnx.merge(*_abstract(config, kinds, quantize)), tokenizer, found
+        checked = check_weights(folder, _abstract(config, kinds)[1], config)
+    return nnx.merge(*_abstract(config, kinds, quantize)), tokenizer, checked
 
 
 def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig:
-    """The numbers of a model alone: no tokenizer is read, and no weights are read or downloaded.
+    """Loads only the configuration of a model; the tokenizer is not read, and weights are not read or downloaded.
 
     Raises:
       UserError: as `load_model`.
     """
-    named = path_or_hub_id
-    return DecoderConfig.from_hf(named if isinstance(named, Mapping) else _find(named, with_weights=False))
+    source = path_or_hub_id
+    return DecoderConfig.from_hf(source if isinstance(source, Mapping) else _find(source, with_weights=False))
 
 
 def _described(
     path_or_hub_id: str | Path | Mapping[str, Any], init: str, *, with_weights: bool
 ) -> tuple[Path | None, DecoderConfig, Tokenizer | None]:
-    """The folder, the config and the tokenizer; of a config mapping the config alone."""
+    """Returns the folder, the config and the tokenizer; for a config mapping, only the config."""
     if init not in _INITS:
         raise UserError(f"init {init!r} is unknown. {nearest(str(init), _INITS)}")
     if isinstance(path_or_hub_id, Mapping):
         if init != "random":
-            raise UserError("a config mapping has no weights: pass init='random', or a model folder.")
+            raise UserError("a config mapping has no weights; pass init='random', or a model folder.")
         return None, DecoderConfig.from_hf(path_or_hub_id), None
     folder = _find(path_or_hub_id, with_weights=with_weights)
     config = DecoderConfig.from_hf(folder)
-    name = {"_name_or_path": str(path_or_hub_id) if init == "pretrained" else None}  # what adapters will be for
+    name = {"_name_or_path": str(path_or_hub_id) if init == "pretrained" else None}  # the base model of adapters
     config = dataclasses.replace(config, source={**(config.source or {}), **name})
-    # The tokenizer before any weights: what is wrong with it shows in milliseconds, and weights may take minutes.
+    # The tokenizer is loaded before the weights: its errors appear in milliseconds, and weights may take minutes.
     return folder, config, _load_tokenizer(folder, config)
 
 
 def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path, *, overwrite: bool = False) -> None:
-    """Writes a folder that transformers and `load_model` load: weights, configs and, if given, the tokenizer. It is
-    whole, or not there. Adapters are merged into what is written, and quantised weights turned back into numbers; the
-    model stays as it is.
+    """Writes a folder that transformers and `load_model` load: weights, configs and, if given, the tokenizer.
+
+    The folder is created atomically. Adapters are merged and quantised weights dequantised in the written weights; the
+    model is not changed.
 
     Args:
-      overwrite: the folder may be that of an earlier export, which is replaced with all that is in it.
+      overwrite: whether the folder of an earlier export is replaced, with all its files.
 
     Raises:
       UserError: the folder cannot be written or replaced (`output_folder.check_folder`).
@@ -158,26 +158,26 @@ def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path
 
 
 def save_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
-    """Writes the files of a model's folder one by one, given bare parameters.
+    """Writes the files of a model folder from a parameter tree, without atomic replacement of the folder.
 
     Args:
-      params: the decoder's parameters as a pure dict; they are written in the dtype they have.
-      tokenizer: gives the end-of-sequence, begin and padding ids; without one those of `config.source` are kept.
+      params: the parameters of the decoder as a pure dict; they are written in their own dtype.
+      tokenizer: defines the end-of-sequence, beginning-of-sequence and padding ids; None: those of `config.source`.
 
     Raises:
-      UserError: the folder cannot be written, or the parameters are not this config's.
+      UserError: the folder cannot be written, or the parameters do not match the config.
     """
     save_weights(params, folder, config)
     save_description(config, tokenizer, folder, params["embed_tokens"]["embedding"].dtype.name)
 
 
 def save_description(config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path, dtype: str) -> None:
-    """Writes all of a Hugging Face folder but the weights; `dtype` is that of the weights it describes."""
+    """Writes all files of a Hugging Face folder except the weights; `dtype` is the dtype of the weights."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     ids = (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.pad_id) if tokenizer is not None else ()
     fields = config.to_hf(*ids)
-    # transformers casts to the dtype that config.json names, so it must be that of the weights just written
+    # transformers casts weights to the dtype in config.json, so it must be that of the written weights
     fields["torch_dtype"] = dtype
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
@@ -197,71 +197,74 @@ def load_description(
     attention: str = "auto",
     mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
-    """The graph, the abstract parameters (with their places on the mesh), the config and the tokenizer of a folder that
-    needs no weights.
+    """Loads the description of a model from a folder, which needs no weights.
+
+    Returns:
+      the graph definition, the abstract parameters with their shardings on the mesh, the config and the tokenizer.
 
     Raises:
-      UserError: the folder has no config or no tokenizer, or they are wrong, or this machine cannot attend that way.
+      UserError: the config or the tokenizer is missing or invalid, or this device does not support the attention
+        implementation.
     """
     folder = Path(folder)
     config = DecoderConfig.from_hf(folder)
     tokenizer = _load_tokenizer(folder, config)
     if tokenizer is None:
-        raise UserError(f"{folder} has no tokenizer.json.")
+        raise UserError(f"{folder} has no tokenizer.json; add the tokenizer files of the model.")
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     graphdef, params = _abstract(config, kinds)
     return graphdef, param_shapes(params, mesh), config, tokenizer
 
 
 def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfig) -> None:
-    """That a model, a tokenizer and the lengths to sample at go together.
+    """Checks that model, tokenizer and sequence lengths are compatible.
 
     Raises:
-      UserError: more tokens than the model has embeddings, longer texts than it has positions, or nothing that could
-        end a completion.
+      UserError: the tokenizer has more tokens than the model, the maximum sequence length exceeds the positions of the
+        model, or no token ends a completion.
     """
     ends = tokenizer.eos_ids if rollout.eos_tokens is None else rollout.eos_tokens
     if not ends or not all(0 <= end < config.vocab_size for end in ends):
         raise UserError(
-            f"nothing can end a completion: the end-of-sequence ids are {list(ends)}, the vocabulary has "
-            f"{config.vocab_size} tokens (vocab_size). Set rollout.eos_tokens, or use a tokenizer that names its "
+            f"no valid token ends a completion: the end-of-sequence ids are {list(ends)}, and the vocabulary has "
+            f"{config.vocab_size} tokens (vocab_size). Set rollout.eos_tokens, or use a tokenizer that defines "
             "eos_token."
         )
     total = rollout.max_prompt_length + rollout.max_tokens_to_generate
     if total > config.max_positions:
         raise UserError(
             f"rollout.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the model has "
-            f"{config.max_positions} positions (max_position_embeddings). Set both (RolloutConfig in Python) so that "
-            "their sum fits."
+            f"{config.max_positions} positions (max_position_embeddings). Lower them (RolloutConfig in Python)."
         )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocabulary only {config.vocab_size}: they "
-            "do not belong together. Use the model's own tokenizer, or for a random model set vocab_size to at least "
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the vocabulary of the model only "
+            f"{config.vocab_size}. Use the model's own tokenizer, or for a random model set vocab_size to at least "
             f"{tokenizer.vocab_size}."
         )
 
 
 def default_dtype() -> Any:
-    """float32 on the CPU, bfloat16 on accelerators."""
+    """Returns float32 on the CPU, and bfloat16 on accelerators."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
 def _random(config: DecoderConfig, seed: int, kinds: Mapping[str, Any]) -> Decoder:
-    # Eagerly on purpose: one small compilation per shape. Under one jit, 24 layers of generators compile for 15 s.
+    # Not jitted on purpose: this compiles one small program per shape. A single jit of 24 layers compiles for 15 s.
     return Decoder(config, rngs=nnx.Rngs(params=seed), **kinds)
 
 
 def _abstract(
     config: DecoderConfig, kinds: Mapping[str, Any], quantize: str | None = None
 ) -> tuple[nnx.GraphDef, Params]:
-    """The model without numbers; one of 36 layers takes seconds to trace, so a process does it once."""
+    """Returns the graph definition and abstract parameters of a model. The result is cached, since tracing 36 layers
+    takes seconds."""
     graphdef, params = _traced(config, json.dumps(config.source), tuple(kinds.items()), quantize)
     return graphdef, jax.tree.map(lambda shape: shape, params)
 
 
 @functools.lru_cache(maxsize=4)
-def _traced(  # two configs are equal whatever their `source`, which an export needs
+def _traced(  # `source` is part of the cache key: configs compare equal without it, but an export needs it
     config: DecoderConfig, source: str, kinds: tuple[tuple[str, Any], ...], quantize: str | None
 ) -> tuple[nnx.GraphDef, Params]:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: quantize_base(_random(config, 0, dict(kinds)), quantize)))
@@ -274,19 +277,19 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, but config.json says vocab_size ="
-            f" {config.vocab_size}. They do not belong together: use the model's own tokenizer, or for a random"
-            f" model set vocab_size to at least {tokenizer.vocab_size}."
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, but config.json has vocab_size ="
+            f" {config.vocab_size}. To fix it, use the model's own tokenizer, or for a random model set vocab_size to"
+            f" at least {tokenizer.vocab_size}."
         )
     eos = _eos_ids(folder, config, tokenizer)
     return tokenizer.with_eos_ids(eos) if eos else tokenizer
 
 
 def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
-    """The ids that end a completion by `generation_config.json`, else by `config.json`; empty when neither says. The
+    """Returns the ids that end a completion from `generation_config.json`, else from `config.json`, else none. The
     tokenizer adds its own."""
     path = folder / "generation_config.json"
-    generation = read_object(path, "Mend it, or remove it to use config.json.") if path.is_file() else {}
+    generation = read_object(path, "Correct it, or remove it to use config.json.") if path.is_file() else {}
     for file, fields in ((path, generation), (folder / "config.json", config.source or {})):
         value = fields.get("eos_token_id")
         if value is None:
@@ -299,8 +302,8 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
             )
         if not all(i < tokenizer.vocab_size for i in ids):
             raise UserError(
-                f"{file}: eos_token_id = {value!r}, but the folder's tokenizer has only {tokenizer.vocab_size} tokens:"
-                " it is of another model. Use the model's own tokenizer, or for a random model name its own ids here."
+                f"{file}: eos_token_id = {value!r}, but the tokenizer of the folder has only {tokenizer.vocab_size}"
+                " tokens. Use the model's own tokenizer, or for a random model set ids of this tokenizer here."
             )
         if ids:
             return ids
@@ -308,14 +311,14 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
 
 
 def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
-    """The model's folder on this machine, downloaded first if it is a hub id."""
+    """Returns the local folder of a model; downloads a hub id first."""
     cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
     check_type("load_model", path_or_hub_id, (str, Path), cure)
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"{path} is a file; give the folder that holds config.json and the weights.")
+        raise UserError(f"{path} is a file; give the folder that contains config.json and the weights.")
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
         raise UserError(
             f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', as "
@@ -323,20 +326,20 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
         )
     wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
     by_hand = (
-        f"There is no folder {path} here either. Download {', '.join(wanted)} from https://huggingface.co/{path} into a"
-        " folder and give its path instead"
+        f"There is no local folder {path} either. Download {', '.join(wanted)} from https://huggingface.co/{path} into"
+        " a folder and give its path instead"
     )
     try:
         import huggingface_hub
     except ImportError:
         raise UserError(
-            f"{path} looks like a hub id, and downloading needs the extra: pip install 'tunix-like[hub]'. {by_hand}."
+            f"{path} looks like a hub id, but downloading needs pip install 'tunix-like[hub]'. {by_hand}."
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(path_or_hub_id, allow_patterns=wanted))
-    except Exception as error:  # the hub's client raises its HTTP library's own exceptions, which change with versions
+    except Exception as error:  # the hub client raises exceptions of its HTTP library, which differ between versions
         raise UserError(
             f"{path} could not be downloaded from the hub. {by_hand} (on a machine with a network: hf download {path} "
-            "--local-dir FOLDER). With HF_HUB_OFFLINE=1 only what was downloaded before is used, "
-            f"and no network is waited for. The hub's client said: {one_line(error)}."
+            "--local-dir FOLDER). With HF_HUB_OFFLINE=1 only cached files are used, without network access. "
+            f"The error of the hub client: {one_line(error)}."
         ) from error

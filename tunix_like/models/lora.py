@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): frozen projections get `x A B * alpha / rank` beside them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685), which add `x A B * alpha / rank` to the outputs of frozen projections.
 
-They live in the projections themselves (`layers.Linear`), so that training, sampling and a mesh see arrays like any
-others. Here they are added, told apart from what is frozen, merged into it, and written and read in PEFT's format.
+Adapters are parameters of the projections (`layers.Linear`), so training, sampling and sharding treat them like any
+other parameters. This module adds them, separates them from frozen weights, merges them, and reads and writes them in
+the PEFT format.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tunix_like.models.weights import Params, save_tensors, write_json
 from tunix_like.storage.output_folder import written_whole
 
 LEAVES = ("lora_a", "lora_b")
-"""Names of the arrays that are trained where there are any: A `[in, r]` and B `[r, out]`, float32."""
+"""Names of the arrays of an adapter, A `[in, r]` and B `[r, out]`, float32. In a model with adapters, only they are
+trained."""
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -48,32 +50,33 @@ _NOT_READ = (
     "fan_in_fan_out",
     "modules_to_save",
 )
-"""Fields of PEFT's config that would change what an adapter computes."""
+"""Unsupported fields of a PEFT config, which change the computation of an adapter."""
 
 
 def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
-    """The model with adapters beside its projections, which add nothing yet: A is uniform in `+-in ** -0.5`, as PEFT
-    draws it, and B is 0.
+    """Returns the model with adapters on its projections.
+
+    The initial adapters add 0: A is uniform in `+-in ** -0.5`, as in PEFT, and B is 0.
 
     Args:
-      model: stays as it is; the result has its arrays, not copies. Its arrays may be abstract.
+      model: is not changed; the result shares its arrays. They may be abstract.
       config: `rank` must be set.
-      seed: of the As.
+      seed: random seed of all A.
 
     Raises:
-      UserError: no rank, a target that the model does not have, or a model that has adapters.
+      UserError: the rank is not set, the model does not have a target, or the model already has adapters.
     """
     check_decoder("model", model)
     if model.adapters is not None:
-        raise UserError("the model has adapters already; merge_lora takes them in first.")
+        raise UserError("the model already has adapters; call merge_lora first.")
     adapters = resolve_adapters(model.config, config)
-    made = nnx.merge(*nnx.split(model))
-    made.adapters = adapters
-    for index, linear in enumerate(_adapted(made).values()):
+    adapted = nnx.merge(*nnx.split(model))
+    adapted.adapters = adapters
+    for index, linear in enumerate(_adapted(adapted).values()):
         inputs, outputs = _shape_of(linear)
-        draw = jax.random.fold_in(jax.random.key(seed), index)
+        linear_key = jax.random.fold_in(jax.random.key(seed), index)
 
-        def arrays(key: Any = draw, inputs: int = inputs, outputs: int = outputs) -> tuple[Any, Any]:
+        def arrays(key: Any = linear_key, inputs: int = inputs, outputs: int = outputs) -> tuple[Any, Any]:
             bound = inputs**-0.5
             a = jax.random.uniform(key, (inputs, adapters.rank), jnp.float32, -bound, bound)
             return a, jnp.zeros((adapters.rank, outputs), jnp.float32)
@@ -81,29 +84,29 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
         a, b = jax.eval_shape(arrays) if _is_abstract(linear) else arrays()
         linear.lora_a, linear.lora_b = nnx.Param(a), nnx.Param(b)
         linear.lora_scale = adapters.scale
-    return made
+    return adapted
 
 
 def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
-    """What a config means for a model.
+    """Resolves the defaults of a LoRA config for a model.
 
     Raises:
-      UserError: no rank, or a target that the model does not have.
+      UserError: the rank is not set, or the model does not have a target.
     """
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
-    known = LORA_TARGETS if model.experts is None else LORA_TARGETS[:4]
-    targets = known if config.targets is None else tuple(name for name in LORA_TARGETS if name in config.targets)
-    if beyond := [name for name in targets if name not in known]:
+    supported = LORA_TARGETS if model.experts is None else LORA_TARGETS[:4]
+    targets = supported if config.targets is None else tuple(name for name in LORA_TARGETS if name in config.targets)
+    if unsupported := [name for name in targets if name not in supported]:
         raise UserError(
-            f"lora.targets: {', '.join(beyond)}: the MLPs of this model are made of experts, which take no adapters; "
-            f"name out of {', '.join(known)}."
+            f"lora.targets: {', '.join(unsupported)}: the MLPs of this model are mixtures of experts, which do not "
+            f"support adapters; choose from {', '.join(supported)}."
         )
     return Adapters(config.rank, float(config.alpha or config.rank), targets)
 
 
 def _adapted(model: Decoder) -> dict[str, Linear]:
-    """The projections that `model.adapters` names, by their dotted names."""
+    """Returns the projections that `model.adapters` targets, by dotted name."""
     assert model.adapters is not None
     targets = model.adapters.targets
     return {name: module for name, module in model.projections().items() if name.rpartition(".")[2] in targets}
@@ -113,7 +116,7 @@ def _shape_of(linear: Linear) -> tuple[int, int]:
     param = linear.kernel_codes if linear.kernel is None else linear.kernel
     assert param is not None
     inputs, outputs = param.shape
-    return (2 * inputs if param.dtype == jnp.uint8 else inputs), outputs  # two codes of NF4 a byte
+    return (2 * inputs if param.dtype == jnp.uint8 else inputs), outputs  # two NF4 codes per byte
 
 
 def _is_abstract(linear: Linear) -> bool:
@@ -123,10 +126,11 @@ def _is_abstract(linear: Linear) -> bool:
 
 
 def split_params(params: Params) -> tuple[Params, Params]:
-    """What is trained and what is frozen of a parameter tree: the adapters and the rest, or everything and nothing.
+    """Splits a parameter tree into trained and frozen parameters: the adapters and the rest; without adapters,
+    everything and nothing.
 
     Raises:
-      UserError: weights are quantised and there are no adapters to train, or what is trained is not float32.
+      UserError: weights are quantised and there are no adapters, or the trained parameters are not float32.
     """
     trained, frozen = _parted(params)
     if not trained:
@@ -136,9 +140,9 @@ def split_params(params: Params) -> tuple[Params, Params]:
         raise UserError("the weights are quantised and cannot be trained; add adapters (lora.rank, add_lora).")
     if other := dtypes - {jnp.dtype(jnp.float32)}:
         raise UserError(
-            f"the weights are held in {min(map(str, other))}, which loses small updates: train in float32 "
-            "(load_model(..., param_dtype=jnp.float32); dtype, of the matrix products, may differ), or adapters beside "
-            "them (add_lora)."
+            f"the weights are stored in {min(map(str, other))}, which loses small updates; train in float32 "
+            "(load_model(..., param_dtype=jnp.float32); dtype, that of the matrix products, may differ), or train "
+            "adapters (add_lora)."
         )
     return trained, frozen
 
@@ -148,16 +152,16 @@ def _parted(tree: Mapping[Any, Any]) -> tuple[Params, Params]:
     frozen: Params = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            for part, found in zip((trained, frozen), _parted(value), strict=True):
-                if found:
-                    part[name] = found
+            for part, subtree in zip((trained, frozen), _parted(value), strict=True):
+                if subtree:
+                    part[name] = subtree
         else:
             (trained if name in LEAVES else frozen)[name] = value
     return trained, frozen
 
 
 def join_params(trained: Params, frozen: Params) -> Params:
-    """The tree that `split_params` took apart."""
+    """Joins the two trees of `split_params`."""
     joined = dict(frozen)
     for name, value in trained.items():
         joined[name] = join_params(value, joined[name]) if name in joined else value
@@ -165,20 +169,23 @@ def join_params(trained: Params, frozen: Params) -> Params:
 
 
 def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dict[str, str | None]:
-    """What tells the frozen weights beside adapters from others: `all` of them by the sums of their bit patterns, which
-    are the same wherever they lie; the `backend`; and, of a base with a name, those that were `read` and not computed,
-    since what one backend draws or quantises may differ in its last bits on another."""
+    """Returns a fingerprint of the frozen weights of a model with adapters.
+
+    `all` is a digest of the sums of the bit patterns of all weights, which do not depend on their sharding. `backend`
+    is the backend of JAX. `read`, for a base model with a name, is the digest without quantised kernels: weights that
+    one backend initialises at random or quantises may differ in their last bits on another.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(frozen)
     sums = fetch([_bit_sum(leaf) for _, leaf in leaves], mesh)
-    found = {jax.tree_util.keystr(path): int(total) for (path, _), total in zip(leaves, sums, strict=True)}
+    totals = {jax.tree_util.keystr(path): int(total) for (path, _), total in zip(leaves, sums, strict=True)}
     named = (config.source or {}).get("_name_or_path") is not None
-    read = {name: total for name, total in found.items() if not any(leaf in name for leaf in QUANTIZED)}
-    return {"backend": jax.default_backend(), "all": _digest(found), "read": _digest(read) if named else None}
+    read = {name: total for name, total in totals.items() if not any(leaf in name for leaf in QUANTIZED)}
+    return {"backend": jax.default_backend(), "all": _digest(totals), "read": _digest(read) if named else None}
 
 
 @jax.jit
 def _bit_sum(x: jax.Array) -> jax.Array:
-    """Modulo 2 ** 32, so that the order of summation makes no difference."""
+    """Returns the sum of the bit patterns modulo 2 ** 32, which does not depend on the order of summation."""
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
 
@@ -188,22 +195,26 @@ def _digest(sums: Mapping[str, int]) -> str:
 
 
 def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError where two identities (`loop.Phase.identity`) have different fingerprints under `base`. One that
-    was kept without any is let through."""
+    """Checks that two identities (`loop.Phase.identity`) have the same fingerprint under `base`; an identity without a
+    fingerprint passes.
+
+    Raises:
+      UserError: the fingerprints differ.
+    """
     then, here = held.get("base"), now.get("base")
     if then is None or here is None:
         return
     kind = "all" if then["backend"] == here["backend"] else "read"
     if then[kind] != here[kind]:
         raise UserError(
-            f"{folder}: the adapters belong to another base: the frozen weights are not those that they were trained "
-            "beside. Name that base (model.path, model.quantize, model.param_dtype; for a random one training.seed), "
-            "or train into another output_dir."
+            f"{folder}: the adapters were trained with another base model: its frozen weights differ. Set that base "
+            "(model.path, model.quantize, model.param_dtype; for a random one training.seed), or train into another "
+            "output_dir."
         )
 
 
 def without_adapters(graphdef: Any) -> Any:
-    """The graph of the same model with its adapters off; the frozen parameters are its parameters."""
+    """Returns the graph definition of the same model without adapters; its parameters are the frozen parameters."""
     model: Decoder = nnx.merge(graphdef, [None] * graphdef.num_leaves)
     _take_out(model)
     return nnx.split(model)[0]
@@ -217,9 +228,11 @@ def _take_out(model: Decoder) -> None:
 
 
 def merge_lora(model: Decoder) -> Decoder:
-    """A model without adapters that computes the same: `W + A B * alpha / rank` in float32, rounded once to the dtype
-    of the weights. Quantised weights, with adapters or without, are turned back into numbers. The model itself stays as
-    it is."""
+    """Returns a model without adapters and with merged weights.
+
+    `W + A B * alpha / rank` is computed in float32 and rounded once to the dtype of the weights. Quantised weights are
+    dequantised, with or without adapters. The model itself is not changed.
+    """
     check_decoder("model", model)
     merged = nnx.merge(*nnx.split(model))
     for linear in merged.projections().values():
@@ -245,16 +258,16 @@ def _merged(linear: Linear, dtype: Any) -> jax.Array:
 
 
 def source_of(config: DecoderConfig) -> str | None:
-    """Path or hub id of the weights that a model began with; None where they were drawn at random."""
+    """Returns the path or hub id of the initial weights of a model; None if they were initialised at random."""
     return (config.source or {}).get("_name_or_path")
 
 
 def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False) -> None:
-    """Writes the adapters as PEFT does: `adapter_config.json` and `adapter_model.safetensors`, which
-    `peft.PeftModel.from_pretrained(base, folder)` loads beside the base. The folder is whole, or not there.
+    """Writes the adapters in the PEFT format: `adapter_config.json` and `adapter_model.safetensors`, which
+    `peft.PeftModel.from_pretrained(base, folder)` loads. The folder is created atomically.
 
     Args:
-      overwrite: the folder may be that of an earlier export, which is replaced with all that is in it.
+      overwrite: whether the folder of an earlier export is replaced, with all its files.
 
     Raises:
       UserError: the model has no adapters, or the folder cannot be written or replaced (`output_folder.check_folder`).
@@ -271,8 +284,8 @@ def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False)
 
 
 def save_adapter_config(model: Decoder, folder: str | Path, **further: str | None) -> None:
-    """Writes `adapter_config.json` alone: rank, alpha, targets, the base they are for where that has a name, and
-    `further` fields.
+    """Writes only `adapter_config.json`: rank, alpha, targets, the name of the base model if it has one, and `further`
+    fields.
 
     Raises:
       UserError: as `save_adapter`.
@@ -302,49 +315,53 @@ def save_adapter_config(model: Decoder, folder: str | Path, **further: str | Non
 
 
 def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
-    """The model with the adapters of a folder in PEFT's format, to go on training them or to sample.
+    """Returns the model with the adapters of a folder in the PEFT format, for further training or sampling.
 
     Raises:
-      UserError: no such files, an adapter of another kind, or tensors that are not this model's. File and field, or
-        tensor, are named.
+      UserError: a file is missing, the adapter is of another type, or its tensors do not match the model. The message
+        names the file and the field or tensor.
     """
     fields, file = read_adapter_config(folder), Path(folder) / ADAPTER_WEIGHTS
     try:
         tensors = load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}). Save the adapter with PEFT again.") from None
-    # `target_modules` may be a pattern; the tensors say what there is
-    found = {part for name in tensors for part in name.split(".") if part in LORA_TARGETS}
-    targets = [name for name in LORA_TARGETS if name in found]
+    # `target_modules` may be a pattern, so the targets are taken from the tensor names
+    present = {part for name in tensors for part in name.split(".") if part in LORA_TARGETS}
+    targets = [name for name in LORA_TARGETS if name in present]
     if not targets:
-        raise UserError(f"{file}: holds no adapter of {', '.join(LORA_TARGETS)}.")
-    made = add_lora(model, LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], targets=targets))
+        raise UserError(f"{file}: has no adapter of {', '.join(LORA_TARGETS)}.")
+    adapted = add_lora(model, LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], targets=targets))
     wanted = {
         f"{_PEFT_PREFIX}{name}.{_PEFT_NAMES[leaf]}": (linear, leaf)
-        for name, linear in _adapted(made).items()
+        for name, linear in _adapted(adapted).items()
         for leaf in LEAVES
     }
     for kind, names in (("lacks", wanted.keys() - tensors), ("has unexpected", tensors.keys() - wanted)):
         if names:
-            raise UserError(f"{file}: {kind} tensor(s) {', '.join(sorted(names)[:3])}; it is of another model.")
+            raise UserError(f"{file}: {kind} tensor(s) {', '.join(sorted(names)[:3])}; it is for another model.")
     for name, (linear, leaf) in wanted.items():
         param = getattr(linear, leaf)
         if tensors[name].shape[::-1] != param.shape:
             raise UserError(
-                f"{file}: tensor {name} has shape {tensors[name].shape}, this model with r = {fields['r']} asks for "
-                f"{param.shape[::-1]}."
+                f"{file}: tensor {name} has shape {tensors[name].shape}, but this model with r = {fields['r']} needs "
+                f"{param.shape[::-1]}; it is for another model."
             )
         param.set_value(jnp.asarray(tensors[name].T, jnp.float32))
-    return made
+    return adapted
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """The fields of a folder's `adapter_config.json`. Raises UserError where it is absent or no plain LoRA's."""
+    """Reads the fields of the `adapter_config.json` of a folder.
+
+    Raises:
+      UserError: the file is missing, or is not the config of a plain LoRA adapter.
+    """
     file = Path(folder) / ADAPTER_CONFIG
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error}). Give the folder of an adapter.") from None
+        raise UserError(f"{file}: cannot be read as JSON ({error}). Pass the folder of an adapter.") from None
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
         raise UserError(f"{file}: not the config of a LoRA adapter (peft_type = LORA).")
     for name in _NOT_READ:

@@ -1,6 +1,7 @@
-"""A layer's MLP as experts: a router picks some for every token, and each expert works on the tokens that chose it.
+"""Mixture-of-experts MLP: a router selects experts for every token, and each expert processes its tokens.
 
-Nothing is dropped and no expert has a capacity: tokens are sorted by expert and multiplied in groups of any size.
+No token is dropped and experts have no capacity limit: tokens are sorted by expert and multiplied in groups of any
+size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Activation = Callable[[Array], Array]
 
 
 class Kernel(nnx.Module):
-    """A matrix without a product of its own; with `number`, one for each expert."""
+    """Holds a weight matrix; with `number`, one per expert."""
 
     def __init__(
         self, inputs: int, outputs: int, number: int | None = None, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any
@@ -30,7 +31,7 @@ class Kernel(nnx.Module):
 
 
 class ExpertMLPs(nnx.Module):
-    """Gated MLPs side by side: kernels `[E, D, i]`, `[E, D, i]` and `[E, i, D]`."""
+    """The gated MLPs of all experts, with stacked kernels `[E, D, i]`, `[E, D, i]` and `[E, i, D]`."""
 
     def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
         self.gate_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
@@ -40,7 +41,7 @@ class ExpertMLPs(nnx.Module):
         self.dtype = kinds["dtype"]
 
     def __call__(self, x: Float[Array, "N D"], sizes: Int[Array, "E"]) -> Float[Array, "N D"]:
-        """The first `sizes[0]` rows through the first expert, the next `sizes[1]` through the second, and so on."""
+        """Applies the first expert to the first `sizes[0]` rows, the second to the next `sizes[1]`, and so on."""
         gate, up = (self._product(x, projection, sizes) for projection in (self.gate_proj, self.up_proj))
         return self._product(self.activation(gate) * up, self.down_proj, sizes)
 
@@ -49,10 +50,10 @@ class ExpertMLPs(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """`sum over the k chosen experts of weight * expert(x)`; the weights are the router's softmax, in float32. (The
-    router's matrix is read in the compute dtype, which is what the sampler has of it: both must choose alike.)
+    """Computes `sum over the k selected experts of weight * expert(x)`; the weights are the router's softmax, float32.
 
-    On the CPU, XLA computes a grouped product as one over all experts; the result is the same.
+    The router matrix is used in the compute dtype, as in the sampler, since both must select the same experts. On the
+    CPU, XLA computes a grouped product as one over all experts; the result is the same.
     """
 
     def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
@@ -63,9 +64,9 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(flat)
-        each = chosen.reshape(-1)
-        order = jnp.argsort(each, stable=True)
-        sizes = jnp.bincount(each, length=self.numbers.number).astype(jnp.int32)
+        assigned = chosen.reshape(-1)
+        order = jnp.argsort(assigned, stable=True)
+        sizes = jnp.bincount(assigned, length=self.numbers.number).astype(jnp.int32)
         out = self.experts(flat[order // self.numbers.per_token], sizes)
         back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
         out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of its choices
@@ -73,7 +74,7 @@ class MixtureOfExperts(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape)
 
     def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Weights (float32) and numbers of each token's experts."""
+        """Returns the weights (float32) and indices of the experts of each token."""
         logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
         if self.numbers.normalised:

@@ -1,4 +1,4 @@
-"""Arithmetic that a forward pass cannot do without. It knows numbers and lengths, no device."""
+"""Counts the arithmetic operations (FLOPs) of forward and backward passes from the configuration and the lengths."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tunix_like.models.config import DecoderConfig
 def forward_operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
 ) -> float:
-    """Multiplications and additions of one forward pass over groups, each prompt once: matrix products and attention
-    over the tokens that are seen, logits where a completion token is predicted. Of experts, those that a token goes
-    through, and the router. Adapters, about a percent of it, are not counted.
+    """Returns the multiplications and additions of one forward pass over groups, with each prompt computed once.
 
-    A completion of length 0 is not there, nor is a prompt without completions.
+    Counts matrix products, attention over the visible tokens, and logits at completion tokens; of experts, those that
+    process a token, and the router. Adapters, about a percent of the total, are not counted. Completions of length 0,
+    and prompts without completions, count as absent.
     """
     return sum(_operations(config, prompt_lengths, lengths))
 
@@ -23,8 +23,8 @@ def forward_operations(
 def update_operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"], frozen: bool
 ) -> float:
-    """Of a forward and a backward pass, which takes twice as many; of `frozen` matrices as many, since they have no
-    gradient of their own."""
+    """Returns the operations of a forward and a backward pass. The backward pass takes twice the operations of the
+    forward pass; for `frozen` matrices the same number, since they need no weight gradient."""
     matrices, scores = _operations(config, prompt_lengths, lengths)
     return (2 if frozen else 3) * matrices + 3 * scores
 
@@ -32,7 +32,7 @@ def update_operations(
 def _operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
 ) -> tuple[float, float]:
-    """Of products with weights, and of attention."""
+    """Returns the operations of products with weights, and those of attention."""
     n = lengths.astype(np.float64)
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
@@ -51,6 +51,6 @@ def _operations(
 
 
 def _pairs(count: Float[np.ndarray, "..."], window: int | None) -> Float[np.ndarray, "..."]:
-    """Scores of the first `count` positions: of each with itself and those before it, as far as the window reaches."""
+    """Returns the number of scores of the first `count` positions, each with itself and earlier ones in its window."""
     full = count if window is None else np.minimum(count, window)
     return full * (full + 1) / 2 + (count - full) * full

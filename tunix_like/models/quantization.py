@@ -1,8 +1,8 @@
 """Weight-only quantisation of frozen projections: int8 with a scale per output channel, or NF4 in blocks of 64.
 
-NF4 is QLoRA's 4-bit type (arXiv 2305.14314, appendix E): the 16 values stand where a normal distribution has equal
-shares, and the largest number of each block is kept by its scale. Codes are turned back into numbers where they are
-used; embedding, head, norms and biases stay as they are.
+NF4 is the 4-bit type of QLoRA (arXiv 2305.14314, appendix E): its 16 values are quantiles of a normal distribution, and
+the scale of each block is its largest absolute value. Codes are dequantised where they are used; embedding, head, norms
+and biases are not quantised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
 
 BLOCK = 64
-"""Numbers along the input dimension that share a scale in NF4."""
+"""Number of weights along the input dimension that share a scale in NF4."""
 
 NF4 = (
     -1.0,
@@ -43,24 +43,24 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""The published values, in rising order: a code is a place in this table."""
+"""The published values, in ascending order: a code is an index into this table."""
 
 LEAVES = ("kernel_codes", "kernel_scale")
-"""Names of a quantised kernel's two arrays."""
+"""Names of the two arrays of a quantised kernel."""
 
 Codes = Int8[Array, "I O"] | UInt8[Array, "J O"]
-"""int8 numbers, or two NF4 codes a byte, `I = 2 J`: an even row in the low half, the odd one after it in the high."""
+"""int8 values, or two NF4 codes per byte with `I = 2 J`: an even row in the low half, the next odd row in the high."""
 
 
 def check_kind(kind: str) -> None:
-    """Raises UserError where there is no such quantisation."""
+    """Raises a UserError if the kind of quantisation is unknown."""
     if kind not in QUANTIZATIONS:
         raise UserError(f"model.quantize: unknown value '{kind}'. {nearest(kind, QUANTIZATIONS)}")
 
 
 @functools.partial(jax.jit, static_argnames="kind")
 def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array, "B O"]]:
-    """Codes and scales of a matrix: the nearest number that there is, `B` is 1 for int8 and `I / 64` for nf4."""
+    """Quantises a matrix to the nearest codes; returns codes and scales, with `B` = 1 for int8 and `I / 64` for nf4."""
     inputs, outputs = kernel.shape
     wide = kernel.astype(jnp.float32)
     if kind == "int8":
@@ -75,7 +75,7 @@ def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array
 
 
 def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
-    """The matrix that codes and scales stand for, float32."""
+    """Returns the matrix of codes and scales, float32."""
     if codes.dtype == jnp.int8:
         return codes.astype(jnp.float32) * jnp.broadcast_to(scale, codes.shape)
     outputs = codes.shape[1]
@@ -86,28 +86,31 @@ def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
 def quantized_product(
     x: Float[Array, "... I"], codes: Codes, scale: Float[Array, "B O"], dtype: Any
 ) -> Float[Array, "... O"]:
-    """`x W` with W turned back here. The barrier ties it to `x`, so that no compiler moves it out of a loop; the
-    backward pass does it again instead of keeping it."""
+    """Computes `x W` with W dequantised on the fly. The barrier makes the dequantisation depend on `x`, so the compiler
+    cannot hoist it out of a loop; the backward pass repeats it instead of storing W."""
 
     def product(x: Array, codes: Array, scale: Array) -> Array:
         x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
-        # the barrier's derivative makes a tangent of every operand; that of the scales would cost `x^T dy`
+        # the derivative of the barrier needs a tangent of every operand; that of the scales would cost `x^T dy`
         return x @ dequantize(codes, jax.lax.stop_gradient(scale)).astype(dtype)
 
     return jax.checkpoint(product)(x, codes, scale)
 
 
 def quantize_base(model: Decoder, kind: str | None) -> Decoder:
-    """Replaces the kernel of every projection in a model's layers by its codes and scales, in place; with None nothing.
+    """Replaces the kernel of every projection in the layers of a model by codes and scales, in place.
+
+    Args:
+      kind: one of `schema.QUANTIZATIONS`; None: leave the model unchanged.
 
     Raises:
-      UserError: an unknown kind, or as `check_blocks`.
+      UserError: the kind is unknown, or as `check_blocks`.
     """
     if kind is None:
         return model
     check_kind(kind)
     for name, linear in model.projections().items():
-        assert linear.kernel is not None, "quantised before"
+        assert linear.kernel is not None, "already quantised"
         check_blocks(name, linear.kernel.shape, kind)
         codes, scale = quantize(linear.kernel[...], kind)
         linear.kernel, linear.kernel_codes, linear.kernel_scale = None, nnx.Param(codes), nnx.Param(scale)
@@ -116,17 +119,17 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
 
 
 def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
-    """Raises UserError where blocks of NF4 do not divide the inputs of a kernel."""
+    """Raises a UserError if the number of inputs of a kernel is not a multiple of the NF4 block size."""
     if kind == "nf4" and shape[0] % BLOCK:
         raise UserError(
-            f"model.quantize: nf4 has blocks of {BLOCK} along the inputs, which do not divide the {shape[0]} of "
-            f"{name}; use int8."
+            f"model.quantize: nf4 has blocks of {BLOCK} inputs, which do not divide the {shape[0]} inputs of {name}; "
+            "use int8."
         )
 
 
 def _nf4(codes: Array) -> Array:
-    """The table's values by choices between neighbours, bit by bit: a look-up would be a gather, which no matrix unit
-    waits for gladly."""
+    """Looks up codes in `NF4` by selecting between neighbours bit by bit, since a gather would be slow on
+    accelerators."""
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in (1, 2, 4, 8):
         chosen = (codes & bit) > 0

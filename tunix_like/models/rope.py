@@ -1,4 +1,4 @@
-"""How rotary frequencies are stretched, and how Hugging Face spells it. It knows numbers and fields, no jax."""
+"""Scaling of rotary frequencies, and its conversion from and to Hugging Face fields. Does not import jax."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3 style stretching of the rotary frequencies.
+    """Llama 3 scaling of the rotary frequencies.
 
-    Wavelengths (in positions) longer than `original_max_positions / low_freq_factor` are stretched by `factor`, those
-    shorter than `original_max_positions / high_freq_factor` stay, those between are blended.
+    Wavelengths (in positions) above `original_max_positions / low_freq_factor` are multiplied by `factor`, those below
+    `original_max_positions / high_freq_factor` are unchanged, and those in between are interpolated.
 
     Raises:
-      UserError: a value that is not a positive number, or `high_freq_factor <= low_freq_factor`.
+      UserError: a value is not a positive number, or `high_freq_factor <= low_freq_factor`.
     """
 
     factor: float
@@ -40,7 +40,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Every wavelength is stretched by `factor`, as if positions were divided by it.
+    """Linear scaling: every wavelength is multiplied by `factor`, which is equivalent to dividing positions by it.
 
     Raises:
       UserError: `factor` is not a positive number.
@@ -56,12 +56,12 @@ _KINDS: dict[str, type | None] = {"default": None, "linear": LinearScaling, "lla
 
 
 def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` from the older form (`rope_theta`, `rope_scaling`) or the newer
-    (`rope_parameters`); what is not said is left out.
+    """Reads `rope_theta` and `rope_scaling` from the older HF fields (`rope_theta`, `rope_scaling`) or the newer one
+    (`rope_parameters`); absent values are omitted.
 
     Raises:
-      UserError: both forms and they differ, a kind of scaling that is not supported, a field that is missing, unknown
-        or of the wrong type.
+      UserError: both forms are present and differ, the type of scaling is not supported, or a field is missing,
+        unknown or of the wrong type.
     """
     old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
     if old and new and old != new:
@@ -69,7 +69,7 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     rope = new or old or {}
     if not isinstance(rope, Mapping):
         raise UserError(f"rope_scaling / rope_parameters must be a mapping, not {rope!r}.")
-    thetas = [place["rope_theta"] for place in (fields, rope) if place.get("rope_theta") is not None]
+    thetas = [mapping["rope_theta"] for mapping in (fields, rope) if mapping.get("rope_theta") is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:
         raise UserError(f"rope_theta is given twice, as {thetas[0]!r} and {thetas[1]!r}; keep one of them.")
     result: dict[str, Any] = {"rope_theta": checked("rope_theta", thetas[0])} if thetas else {}
@@ -81,9 +81,9 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
             "'llama3' are."
         )
     scaling = _KINDS[kind]
-    wanted = {} if scaling is None else {each.name: ROPE_NAMES[each.name] for each in dataclasses.fields(scaling)}
+    wanted = {} if scaling is None else {field.name: ROPE_NAMES[field.name] for field in dataclasses.fields(scaling)}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
-    unknown = sorted(map(str, set(rope) - known))  # YAML has keys that are no text
+    unknown = sorted(map(str, set(rope) - known))  # keys from YAML may not be strings
     if unknown or rope.get("partial_rotary_factor", 1) != 1:
         raise UserError(
             f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
@@ -98,11 +98,15 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a family whose windowed layers have a theta of their own, `local_rope_theta` (older form:
-    `rope_local_base_freq`; newer: `rope_parameters` by kind of layer)."""
+    """Reads the same for a family whose windowed layers have their own theta, `local_rope_theta` (older HF field:
+    `rope_local_base_freq`; newer: `rope_parameters` by layer type).
+
+    Raises:
+      UserError: as `read_rope`, or windowed layers have a scaling.
+    """
     both = fields.get("rope_parameters") or {}
     if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
-        raise UserError(f"rope_parameters must be of full_attention and sliding_attention, not {both!r}.")
+        raise UserError(f"rope_parameters must have only full_attention and sliding_attention, not {both!r}.")
     rest = {name: value for name, value in fields.items() if name != "rope_parameters"}
     result = read_rope(rest | {"rope_parameters": both.get("full_attention")})
     theta = fields.get("rope_local_base_freq")
@@ -113,9 +117,9 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_fields(theta: float, scaling: RopeScaling | LinearScaling | None) -> dict[str, Any]:
-    """The older spelling: every reader of HF folders knows it, transformers 5 included."""
+    """Returns the older HF fields, which all readers of HF folders support, including transformers 5."""
     if scaling is None:
         return {"rope_theta": theta}
-    kind = next(name for name, made in _KINDS.items() if made is type(scaling))
+    kind = next(name for name, scaling_type in _KINDS.items() if scaling_type is type(scaling))
     numbers = {ROPE_NAMES[name]: value for name, value in dataclasses.asdict(scaling).items()}
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **numbers}}

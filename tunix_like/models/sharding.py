@@ -1,7 +1,7 @@
-"""Where arrays live on several devices: one table from a parameter's name to its axes; prompts over `data` and `fsdp`.
+"""Sharding over a device mesh: parameters by a table from names to mesh axes, prompts over `data` and `fsdp`.
 
-It knows meshes and names of parameters; the compiler derives everything else from where inputs lie. Devices may belong
-to several processes, of which each calls everything here with the same numbers.
+The compiler derives all other shardings from those of the inputs. Devices may belong to several processes; each of them
+must call these functions with the same values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AXES = ("data", "fsdp", "tp")
 SCALE = "kernel_scale"
 """Name of the scales of a quantised kernel (`quantization.py`)."""
 BATCH_AXES = ("data", "fsdp")
-"""Over these prompts are split, with all that belongs to them; weights are split over `fsdp` and `tp`."""
+"""Mesh axes that shard prompts and everything that belongs to them; weights are sharded over `fsdp` and `tp`."""
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("tp", "fsdp"),
@@ -38,31 +38,30 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "down_proj.kernel": ("tp", "fsdp"),
     "lm_head.kernel": ("fsdp", "tp"),
 }
-"""End of a parameter's dotted name to the mesh axis of each of its dimensions, the first that fits; what is not listed
-is replicated."""
+"""Suffix of a parameter's dotted name -> mesh axis of each dimension. The first matching suffix applies; other
+parameters are replicated."""
 
-for _name in LORA_TARGETS:  # beside a kernel, or in its place
+for _name in LORA_TARGETS:  # adapters, and the arrays of a quantised kernel
     _input, _output = PARAMETER_AXES[f"{_name}.kernel"]
     PARAMETER_AXES |= {f"{_name}.lora_a": (_input, None), f"{_name}.lora_b": (None, _output)}
     PARAMETER_AXES |= {f"{_name}.{leaf}": (_input, _output) for leaf in ("kernel_codes", SCALE)}
 
 
 def build_mesh(config: MeshConfig) -> Mesh | None:
-    """The mesh of a config over all devices, or None when there is only one.
+    """Builds the mesh of a config over all devices; returns None if there is only one device.
 
     Raises:
-      UserError: unknown axis names, or a shape that does not use every device; several processes, not yet joined.
+      UserError: an axis name is unknown, the shape does not use every device, or there are several processes that are
+        not connected yet.
     """
     unknown = [name for name in config.axis_names if name not in AXES]
     if unknown or not config.axis_names or len(set(config.axis_names)) != len(config.axis_names):
-        raise UserError(
-            f"mesh.axis_names: expected names out of {', '.join(AXES)}, each once, not {config.axis_names}."
-        )
+        raise UserError(f"mesh.axis_names: expected distinct names out of {', '.join(AXES)}, not {config.axis_names}.")
     devices = jax.devices()
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise UserError(
-            f"the devices here belong to {jax.process_count()} processes that do not know of each other yet: add "
-            "--distributed to the command (in Python: jax.distributed.initialize(), before anything else)."
+            f"the devices belong to {jax.process_count()} processes that are not connected yet; add --distributed to "
+            "the command (in Python: call jax.distributed.initialize() first)."
         )
     if isinstance(config.shape, str):
         if config.shape != "auto":
@@ -74,8 +73,8 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
         raise UserError(f"mesh.shape: {shape} must give one positive number per axis of {config.axis_names}.")
     if math.prod(shape) != len(devices):
         raise UserError(
-            f"mesh.shape: {shape} needs {math.prod(shape)} devices, there are {len(devices)}; set auto, or numbers "
-            "with that product."
+            f"mesh.shape: {shape} needs {math.prod(shape)} devices, but there are {len(devices)}; set auto, or numbers "
+            f"with the product {len(devices)}."
         )
     if len(devices) == 1:
         return None
@@ -83,17 +82,17 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
-    """A `NamedSharding` for every parameter of a pure dict (arrays or abstract ones).
+    """Returns a `NamedSharding` for every parameter of a pure dict of arrays or shapes.
 
     Raises:
-      UserError: a dimension that its mesh axis does not divide; the parameter is named.
+      UserError: a dimension is not divisible by its mesh axis; the message names the parameter.
     """
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * leaf.ndim)
         axes = tuple(axis if axis in mesh.shape else None for axis in axes)
-        if name.endswith(SCALE):  # small: it is whole along what the mesh does not divide
+        if name.endswith(SCALE):  # small, so it is replicated along an axis that does not divide it
             axes = tuple(
                 axis if axis is None or size % mesh.shape[axis] == 0 else None
                 for size, axis in zip(leaf.shape, axes, strict=True)
@@ -102,7 +101,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
             if axis is not None and size % mesh.shape[axis]:
                 raise UserError(
                     f"mesh.shape: {mesh.shape[axis]} devices along '{axis}' do not divide {name} {list(leaf.shape)}; "
-                    "choose a mesh that does."
+                    "set a shape that does."
                 )
         return NamedSharding(mesh, PartitionSpec(*axes))
 
@@ -110,70 +109,73 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Puts parameters where the table says; without a mesh they stay where they are, but bound to that device, so that
-    programs see them at every step as they come out of the first and are not compiled twice."""
+    """Shards parameters by `PARAMETER_AXES`. Without a mesh they stay on their device, but are committed to it: the
+    outputs of a step are committed too, so the next step is not compiled again."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
     return jax.tree.map(_put, params, parameter_shardings(params, mesh))
 
 
-def _put(x: Any, place: NamedSharding) -> jax.Array:
-    """`jax.device_put`; but what each of several processes has a copy of is cut here, where it would be sent to all and
-    compared (and where NaN is like nothing else, found to differ)."""
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Places an array with a sharding, like `jax.device_put`.
+
+    If each of several processes has a copy of the array, each slices its own. `jax.device_put` would send the copies to
+    all processes to compare them, and would report a difference for NaN.
+    """
     if jax.process_count() == 1 or not _is_own(x):
-        return jax.device_put(x, place)
+        return jax.device_put(x, sharding)
     host = np.asarray(x)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    return jax.make_array_from_callback(host.shape, place, lambda index: host[index])
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def _is_own(x: Any) -> bool:
-    """Whether it lies in this process alone, on the host or on devices of its own."""
+    """Returns whether an array is entirely in this process, on the host or on its own devices."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
-    """Raises UserError where the devices along `tp` do not divide the heads of a model, or where several processes have
-    no mesh in common."""
+    """Raises a UserError if the devices along `tp` do not divide the heads of a model, or if several processes have no
+    mesh."""
     if mesh is not None:
         check_type("mesh", mesh, Mesh, "give a jax.sharding.Mesh, e.g. tunix_like.models.sharding.build_mesh(...)")
     if mesh is None and jax.process_count() > 1:
         raise UserError(
-            f"mesh: none is given, and there are {jax.process_count()} processes, each of which would train a model of "
-            "its own; give all of them tunix_like.models.sharding.build_mesh(MeshConfig())."
+            f"mesh: no mesh is given, but there are {jax.process_count()} processes, each of which would train its own "
+            "model; pass tunix_like.models.sharding.build_mesh(MeshConfig()) in all of them."
         )
     parts = 1 if mesh is None else mesh.shape.get("tp", 1)
     for name, heads in (("query", config.num_heads), ("key", config.num_kv_heads)):
         if heads % parts:
             raise UserError(
                 f"mesh.shape: {parts} devices along 'tp' do not divide the {heads} {name} heads of this model; "
-                "give tp fewer devices, and fsdp more."
+                "use fewer devices for tp and more for fsdp."
             )
 
 
 def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:
-    """Raises UserError where a mesh does not divide the heads of a model or its parameters (arrays or shapes)."""
+    """Raises a UserError if a mesh does not divide the heads of a model or its parameters (arrays or shapes)."""
     check_divides(mesh, config)
     param_shapes(params, mesh)
 
 
 def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
-    """Raises UserError, naming `key`, where the mesh does not divide a number of prompts."""
+    """Raises a UserError that names `key` if the mesh does not divide a number of prompts."""
     if prompts % (parts := prompt_parts(mesh)):
         raise UserError(
-            f"{key}: {prompts} prompts are not divided by the {parts} devices along data and fsdp (mesh.shape); "
-            f"make it a multiple of {parts}."
+            f"{key}: {prompts} prompts are not divisible by the {parts} devices along data and fsdp (mesh.shape); "
+            f"set a multiple of {parts}."
         )
 
 
 def prompt_parts(mesh: Mesh | None) -> int:
-    """Into how many parts prompts are split."""
+    """Returns the number of shards of prompts."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Puts arrays on the mesh, dimension `axis` (prompts) split over `data` and `fsdp` where that divides, else
-    replicated."""
+    """Places arrays on the mesh with dimension `axis` (prompts) sharded over `data` and `fsdp`; replicated if they do
+    not divide it."""
     if mesh is None:
         return tree
     arrays = jax.tree.map(np.asarray, tree)
@@ -181,47 +183,50 @@ def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
 
 
 def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
-    """Puts whole arrays on every device of the mesh."""
+    """Replicates arrays on every device of the mesh."""
     return tree if mesh is None else jax.tree.map(lambda x: _put(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
-    """Puts the sampler's arrays on the mesh: the first dimension (slots, or their rows) over `data` and `fsdp`, the
-    heads of a cache `[R K ...]` of four dimensions over `tp`. What is not divided is replicated; what lies right
-    already stays."""
+    """Places the arrays of the sampler on the mesh.
+
+    The first dimension (slots, or their rows) is sharded over `data` and `fsdp`, the heads of a cache `[R K ...]` of
+    four dimensions over `tp`. Dimensions that are not divisible are replicated; arrays that already have this sharding
+    are not moved.
+    """
     if mesh is None:
         return tree
     return jax.tree.map(lambda x: _put(x, _slots(x.shape, mesh)), tree)
 
 
 def fetch(tree: Any, mesh: Mesh | None) -> Any:
-    """Arrays of the mesh on the host, whole, in every process."""
+    """Copies whole arrays from the mesh to the host, in every process."""
     if mesh is None or jax.process_count() == 1:
         return jax.device_get(tree)
     return jax.device_get(jax.tree.map(lambda x: x if _is_own(x) else place_replicated(x, mesh), tree))
 
 
 def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
-    """Where the arrays of a tree lie, to hold a compiled step to it; None without a mesh."""
+    """Returns the shardings of the arrays of a tree, as output shardings of a compiled step; None without a mesh."""
     return None if mesh is None else jax.tree.map(lambda x: x.sharding, tree)
 
 
 def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """While programs are compiled inside it, `split_batch` and `split_columns` know the mesh."""
+    """Returns a context manager that sets the mesh for `split_batch` and `split_columns` during compilation."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def split_batch(x: jax.Array) -> jax.Array:
-    """Inside a compiled function: the first dimension over `data` and `fsdp`.
+    """Constrains, inside a compiled function, the first dimension to `data` and `fsdp`.
 
-    Left to itself the compiler follows the weights instead: what is looked up in a split embedding would come out split
-    over the model's width, with every token on every device.
+    Otherwise the compiler follows the sharding of the weights: rows looked up in a sharded embedding would be sharded
+    over the model width, with every token on every device.
     """
     return _constrained(x, BATCH_AXES)
 
 
 def split_columns(x: jax.Array) -> jax.Array:
-    """Inside a compiled function: a matrix that is whole over `data` and `fsdp`, its columns over `tp`."""
+    """Constrains, inside a compiled function, a matrix: replicated over `data` and `fsdp`, columns over `tp`."""
     return _constrained(x, (), ("tp",))
 
 
@@ -231,8 +236,8 @@ def _constrained(x: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
         return x
     spec = []
     for size, names in zip(x.shape, axes, strict=False):
-        known = tuple(name for name in names if name in mesh.shape)
-        spec.append(known if known and size % math.prod(mesh.shape[name] for name in known) == 0 else None)
+        present = tuple(name for name in names if name in mesh.shape)
+        spec.append(present if present and size % math.prod(mesh.shape[name] for name in present) == 0 else None)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
@@ -252,19 +257,19 @@ def _slots(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def param_shapes(params: Any, mesh: Mesh | None) -> Any:
-    """Where `place_params` puts parameters, as `jax.ShapeDtypeStruct`s."""
+    """Returns the result of `place_params` as `jax.ShapeDtypeStruct`s with shardings."""
     return params if mesh is None else jax.tree.map(_placed, params, parameter_shardings(params, mesh))
 
 
 def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """The same of `place_replicated`."""
+    """Returns the result of `place_replicated` as shapes."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def slot_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """The same of `place_slots`."""
+    """Returns the result of `place_slots` as shapes."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _slots(x.shape, mesh)), tree)
 
 
-def _placed(x: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

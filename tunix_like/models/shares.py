@@ -1,4 +1,4 @@
-"""What one device of a mesh holds of a model's arrays, from shapes alone."""
+"""Computes from shapes which part of the parameters of a model one device of a mesh holds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tunix_like.models.weights import Params
 
 
 class Share(NamedTuple):
-    """What one device holds of a model's arrays.
+    """The part of the parameters of a model that one device holds.
 
     Attributes:
-      weights, trained: bytes of all of them, and of those that are trained.
-      plain: numbers in the weights that are not quantised, without adapters.
-      embedding: numbers in the embedding.
-      quantized: numbers in each quantised matrix.
+      weights, trained: bytes of all parameters, and of the trained ones.
+      plain: number of weights that are not quantised, without adapters.
+      embedding: number of weights in the embedding.
+      quantized: number of weights in each quantised matrix.
     """
 
     weights: int
@@ -41,8 +41,9 @@ class Share(NamedTuple):
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
-    """A decoder's parameters without numbers. Layers are alike but for experts: one of each kind is made."""
-    made: dict[bool, Params] = {}
+    """Returns the abstract parameters of a decoder. Layers differ only in having experts, so only one layer of each
+    kind is traced."""
+    trees: dict[bool, Params] = {}
     for kind in set(map(model.has_experts, range(model.num_layers))):
         experts = model.experts if kind else None
         single = dataclasses.replace(model, num_layers=1, windows=(), rotary=(), experts=experts, expert_layers=())
@@ -53,17 +54,17 @@ def parameter_shapes(
         one = nnx.eval_shape(make)
         if adapters is not None:
             one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
-        made[kind] = nnx.to_pure_dict(nnx.split(one)[1])
-    layers = {index: made[model.has_experts(index)]["layers"][0] for index in range(model.num_layers)}
-    return made[model.has_experts(0)] | {"layers": layers}
+        trees[kind] = nnx.to_pure_dict(nnx.split(one)[1])
+    layers = {index: trees[model.has_experts(index)]["layers"][0] for index in range(model.num_layers)}
+    return trees[model.has_experts(0)] | {"layers": layers}
 
 
 def share_of(params: Any, mesh: Mesh | None) -> Share:
-    """By where `place_params` puts parameters (arrays or shapes): a mesh axis over which one is not split holds it
-    again.
+    """Returns the share of one device under the sharding of `place_params`, for arrays or shapes. A parameter is
+    replicated along a mesh axis that does not shard it.
 
     Raises:
-      UserError: a dimension that the mesh does not divide.
+      UserError: a dimension is not divisible by its mesh axis.
     """
     shapes = param_shapes(params, mesh)
     trained, frozen = split_params(shapes)
@@ -74,11 +75,11 @@ def share_of(params: Any, mesh: Mesh | None) -> Share:
         trained=sum(_count(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(trained)),
         plain=sum(_count(leaf) for path, leaf in base if path[-1].key not in LEAVES),
         embedding=_count(shapes["embed_tokens"]["embedding"]),
-        # two codes of NF4 a byte
+        # two NF4 codes per byte
         quantized=tuple(_count(leaf) * (2 if leaf.dtype == jnp.uint8 else 1) for leaf in codes),
     )
 
 
 def _count(leaf: Any) -> int:
-    """Numbers of an array on one device."""
+    """Returns the number of elements of an array on one device."""
     return math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))

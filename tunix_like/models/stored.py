@@ -1,7 +1,4 @@
-"""Tensors in safetensors files, read slice by slice straight to the devices that hold them.
-
-It knows files and their layout in a folder; it does not know what a model is made of, and it never opens a pickle.
-"""
+"""Reads tensors from safetensors files slice by slice, directly to their devices. Pickled weights are never opened."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 BLOCK = 4 * 1024**2
-"""Bytes of a file that are on the host at once beside the array that they are copied into."""
+"""Bytes of a file that are read to the host at once, in addition to the array that they are copied into."""
 
-_DECODER = "language_model."  # stands before or behind `model.` where a decoder is part of a model of more than text
+_DECODER = "language_model."  # before or after `model.` in the names of the text decoder of a multimodal model
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 Index = tuple[slice, ...]
@@ -43,11 +40,11 @@ class Stored(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Its dtype, in safetensors' words."""
+        """Its dtype by the safetensors name, such as `BF16`."""
         return str(self.reader.get_slice(self.name).get_dtype())
 
     def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        """The part at `index` a few rows at a time, and which rows of the part they are."""
+        """Yields the slice `index` of the tensor a few rows at a time, with the range of rows within the slice."""
         part = self.reader.get_slice(self.name)
         start, stop, _ = index[0].indices(self.shape[0])
         width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
@@ -58,12 +55,14 @@ class Stored(NamedTuple):
 
 
 def place(tensors: Sequence[Stored], leaf: Any, *, transposed: bool, stacked: bool) -> jax.Array:
-    """One parameter out of its tensor, or out of several that are `stacked`: every device is given its own part of it,
-    and no more than one part is on the host.
+    """Reads one parameter from its tensor, or from several tensors if `stacked`.
+
+    Every device receives its own shard, and at most one shard is on the host at a time.
 
     Args:
-      leaf: its shape, dtype and sharding (the default device when that is None).
-      transposed: the last two axes lie the other way round in the file.
+      leaf: shape, dtype and sharding of the parameter (None: the default device).
+      transposed: whether the last two axes are swapped in the file.
+      stacked: whether the first axis of the parameter runs over the tensors.
     """
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     holders: dict[Any, list[Any]] = {}
@@ -88,14 +87,14 @@ def _read(tensors: Sequence[Stored], index: Index, dtype: Any, transposed: bool,
         pairs = zip(tensors[index[0]], list(out), strict=True)
     within = index[1:] if stacked else index
     for tensor, array in pairs:
-        own, target = (within[::-1], array.T) if transposed else (within, array)
-        for rows, block in tensor.blocks(own):
+        file_index, target = (within[::-1], array.T) if transposed else (within, array)
+        for rows, block in tensor.blocks(file_index):
             target[rows] = block
     return out
 
 
 def same(first: Stored, second: Stored) -> bool:
-    """Whether two tensors hold the same numbers."""
+    """Returns whether two tensors have the same shape and values."""
     if first.shape != second.shape:
         return False
     everything = tuple(slice(None) for _ in first.shape)
@@ -104,29 +103,29 @@ def same(first: Stored, second: Stored) -> bool:
 
 
 def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
-    """Every tensor in the folder's weight files, or the decoder's where there are others, by the decoder's name.
+    """Opens the weight files of a folder and returns the tensors of the decoder, by the names of a plain decoder.
 
     Raises:
-      UserError: no safetensors, or files that are missing or cannot be read.
+      UserError: there are no safetensors, or files are missing or not readable.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in _files(folder):
         try:
             reader = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(
-                f"{file}: cannot be read as safetensors ({error}). It may be cut short or be a Git LFS pointer;"
+                f"{file}: cannot be read as safetensors ({error}). It may be truncated or a Git LFS pointer;"
                 " download it again."
             ) from None
-        found |= {name: Stored(file, reader, name) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
-    return of_decoder(found)
+        tensors |= {name: Stored(file, reader, name) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
+    return of_decoder(tensors)
 
 
-def of_decoder(found: dict[str, Any]) -> dict[str, Any]:
-    """What belongs to the decoder, by the decoder's names."""
-    if not any(_DECODER in name for name in found):
-        return found
-    decoder = {name: tensor for name, tensor in found.items() if not _OTHER_PARTS.match(name)}
+def of_decoder(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Selects the tensors of the text decoder and renames them to the names of a plain decoder."""
+    if not any(_DECODER in name for name in tensors):
+        return tensors
+    decoder = {name: tensor for name, tensor in tensors.items() if not _OTHER_PARTS.match(name)}
     return {name.replace(_DECODER, "", 1): tensor for name, tensor in decoder.items()}
 
 
@@ -138,12 +137,12 @@ def _files(folder: Path) -> list[Path]:
         pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
         if pickles:
             raise UserError(
-                f"{folder}: holds only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
+                f"{folder}: has only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
                 f" are never read here. Save the model as safetensors (with transformers: `AutoModelForCausalLM"
                 f'.from_pretrained("{folder}").save_pretrained("OUT")`), or download its safetensors files.'
             )
         raise UserError(
-            f"{folder}: no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
+            f"{folder}: has no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
         )
     names = sorted(set(index_of(folder).values()))
     outside = [name for name in names if Path(name).name != name]
@@ -151,14 +150,14 @@ def _files(folder: Path) -> list[Path]:
         raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, which is not there. Download the rest.")
+        raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, which does not exist. Download the rest.")
     return [folder / name for name in names]
 
 
 def index_of(folder: Path) -> dict[str, str]:
-    """Every tensor's file, as the index says."""
+    """Reads the weight index of a folder: tensor name -> file name."""
     index = folder / INDEX
-    where = read_object(index, "Download it again.").get("weight_map")
-    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise UserError(f"{index}: no valid weight index, since its weight_map names no files. Download it again.")
-    return where
+    files = read_object(index, "Download it again.").get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise UserError(f"{index}: not a valid weight index, since its weight_map names no files. Download it again.")
+    return files

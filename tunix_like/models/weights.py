@@ -1,9 +1,8 @@
-"""Safetensors in and out, under Hugging Face's names.
+"""Reads and writes model weights as safetensors under Hugging Face names.
 
-The decoder's modules carry HF's attribute names, so the table of names is a rule (`hf_name`) and not a list per family.
-Experts lie side by side in one array here and each under its own name there.
-This module knows files and parameter trees (pure dicts, as `nnx.to_pure_dict` makes them). It does not know what the
-model computes, and it never opens a pickle.
+The modules of the decoder have the attribute names of HF, so names follow a rule (`hf_name`) instead of a list per
+family. Experts are stacked in one array here, and are separate tensors in the files. Parameter trees are pure dicts, as
+from `nnx.to_pure_dict`. Pickled weights are never opened.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Params = dict[Any, Any]
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Buffers that old exports saved beside the weights and that are computed from the config.
+# Buffers in old exports that are computed from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 _EXPERTS = "experts"
@@ -43,13 +42,13 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
-    """`("layers", 0, "mlp", "up_proj", "kernel")` -> `"model.layers.0.mlp.up_proj.weight"`; an expert's number stands
-    behind `experts`.
+    """Returns the HF name of a parameter: `("layers", 0, "mlp", "up_proj", "kernel")` ->
+    `"model.layers.0.mlp.up_proj.weight"`; the number of an expert follows `experts`.
 
-    Kernels are `[in, out]` here and `[out, in]` under HF's name; everything else has the same shape in both.
+    Kernels are `[in, out]` here and `[out, in]` in HF; all other parameters have the same shape in both.
 
     Raises:
-      UserError: the leaf is no weight of a plain decoder (an adapter's, say).
+      UserError: the leaf is not a weight of a plain decoder (but of an adapter, for example).
     """
     if path[-1] not in _LEAVES:
         raise UserError(f"parameter {'.'.join(map(str, path))} has no Hugging Face name; merge adapters first.")
@@ -59,40 +58,42 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
 
 
 def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
-    """The names of a parameter's tensors: one, or one for each expert."""
+    """Returns the names of the tensors of a parameter: one, or one per expert."""
     return [hf_name(path, expert) for expert in range(leaf.shape[0])] if _EXPERTS in path else [hf_name(path)]
 
 
 def load_weights(
     folder: str | Path, abstract_params: Params, config: DecoderConfig, quantized: str | None = None
 ) -> Params:
-    """Reads a model's weights, each device's part of a parameter straight to it: the host holds one part at a time. Of
-    a model that reads more than text, the decoder's.
+    """Reads the weights of a model; for a multimodal model, those of its text decoder.
+
+    Each shard of a parameter is read directly to its device, and the host holds one shard at a time.
 
     Args:
-      folder: holds `model.safetensors`, or `model.safetensors.index.json` with its shards.
-      abstract_params: tree of `jax.ShapeDtypeStruct`; each tensor is cast to its leaf's dtype and put where the leaf's
-        sharding says (the default device when it says nothing).
-      config: says whether the output head is tied.
-      quantized: one of `config.QUANTIZATIONS`, for the projections of the layers; None: as they are.
+      folder: contains `model.safetensors`, or `model.safetensors.index.json` with its shards.
+      abstract_params: tree of `jax.ShapeDtypeStruct`; each tensor is cast to the dtype of its leaf and placed with the
+        sharding of the leaf (None: the default device).
+      config: tells whether the output head is tied.
+      quantized: quantises the projections of the layers, one of `schema.QUANTIZATIONS`; None: no quantisation.
 
     Returns:
-      the tree of `abstract_params`, with arrays; codes and scales in the place of what is quantised.
+      the tree of `abstract_params` with arrays; quantised kernels are replaced by codes and scales.
 
     Raises:
-      UserError: no safetensors, a truncated file, a tensor that is missing, unexpected, mis-shaped or not of a float
-        type, or a head that differs from the embedding it should be tied to. File and tensor are named.
+      UserError: there are no safetensors, a file is truncated, a tensor is missing, unexpected, of the wrong shape or
+        not of a float type, or a head differs from the embedding that it is tied to. The message names file and
+        tensor.
     """
     with contextlib.ExitStack() as stack:
-        wanted, found = _compared(Path(folder), abstract_params, config, stack)
-        if config.tie_embeddings and _HEAD in found:
-            _check_tied(found)
+        wanted, stored = _compared(Path(folder), abstract_params, config, stack)
+        if config.tie_embeddings and _HEAD in stored:
+            _check_tied(stored)
         params: Params = {}
         advance = stack.enter_context(progress.task("loading weights", len(wanted)))
         for path, leaf, names in wanted:
-            tensors = [found[name] for name in names]
+            tensors = [stored[name] for name in names]
             array = place(tensors, leaf, transposed=path[-1] == "kernel", stacked=_EXPERTS in path)
-            if quantized is not None and _is_projection(path):  # before the next is read: they never exist together
+            if quantized is not None and _is_projection(path):  # at once, so at most one kernel is unquantised
                 for name, part in zip(QUANTIZED_LEAVES, quantize(array, quantized), strict=True):
                     _put(params, (*path[:-1], name), part)
             else:
@@ -102,59 +103,63 @@ def load_weights(
 
 
 def _is_projection(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter is the kernel of one of `Decoder.projections`."""
+    """Returns whether a parameter is the kernel of one of `Decoder.projections`."""
     return path[-1] == "kernel" and path[-2] in LORA_TARGETS and _EXPERTS not in path
 
 
 def check_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> str:
-    """Compares names, shapes and types in the headers of a folder's safetensors with what `load_weights` would ask for,
-    and reads no weights. Where files that an index names are missing, the names in it are compared.
+    """Compares names, shapes and types in the safetensors headers of a folder with those that `load_weights` needs,
+    without reading weights. If files that the index names are missing, only the names in the index are compared.
 
     Returns:
-      what was compared, in words.
+      a description of what was compared.
 
     Raises:
-      UserError: as `load_weights`, but a tied head's numbers are not looked at, and missing weights are no error.
+      UserError: as `load_weights`, except that the values of a tied head are not compared and missing weights are not
+        an error.
     """
     folder = Path(folder)
     if not (folder / SINGLE).is_file():
         if (folder / INDEX).is_file():
-            where = index_of(folder)
-            files = set(where.values())
+            weight_map = index_of(folder)
+            files = set(weight_map.values())
             if absent := [name for name in files if not (folder / name).is_file()]:
-                asked = {name for path, leaf in _leaves(abstract_params) for name in _names(path, leaf)}
-                _check_names(folder, asked, set(of_decoder(dict(where))))
-                return f"{len(absent)} of {len(files)} files are not here; the names in their index fit"
+                needed = {name for path, leaf in _leaves(abstract_params) for name in _names(path, leaf)}
+                _check_names(folder, needed, set(of_decoder(dict(weight_map))))
+                return f"{len(absent)} of {len(files)} files are missing; the names in the index match"
         elif not any(file.suffix in PICKLES for file in folder.iterdir()):
-            return "none here to compare"
+            return "not present, so not compared"
     with contextlib.ExitStack() as stack:
         wanted, _ = _compared(folder, abstract_params, config, stack)
-    return f"all {sum(len(names) for *_, names in wanted)} tensors fit by their headers; they were not read"
+    return f"the headers of all {sum(len(names) for *_, names in wanted)} tensors match; the values were not read"
 
 
 def _compared(
     folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
 ) -> tuple[list[tuple[tuple[Any, ...], Any, list[str]]], dict[str, Stored]]:
-    """Path, leaf and tensor names of every parameter, and the tensors of the open files, which fit them."""
+    """Opens the files and checks their headers against the parameters. Returns path, leaf and tensor names of every
+    parameter, and the open tensors by name."""
     _check_head(abstract_params, config)
     wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
-    found = open_tensors(folder, stack)
-    _check_names(folder, {name for _, _, names in wanted for name in names}, set(found))
+    stored = open_tensors(folder, stack)
+    _check_names(folder, {name for _, _, names in wanted for name in names}, set(stored))
     for path, leaf, names in wanted:
         for name in names:
-            _check_tensor(found[name], leaf.shape[-2:][::-1] if path[-1] == "kernel" else leaf.shape)
-    return wanted, found
+            _check_tensor(stored[name], leaf.shape[-2:][::-1] if path[-1] == "kernel" else leaf.shape)
+    return wanted, stored
 
 
 def save_weights(
     params: Params, folder: str | Path, config: DecoderConfig, *, max_file_bytes: int = 4 * 1024**3
 ) -> None:
-    """Writes `model.safetensors`, or shards with an index when the weights exceed `max_file_bytes` (a tensor is never
-    split). A tied head is not written. Files appear under their names only when complete; weights that stood in the
-    folder before are replaced, and a reader meets the old ones, none, or the new ones, never a mixture.
+    """Writes `model.safetensors`, or shards with an index if the weights exceed `max_file_bytes` (a tensor is never
+    split). A tied head is not written.
+
+    Files are renamed to their names when complete. Existing weights in the folder are replaced; a concurrent reader
+    sees the old weights, none, or the new ones, and never a mixture.
 
     Raises:
-      UserError: the folder cannot be written, or the tree is not this config's.
+      UserError: the folder cannot be written, or the tree does not match the config.
     """
     folder = Path(folder)
     _check_head(params, config)
@@ -181,12 +186,16 @@ def save_weights(
 
 
 def save_tensors(arrays: dict[str, np.ndarray], file: Path) -> None:
-    """Writes a safetensors file with the mode that the umask says: the library makes one for its owner alone. Raises
-    OSError."""
+    """Writes a safetensors file with the permissions of the umask, since the library makes it readable for its owner
+    only.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     file.touch()
     mode = file.stat().st_mode
     try:
-        # transformers before 5 refuses a file without this entry, which says how tensors are laid out
+        # transformers before version 5 rejects a file without this entry
         save_file(arrays, file, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
         raise OSError(str(error)) from error
@@ -194,14 +203,14 @@ def save_tensors(arrays: dict[str, np.ndarray], file: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file that is complete or absent."""
+    """Writes a JSON file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
 def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, list[str]], total: int) -> None:
-    """Renames the finished files into place; the old way in goes before any shard of its is replaced."""
+    """Renames the finished files to their names; the old single file and index are removed before any shard changes."""
     stale = [path for path in folder.iterdir() if _SHARD.fullmatch(path.name) and path.name not in files]
     if SINGLE in files:
         (folder / temporary[SINGLE]).replace(folder / SINGLE)
@@ -211,14 +220,14 @@ def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, lis
         (folder / INDEX).unlink(missing_ok=True)
         for file, name in temporary.items():
             (folder / name).replace(folder / file)
-        where = {name: file for file, names in files.items() for name in names}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        weight_map = {name: file for file, names in files.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for path in stale:
         path.unlink()
 
 
 def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Which tensors go into which file, in order, filling each file up to `limit` bytes."""
+    """Assigns tensors to files in order, with at most `limit` bytes per file; returns file name -> tensor names."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -235,31 +244,31 @@ def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 def _check_head(params: Params, config: DecoderConfig) -> None:
     if ("lm_head" in params) == config.tie_embeddings:
         raise UserError(
-            f"the parameter tree has {'an' if 'lm_head' in params else 'no'} lm_head, but the config says"
-            f" tie_embeddings = {config.tie_embeddings}; they are of two models."
+            f"the parameter tree has {'an' if 'lm_head' in params else 'no'} lm_head, but the config has"
+            f" tie_embeddings = {config.tie_embeddings}; use parameters and config of the same model."
         )
 
 
 def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     missing = sorted(wanted - found)
-    # a head beside a tied config is not stray: `_check_tied` looks at what it holds
+    # a head in the files of a tied model is not unexpected: `_check_tied` compares its values
     unexpected = sorted(name for name in found - wanted - {_HEAD} if not _HARMLESS.search(name))
     for kind, names in (("lack", missing), ("have unexpected", unexpected)):
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            tied = " Where the head is the embedding, set tie_word_embeddings = true in it." if names == [_HEAD] else ""
+            tied = " If the head is the embedding, set tie_word_embeddings = true in it." if names == [_HEAD] else ""
             raise UserError(
-                f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. They do not belong to this"
-                f" config.json, or a file is missing.{tied}"
+                f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. They do not match config.json,"
+                f" or a file is missing.{tied}"
             )
 
 
 def _check_tensor(tensor: Stored, shape: tuple[int, ...]) -> None:
-    """Looks at the header alone, so that nothing large is read before everything is known to fit."""
+    """Checks shape and dtype in the header of a tensor, before any weights are read."""
     if tensor.shape != shape:
         raise UserError(
-            f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, config.json asks for {shape}. The weights"
-            " are of another model than the config: use the files of one model."
+            f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, but config.json needs {shape}. Weights and"
+            " config are of different models; use the files of one model."
         )
     if tensor.kind not in _FLOATS:
         raise UserError(
@@ -268,11 +277,11 @@ def _check_tensor(tensor: Stored, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_tied(found: Mapping[str, Stored]) -> None:
-    if not same(found[_HEAD], found[_EMBEDDING]):
+def _check_tied(stored: Mapping[str, Stored]) -> None:
+    if not same(stored[_HEAD], stored[_EMBEDDING]):
         raise UserError(
-            f"{found[_HEAD].file}: {_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings = true."
-            " Set it to false to use the head, or take the tensor out."
+            f"{stored[_HEAD].file}: {_HEAD} differs from {_EMBEDDING}, but config.json has tie_word_embeddings = true."
+            " Set it to false to use the head, or remove the tensor."
         )
 
 
