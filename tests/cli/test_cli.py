@@ -134,7 +134,7 @@ def test_what_a_run_says(first):
     for piece in (
         "learner: MaxRLLearner (maxrl)",
         "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-        "batch: 8 prompts x 4 completions = 32 a step, 1 optimizer update(s)",
+        "batch: 8 prompts x 4 completions = 32 per step, 1 optimizer update(s)",
         f"folder: {RUN}",
         "training: 50 prompts",
         "evaluation: 8 prompts",
@@ -348,7 +348,7 @@ def test_another_config_is_refused(home, first, monkeypatch, capsys):
     code, _, error = run_main(capsys, "train", YAML, *SMALL, *changes)
     assert code == 2 and error.startswith(f"error: {RUN} holds a run with another config")
     assert "algorithm.num_generations: 4 -> 8" in error and "optimizer.b2: 0.99 -> 0.9" in error
-    fixed, free = error.split("These differ too, and may:")
+    fixed, free = error.split("These keys differ too, which is allowed:")
     assert "training.output_dir=" in fixed and "max_steps" not in fixed
     assert free.strip() in ("training.max_steps: 3 -> 9", "training.max_steps: 5 -> 9")
     assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before

@@ -142,7 +142,7 @@ def test_the_other_examples(example, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert cli.main(["train", example, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert ", float32 on cpu, attention plain, or blocked where calls are large\n" in said
+    assert ", float32 on cpu, attention plain, or blocked for large calls\n" in said
     assert "weights: initialised at random\n" in said and said.rstrip().endswith("nothing was trained.")
 
 

@@ -202,7 +202,7 @@ def test_a_report_replaces_reports_alone(tmp_path, monkeypatch):
     assert out.read_text(encoding="utf-8") == text
     config = tmp_path / "config.yaml"
     config.write_text("mine")
-    with pytest.raises(UserError, match=r"--out .*config\.yaml: .*no report"):
+    with pytest.raises(UserError, match=r"--out .*config\.yaml: .*not a report"):
         command.write([], str(config), None, None)
     assert config.read_text() == "mine"
 

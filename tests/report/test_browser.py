@@ -101,7 +101,7 @@ def test_search_looks_in_prompts_and_completions(page):
     search.fill("what is 6")
     assert count.inner_text() == "1 of 3 prompts, 4 of 12 completions"
     search.fill("nowhere at all")
-    assert count.inner_text() == "0 of 3 prompts, 0 of 12 completions" and "Nothing matches" in page.content()
+    assert count.inner_text() == "0 of 3 prompts, 0 of 12 completions" and "No matching completions." in page.content()
     search.fill("</SCRIPT>")
     assert count.inner_text() == "2 of 3 prompts, 5 of 12 completions"
 
@@ -119,7 +119,7 @@ def test_order_and_filters(page):
     assert numbers(page, "reward") == [1, 0, 0, 0]
     page.locator("#filter").select_option("clipped")
     assert len(completions(page)) == 1 and page.locator("#count").inner_text().startswith("1 of 3 prompts, 1 of 12")
-    assert page.get_by_text("cut at the limit", exact=True).count() == 1
+    assert page.get_by_text("truncated", exact=True).count() == 1
     page.locator("#filter").select_option("unscored")
     assert numbers(page, "reward") == [None] and page.locator(".tag", has_text="unscored").count() == 1
     page.locator("#filter").select_option("passed")

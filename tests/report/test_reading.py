@@ -80,7 +80,7 @@ def test_names_tell_runs_apart(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda run: (run / "metrics.jsonl").unlink(), "holds no metrics.jsonl: give the folder of a run"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl: give the folder of a run"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "metrics.jsonl has no row of a step yet"),
         (lambda run: (run / "metrics.jsonl").write_text('[1]\n{"step": 1}\n'), "metrics.jsonl, line 1"),
         (lambda run: (run / "metrics.jsonl").write_text('{"step": "one"}\n'), "metrics.jsonl: a row has step = 'one'"),
@@ -104,9 +104,9 @@ def test_what_is_no_run_is_named(tmp_path, capsys, damage, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{tmp}/nothing"], "nothing is no folder"),
-        (["{tmp}", "{tmp}/."], "is named twice"),
-        (["{tmp}", "--out", "{tmp}/no/page.html"], "/no is no folder; make it"),
+        (["{tmp}/nothing"], "nothing is not a folder"),
+        (["{tmp}", "{tmp}/."], "is given twice"),
+        (["{tmp}", "--out", "{tmp}/no/page.html"], "/no does not exist; create it"),
         (["{tmp}", "--png", "{tmp}/metrics.jsonl"], "metrics.jsonl: cannot write it: File exists"),
     ],
 )

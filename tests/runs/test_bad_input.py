@@ -266,7 +266,7 @@ MISTAKES = {
         (*REVERSED, "mesh.shape=[8, 1]", "sft.batch_size=12"), ["sft.batch_size: 12", "set a multiple of 8"],
     ),
     # adapters
-    "alpha without a rank": ((*REVERSED, "lora.alpha=2"), ["lora.alpha", "without lora.rank"]),
+    "alpha without a rank": ((*REVERSED, "lora.alpha=2"), ["lora.alpha", "needs lora.rank"]),
     "unknown projection": ((*REVERSED, "lora.rank=2", "lora.targets=[qproj]"), ["lora.targets", "mean 'q_proj'"]),
     "rank": ((*REVERSED, "lora.rank=0"), ["lora.rank", "at least 1"]),
     "quantised without adapters": ((*REVERSED, "model.quantize=int8"), ["model.quantize", "set lora.rank"]),
@@ -427,14 +427,14 @@ MISTAKES = {
     ),
     # sampling and evaluation
     "negative temperature": ((*REVERSED, "rollout.temperature=-1"), ["rollout.temperature", "at least 0"]),
-    "greedy training": ((*REVERSED, "rollout.temperature=0"), ["rollout.temperature", "needs it above 0"]),
+    "greedy training": ((*REVERSED, "rollout.temperature=0"), ["rollout.temperature", "set it above 0"]),
     "k beyond the samples": ((*REVERSED, "eval.k=[1, 8]"), ["eval.k: got 8", "eval.samples (4)"]),
     "no room": (
         (*REVERSED, "rollout.max_tokens_to_generate=60"),
         ["max_prompt_length + rollout.max_tokens_to_generate is 76", "64 positions", "Lower them"],
     ),
     # models
-    "no model": ((*REVERSED, "model.config=null"), ["model.path: name a model folder or hub id"]),
+    "no model": ((*REVERSED, "model.config=null"), ["model.path: set a model folder or hub id"]),
     "two models": ((*REVERSED, "model.path=model"), ["model.path", "add model.config=null model.init=pretrained"]),
     "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
     "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, mistral, qwen2"]),
@@ -537,9 +537,9 @@ MISTAKES = {
     ),
     "reward twice": (
         (*REVERSED, "rewards.functions=[{name: exact_match}, {name: exact_match}]"),
-        ["exact_match is named twice", "give it one weight"],
+        ["exact_match is listed twice", "list it once"],
     ),
-    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ...} and"]),
+    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ...} or"]),
     "reward weight": (
         (*REVERSED, "rewards.functions=[{name: exact_match, weight: x}]"),
         ["[0].weight", "expected a number, got 'x'"],
@@ -548,7 +548,7 @@ MISTAKES = {
     # folders
     "folder that is no run": (
         (*REVERSED, "training.output_dir=not_a_run"),
-        ["not_a_run is not empty and holds no run", "choose another training.output_dir"],
+        ["not_a_run is not empty and is not a run folder", "choose another training.output_dir"],
     ),
     "run of another config": (
         (*OWN, "training.output_dir=run", "optimizer.learning_rate=1e-3"),
@@ -562,7 +562,7 @@ MISTAKES = {
     ),
     "run without a checkpoint": (("eval", "run_without_checkpoint"), ["no checkpoint yet", "checkpoint_every_n_steps"]),
     "no run": (("eval", "nowhere", "data.name=maze"), ["nowhere: no such folder", "Give a model folder"]),
-    "model without data": (("eval", "model"), ["model does not say what to evaluate it on", "data.name="]),
+    "model without data": (("eval", "model"), ["model names no data to evaluate on", "data.name="]),
     "export of nothing": (("export", "nowhere", "out"), ["nowhere: no such folder"]),
     "generation without room": (("generate", "model", "--prompt", "ab>"), ["64 positions", "Lower them"]),
     "greedy, and sampled": (

@@ -305,7 +305,7 @@ def test_a_best_that_is_damaged_or_unknown_is_said(place, call):
     file.write_bytes(whole)
     assert "training.best_metric is unset there" in call("eval", "plain", "--best", status=2)
     assert "plain/checkpoints/5" in call("eval", "plain", "--best", "training.best_metric=eval/pass@2")
-    assert "of no step that is there eval/pass@9 is known" in call(
+    assert "no checkpoint has a value of eval/pass@9" in call(
         "export", "whole", "x", "--best", "training.best_metric=eval/pass@9", status=2
     )
     assert "not a run folder" in call("generate", "elsewhere", "--best", "--prompt", "a", status=2)

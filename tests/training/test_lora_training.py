@@ -227,7 +227,7 @@ def test_a_run_of_python_is_opened_again(tmp_path):
     assert_same(copied(found.params), copied(learner.params))
     assert found.graphdef == learner.graphdef
     base.rename(moved)
-    with pytest.raises(UserError, match=r"run holds adapters alone, and their base cannot be loaded: .* model\.path="):
+    with pytest.raises(UserError, match=r"run has only adapters, and their base cannot be loaded: .* model\.path="):
         open_trained(str(run))
     there = open_trained(str(run), [f"model.path={moved}"])
     assert_same(copied(there.params), copied(learner.params))
@@ -235,11 +235,11 @@ def test_a_run_of_python_is_opened_again(tmp_path):
     with pytest.raises(UserError, match=r"checkpoints.1: the adapters were trained with another base: .*model\.path"):
         open_trained(str(run), [f"model.path={tmp_path / 'stranger'}"])
     write(tunix_like.load_model(HF | {"num_hidden_layers": 2}, init="random")[0], tmp_path / "other")
-    with pytest.raises(UserError, match="holds adapters of another model than"):
+    with pytest.raises(UserError, match="has adapters of another model than"):
         open_trained(str(run), [f"model.path={tmp_path / 'other'}"])
     file = run / "model" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
-    with pytest.raises(UserError, match=r"does not say what they are for\. Name the base: model\.path="):
+    with pytest.raises(UserError, match=r"does not name their base\. Set the base: model\.path="):
         open_trained(str(run))
 
 

@@ -269,9 +269,7 @@ def check_best_metric(training: RLTrainingConfig, evaluator: Evaluator | None) -
         raise UserError("training.best_metric: there are no held-out rows for an evaluation; leave it unset.")
     names = evaluator.objectives()
     if name not in names:
-        raise UserError(
-            f"training.best_metric: got '{name}', which is not an evaluation metric. {nearest(name, names)}"
-        )
+        raise UserError(f"training.best_metric: got '{name}', which no evaluation computes. {nearest(name, names)}")
     if training.eval_every_n_steps is None:
         raise UserError(
             f"training.best_metric: {name} needs evaluations during training; set training.eval_every_n_steps, e.g. "

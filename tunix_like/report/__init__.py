@@ -1,1 +1,1 @@
-"""`tunix-like report`: runs as one HTML page and as figures, made from what the runs wrote."""
+"""`tunix-like report`: builds an HTML page and figures from the files of runs."""

@@ -1,4 +1,4 @@
-"""The command `report`: runs read, the page and the figures written."""
+"""The command `report`: reads runs, writes the page and the figures."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
 
 _TITLE = "<title>tunix-like report</title>"
-"""By which a page written before is known (`static/page.html`)."""
+"""Identifies an existing file as a report (`static/page.html`)."""
 
 
 def write(folders: Sequence[str], out: str | None, png: str | None, batches: int | None) -> None:
-    """Writes the page to `out` (None: `report.html` in the first run's folder), and the figures into the folder `png`
-    (None: nowhere), with the gradient norms of so many `batches` of prompts (None: of none).
+    """Writes the page and the figures of runs.
+
+    Args:
+      folders: run folders.
+      out: file of the page; defaults to `report.html` in the first run's folder.
+      png: folder of the figures; None writes none.
+      batches: number of batches of prompts for gradient norms; None measures none.
 
     Raises:
-      UserError: `batches` is below 1, a folder is no run, a file of it cannot be read, or a place cannot be written.
+      UserError: `batches` is below 1, a folder is not a run, or a file cannot be read or written.
     """
     runs = read_runs(folders)
     file = runs[0].folder / "report.html" if out is None else Path(out)
@@ -42,28 +47,27 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
-    console.say(f"wrote {file} ({len(page) / 1e6:.1f} MB): one file, open it in a browser")
+    console.say(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")
     if png is not None:
         written = save_figures(runs, Path(png), gradients)
         console.say(f"wrote {len(written)} figures to {png}: {', '.join(path.name for path in written)}")
 
 
 def _check_out(file: Path) -> None:
-    """Raises UserError where the page would take the place of something other than a page written before, or where
-    there is no folder for it."""
+    """Raises UserError if the page would overwrite a file that is not a report, or if its folder does not exist."""
     if not file.absolute().parent.is_dir():
-        raise UserError(f"--out {file}: cannot write it: {file.parent} is no folder; make it, or give another place.")
+        raise UserError(f"--out {file}: the folder {file.parent} does not exist; create it, or give another path.")
     if not file.exists():
         return
     if file.is_dir():
         raise UserError(f"--out {file} is a folder; give a file in it, e.g. {file / 'report.html'}.")
     try:
         with file.open(encoding="utf-8", errors="replace") as opened:
-            ours = file.stat().st_size == 0 or _TITLE in opened.read(4096)
+            is_report = file.stat().st_size == 0 or _TITLE in opened.read(4096)
     except OSError as error:
         raise UserError(f"--out {file}: cannot be read: {error.strerror or error}.") from error
-    if not ours:
-        raise UserError(f"--out {file}: is there already and no report; give another name, or delete it.")
+    if not is_report:
+        raise UserError(f"--out {file}: the file exists and is not a report; give another name, or delete it.")
 
 
 def _measure(runs: Sequence[Run], batches: int) -> list[Gradients]:

@@ -1,6 +1,6 @@
-"""What a report shows of its runs: which curves there are, the summary, where their configs differ.
+"""The contents of a report: curves, summary, facts and config differences of its runs.
 
-It is the one home of titles and order, for the page and for the figures.
+Titles and order of the curves are defined here, for the page and for the figures.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from tunix_like.report.reading import Run, Table
 
 ENDS = 10
-"""Steps at each end of a run that the summary takes the mean of: single steps of RL are noisy."""
+"""Number of steps at each end of a run that the summary averages, because single steps of RL are noisy."""
 
 
 class Curve(NamedTuple):
     """One chart: a metric over the steps of a phase (`rl`, `sft`).
 
     Attributes:
-      unit: of the vertical axis; `%` for shares, which are written as percentages.
-      log: whether its axis starts out logarithmic.
+      unit: unit of the vertical axis; `%` for fractions, which are shown as percentages.
+      log: whether the axis is initially logarithmic.
     """
 
     key: str
@@ -33,14 +33,14 @@ class Curve(NamedTuple):
 _BEFORE = (Curve("train/rewards/mean", "Reward"), Curve("train/pass@1", "pass@1 in training", "%"))
 _AFTER = (
     Curve("train/completions/mean_length", "Completion length", "tokens"),
-    Curve("train/completions/clipped_ratio", "Cut at the token limit", "%"),
+    Curve("train/completions/clipped_ratio", "Truncated at the token limit", "%"),
     Curve("train/entropy", "Entropy", "nats per token"),
     Curve("train/kl", "KL to the reference", "nats per token"),
     Curve("train/grad_norm", "Gradient norm", "", True),
     Curve("train/loss", "Loss"),
     Curve("train/groups/mixed_frac", "Prompts whose rewards differ", "%"),
     Curve("train/advantage/abs_mean", "Mean |advantage|"),
-    Curve("train/logprob_gap/mean", "Sampler to trainer, log-probability gap", "nats", True),
+    Curve("train/logprob_gap/mean", "Sampler/trainer log-probability gap", "nats", True),
     Curve("train/reward/unscored_frac", "Unscored completions", "%"),
     Curve("train/perf/generation_tokens_per_sec", "Sampling", "tokens/s"),
     Curve("train/step_time_sec", "Time of a step", "s", True),
@@ -52,22 +52,22 @@ _AFTER = (
 
 
 def curves(runs: Sequence[Run]) -> list[Curve]:
-    """The charts of what at least one of the runs recorded, held-out pass@k after the rewards."""
-    there = {(phase, name) for run in runs for phase in ("rl", "sft") for name in getattr(run, phase).columns}
-    return [curve for curve in (*_BEFORE, *_held_out(runs), *_AFTER) if (curve.phase, curve.key) in there]
+    """Returns the charts of metrics that at least one run recorded, with held-out pass@k after the rewards."""
+    recorded = {(phase, name) for run in runs for phase in ("rl", "sft") for name in getattr(run, phase).columns}
+    return [curve for curve in (*_BEFORE, *_held_out(runs), *_AFTER) if (curve.phase, curve.key) in recorded]
 
 
 def _held_out(runs: Sequence[Run]) -> Iterator[Curve]:
     names = {name for run in runs for name in run.rl.columns}
-    found = [match for name in names if (match := re.fullmatch(r"eval/pass@(\d+)(?:/(.+))?", name))]
-    for match in sorted(found, key=lambda match: (match[2] or "", int(match[1]))):
+    matches = [match for name in names if (match := re.fullmatch(r"eval/pass@(\d+)(?:/(.+))?", name))]
+    for match in sorted(matches, key=lambda match: (match[2] or "", int(match[1]))):
         yield Curve(match[0], f"pass@{match[1]}, held out" + (f", {match[2]}" if match[2] else ""), "%")
     for name in sorted(name for name in names if name.startswith("train/pass@1/")):
         yield Curve(name, f"pass@1 in training, {name.removeprefix('train/pass@1/')}", "%")
 
 
 def others(runs: Sequence[Run]) -> list[Curve]:
-    """Every further metric under its own name."""
+    """Returns the charts of all other metrics, with their names as titles."""
     shown = {curve.key for curve in curves(runs)} | {"seconds"}
     names = {("rl", name) for run in runs for name in run.rl.columns}
     names |= {("sft", name) for run in runs for name in run.sft.columns}
@@ -75,11 +75,11 @@ def others(runs: Sequence[Run]) -> list[Curve]:
 
 
 def missing(runs: Sequence[Run]) -> list[str]:
-    """What one may look for and no run recorded, with the reason."""
+    """Returns notes on common metrics that no run recorded, with the reason."""
     keys = {curve.key for curve in curves(runs)}
     out = []
     if "train/kl" not in keys:
-        out.append("KL: these runs have none (algorithm.beta is 0).")
+        out.append("KL: these runs have no KL term (algorithm.beta is 0).")
     if not any(key.startswith("eval/pass@") for key in keys):
         out.append("Held-out pass@k: these runs were not evaluated.")
     if not any(run.rl.histograms for run in runs):
@@ -88,11 +88,11 @@ def missing(runs: Sequence[Run]) -> list[str]:
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Rows `{title, unit, cells}` with `{first, last, best, step}` for each run (None: not recorded; of a single value
-    `last` alone).
+    """Returns rows `{title, unit, cells}`, with a cell `{first, last, best, step}` per run.
 
-    Held-out metrics are those of the first and the last evaluation, and the best of all; metrics of training are means
-    over the first and the last `ENDS` steps, and have a best where more is better.
+    A cell is None if the metric is not recorded, and has only `last` for a single value. Held-out metrics are those of
+    the first, the last and the best evaluation. Training metrics are means over the first and the last `ENDS` steps;
+    they have a best value if higher is better.
     """
     wanted = [curve for curve in curves(runs) if curve.phase == "rl" and _summarised(curve.key)]
     return [
@@ -103,10 +103,10 @@ def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _summarised(key: str) -> bool:
     lengths = ("train/completions/mean_length", "train/completions/clipped_ratio", "train/entropy", "train/kl")
-    return _more_is_better(key) or key in lengths
+    return _higher_is_better(key) or key in lengths
 
 
-def _more_is_better(key: str) -> bool:
+def _higher_is_better(key: str) -> bool:
     return "pass@" in key or key == "train/rewards/mean"
 
 
@@ -122,7 +122,7 @@ def _ends(table: Table, key: str) -> dict[str, float] | None:
     if len(means) == 1:
         return {"last": means[0]}
     out = {"first": means[0], "last": means[-1]}
-    return out | ({"best": means[best], "step": windows[best][-1][0]} if _more_is_better(key) else {})
+    return out | ({"best": means[best], "step": windows[best][-1][0]} if _higher_is_better(key) else {})
 
 
 _FACTS = {
@@ -139,7 +139,7 @@ _FACTS = {
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """The run in a line: how far it is, how long it took, and the keys that one asks for first."""
+    """Returns titles and values that summarise a run: steps, time and the most important keys."""
     out = []
     for table, name in ((run.sft, "SFT"), (run.rl, "RL")):
         if table.steps:
@@ -149,13 +149,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Rows `{key, values}` of the config keys that are not the same in all runs; where a run is written is none."""
+    """Returns rows `{key, values}` of the config keys that differ between runs, except `training.output_dir`."""
     keys = sorted({key for run in runs for key in run.config} - {"training.output_dir"})
     rows = [{"key": key, "values": [shown(run.config.get(key)) for run in runs]} for key in keys]
     return [row for row in rows if len(set(row["values"])) > 1]
 
 
 def shown(value: Any) -> str:
+    """Formats a config value for display."""
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,6 +1,6 @@
-"""The report's figures as PNG files for papers: one file a chart, the same data as the page.
+"""Writes the report's figures as PNG files for papers: one file per chart, with the data of the page.
 
-It knows matplotlib, without pyplot: nothing global, no window, no display.
+It uses matplotlib without pyplot, so there is no global state, window or display.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4558f", "#b8860b", "#2f4b7c", "#8c510a", "#5ab4ac")
-"""Of the runs, in order; the page's own in its light form."""
+"""Colours of the runs, in order; the same as on the page in light mode."""
 
 SMOOTHING = 0.6
-"""Weight of the past in the exponential mean that is drawn over the values of single steps."""
+"""Weight of the past in the exponential moving average that is drawn over the values of single steps."""
 
 _BINS = ("0", "1/8", "1/4", "3/8", "1/2", "5/8", "3/4", "7/8", "<1", "1")
 _WINDOWS = 48
 
 
 def save_figures(runs: Sequence[Run], folder: Path, gradients: Sequence[Gradients] = ()) -> list[Path]:
-    """Draws and writes them all; the names say what they show.
+    """Draws and writes all figures, and returns their files.
 
     Raises:
       UserError: the folder or a file in it cannot be written.
@@ -66,7 +66,7 @@ def _figures(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Iterator[tu
 
 
 def slug(title: str) -> str:
-    """A title as the name of a file: `pass@16, held out` is `pass_at_16_held_out`."""
+    """Converts a title to a file name: `pass@16, held out` becomes `pass_at_16_held_out`."""
     return re.sub(r"\W+", "_", title.lower().replace("@", "_at_")).strip("_")
 
 
@@ -76,7 +76,7 @@ def _new(columns: int = 1, rows: int = 1) -> Figure:
     return Figure(figsize=(5.2 * columns, 3.4 * rows), dpi=200, layout="constrained", facecolor="white")
 
 
-def _dress(axes: Axes, xlabel: str, ylabel: str) -> None:
+def _style(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(color="#e3e6ea", linewidth=0.6)
@@ -99,7 +99,7 @@ def _curve(runs: Sequence[Run], curve: Curve) -> Figure:
         else:
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
             axes.plot(steps, smoothed(values, SMOOTHING), color=colour, linewidth=1.6, label=run.name)
-    _dress(
+    _style(
         axes, "SFT step" if curve.phase == "sft" else "step", f"{curve.title}{f' [{curve.unit}]' * bool(curve.unit)}"
     )
     if curve.log and any((np.asarray(line.get_ydata()) > 0).any() for line in axes.lines):
@@ -110,7 +110,7 @@ def _curve(runs: Sequence[Run], curve: Curve) -> Figure:
 
 
 def smoothed(values: Float[np.ndarray, "N"], weight: float) -> Float[np.ndarray, "N"]:
-    """The exponential mean of what is known so far, without a pull to its first value; NaN stays NaN."""
+    """Computes the bias-corrected exponential moving average; NaN values are skipped and stay NaN."""
     out, total, mass = np.full_like(values, np.nan), 0.0, 0.0
     for i in np.flatnonzero(np.isfinite(values)):
         total, mass = weight * total + (1 - weight) * values[i], weight * mass + (1 - weight)
@@ -123,7 +123,7 @@ def _colours(count: int) -> list[str]:
 
 
 def windows(table: Table, name: str, count: int = _WINDOWS) -> tuple[Float[np.ndarray, "W"], Float[np.ndarray, "W B"]]:
-    """A histogram's sums over at most `count` stretches of steps, and the last step of each."""
+    """Returns the last step of each of at most `count` windows of steps, and the histogram sums over the windows."""
     rows = [(step, row) for step, row in zip(table.steps, table.histograms[name], strict=True) if row is not None]
     parts = np.array_split(np.arange(len(rows)), min(count, len(rows)))
     sums = np.array([np.sum([rows[i][1] for i in part], axis=0) for part in parts], float)
@@ -146,43 +146,43 @@ def _pass_rates(runs: Sequence[Run], name: str, label: str) -> Figure:
 
 
 def _advantage(runs: Sequence[Run]) -> Figure:
-    """Who gets the advantage over the whole of training: its share by pass rate, and its mean for one prompt."""
+    """Draws the share of |advantage| by pass rate over the whole training, and its mean per prompt."""
     figure = _new(columns=2)
     left, right = figure.subplots(1, 2)
-    places, colours = np.arange(len(_BINS)), _colours(len(runs))
+    positions, colours = np.arange(len(_BINS)), _colours(len(runs))
     shown = [(run, colour) for run, colour in zip(runs, colours, strict=True) if "advantage" in run.rl.histograms]
     for number, (run, colour) in enumerate(shown):
         total, count = (windows(run.rl, name, 1)[1][0] for name in ("advantage", "trained"))
         width = 0.8 / len(shown)
         share = total / max(total.sum(), 1e-12)
-        left.bar(places + (number + 0.5) * width - 0.4, 100 * share, width, color=colour, label=run.name)
+        left.bar(positions + (number + 0.5) * width - 0.4, 100 * share, width, color=colour, label=run.name)
         mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-        right.plot(places, mean, color=colour, marker="o", markersize=4)
+        right.plot(positions, mean, color=colour, marker="o", markersize=4)
     for axes, label in ((left, "share of |advantage| [%]"), (right, "mean |advantage| of a prompt")):
-        axes.set_xticks(places, _BINS)
-        _dress(axes, "pass rate of a prompt", label)
+        axes.set_xticks(positions, _BINS)
+        _style(axes, "pass rate of a prompt", label)
     if len(shown) > 1:
         left.legend(frameon=False, fontsize=8)
     return figure
 
 
 def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
-    """A point a prompt, and the mean of each bin at the mean of its pass rates."""
+    """Draws a point per prompt, and the mean of each bin at the mean pass rate of its prompts."""
     figure = _new()
     axes = figure.subplots()
-    for run, found, colour in zip(runs, gradients, _colours(len(runs)), strict=True):
-        rates, bins, norms = (np.array(values, float) for values in found[:3])
+    for run, measured, colour in zip(runs, gradients, _colours(len(runs)), strict=True):
+        rates, bins, norms = (np.array(values, float) for values in measured[:3])
         axes.scatter(rates, norms, s=9, color=colour, alpha=0.3, linewidths=0)
-        means = [(rates[bins == each].mean(), norms[bins == each].mean()) for each in np.unique(bins)]
+        means = [(rates[bins == number].mean(), norms[bins == number].mean()) for number in np.unique(bins)]
         axes.plot(*zip(*means, strict=True), color=colour, marker="o", markersize=4, label=run.name)
-    _dress(axes, "pass rate of a prompt", "gradient norm of a prompt")
+    _style(axes, "pass rate of a prompt", "gradient norm of a prompt")
     if len(runs) > 1:
         axes.legend(frameon=False, fontsize=8)
     return figure
 
 
 def time_parts(table: Table) -> dict[str, float]:
-    """Seconds of a run by part of a step, the largest first."""
+    """Returns the seconds of a run by part of a step, largest first."""
     sums = {
         name.removeprefix("train/time/"): sum(value or 0.0 for value in values)
         for name, values in table.columns.items()
@@ -201,6 +201,6 @@ def _time(runs: Sequence[Run]) -> Figure:
         axes.barh([run.name for run in runs], values, left=start, color=colour, label=name, height=0.6)
         start += values
     axes.invert_yaxis()
-    _dress(axes, "seconds in steps", "")
+    _style(axes, "seconds in steps", "")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False, fontsize=8)
     return figure

@@ -1,8 +1,8 @@
-"""Gradient norms of single prompts by pass rate, measured from a run's newest checkpoint (2602.02710 shows them).
+"""Measures gradient norms of single prompts by pass rate, at a run's newest checkpoint (as shown in 2602.02710).
 
-A step adds the gradients of its prompts up and never sees one alone. Here batches of training prompts are sampled,
-scored and given advantages as in a step, and the gradient of each prompt is computed by itself, with the weight that it
-has in its batch. Nothing is trained, and nothing is written.
+A training step computes only the sum over its prompts. Here batches of training prompts are sampled and scored as in a
+step, and the gradient of each prompt is computed separately, with its weight in the batch. Nothing is trained or
+written.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from tunix_like.training.guards import Skipped
 from tunix_like.types import Problem, SamplingParams
 
 GRADIENT_KEY = 3
-"""Branch of the run's random key; training has `collection.TRAIN_KEY`, evaluation `evaluate.EVAL_KEY`."""
+"""Folded into the run's random key; training uses `collection.TRAIN_KEY`, evaluation `evaluate.EVAL_KEY`."""
 
 
 class Gradients(NamedTuple):
-    """Of each prompt that was measured: its pass rate, the bin of it (`algorithms/pass_rates.py`) and its gradient's
-    norm; and the checkpoint's place."""
+    """Pass rate, pass-rate bin (`algorithms/pass_rates.py`) and gradient norm of each measured prompt.
+
+    `origin` is the path of the checkpoint.
+    """
 
     rates: list[float]
     bins: list[int]
@@ -49,27 +51,26 @@ class Gradients(NamedTuple):
 
 
 def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda done: None) -> Gradients:
-    """The first `batches` batches of the run's training prompts, under its newest checkpoint.
+    """Measures the first `batches` batches of the run's training prompts, at its newest checkpoint.
 
-    A KL term is left out: it asks for the reference, and pulls at all prompts alike. Prompts without a scored
-    completion are left out too.
+    The KL term is left out, because it needs the reference model. Prompts without a scored completion are excluded.
 
     Args:
       on_progress: called with the number of prompts just done.
 
     Raises:
-      UserError: the folder has no config or no checkpoint, or its training data is not where its config says.
+      UserError: the folder has no config or checkpoint, or the training data of its config cannot be loaded.
     """
     if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} has no config.yaml, so --gradients cannot sample its prompts again.")
+        raise UserError(f"{run} has no config.yaml, which --gradients needs to sample its prompts.")
     trained = open_trained(str(run))
     config, _ = check_config(trained.config)
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     algorithm = dataclasses.replace(config.algorithm, beta=0.0)
-    own = source_estimators(config.data, config.algorithm)
-    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, own)
+    by_source = source_estimators(config.data, config.algorithm)
+    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, by_source)
     program = program_of(trained, objective)
     problems, _ = eval_problems(
         source.train, trained.tokenizer, config.rollout.max_prompt_length, batches * config.data.batch_size
@@ -102,7 +103,7 @@ def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], rewards
 
 
 def _update(config: Config, rollout: Rollout, objective: Objective) -> Skipped:
-    """The batch as one optimizer update of a step would have it."""
+    """Builds the inputs of one optimizer update from the rollout, as a training step does."""
     limits = config.rollout.max_prompt_length, config.rollout.max_tokens_to_generate
     lengths = rollout.completions.lengths
     total = rollout.scores.total.reshape(lengths.shape)
@@ -119,10 +120,10 @@ def _update(config: Config, rollout: Rollout, objective: Objective) -> Skipped:
 def _norms(
     update: Skipped, trained: Trained, program: Any, on_progress: Callable[[int], None]
 ) -> Float[np.ndarray, "P"]:
-    """The gradient norm of each prompt alone; 0 where none of its completions can change the gradient."""
+    """Computes the gradient norm of each prompt; 0 if none of its completions has a gradient."""
     live, norms = update.live, np.zeros(len(update.live))
-    teaching = np.flatnonzero(live.any(axis=1))
-    masks = [live & (np.arange(len(live)) == group)[:, None] for group in teaching]
-    norms[teaching] = [norm for _, norm in norms_of(update, trained, program, masks, on_progress)]
-    on_progress(len(live) - len(teaching))
+    groups = np.flatnonzero(live.any(axis=1))
+    masks = [live & (np.arange(len(live)) == group)[:, None] for group in groups]
+    norms[groups] = [norm for _, norm in norms_of(update, trained, program, masks, on_progress)]
+    on_progress(len(live) - len(groups))
     return norms

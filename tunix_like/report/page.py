@@ -1,8 +1,7 @@
-"""The page: one HTML file that holds its style, its script and its data, and asks the network for nothing.
+"""Builds the report page: one HTML file with its style, script and data, without network access.
 
-Text of runs reaches the page as JSON in a block that is no script, escaped so that nothing in it ends the block, and
-the script puts it into the page as text alone. A content security policy forbids every connection and every script
-but the page's own, by its hash.
+The data is embedded as escaped JSON in a non-script block, so no text can end the block, and the script inserts it as
+text nodes only. A content security policy forbids all connections, and all scripts except the page's own (by hash).
 """
 
 from __future__ import annotations
@@ -25,19 +24,21 @@ if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
 
 SCRIPTS = ("charts.js", "sections.js", "rollouts.js", "main.js")
-"""Read in this order as one script."""
+"""Concatenated in this order to one script."""
 
 
 def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
-    """The page of the runs, with what was measured of each one's gradients (nothing: it was not asked for). Raises
-    UserError naming a file of completions that cannot be read."""
+    """Builds the page of the runs; `gradients` has one entry per run, or is empty if they were not measured.
+
+    Raises UserError if a file of completions cannot be read (the message names it).
+    """
     files = importlib.resources.files("tunix_like.report")
     read = lambda name: files.joinpath("static", name).read_text(encoding="utf-8")  # noqa: E731
     script = '"use strict";\n(() => {\n' + "\n".join(map(read, SCRIPTS)) + "\n})();"
     style = read("page.css")
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": embedded(page_data(runs, gradients))}
-    before, *rest = read("page.html").split("{{")  # in one pass: what is put in is not looked through again
+    before, *rest = read("page.html").split("{{")  # one pass, so that "{{" in the inserted data is not replaced
     return before + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
 
 
@@ -46,18 +47,18 @@ def _hash(text: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON in ASCII without `<`, `>` and `&`, so that no text in it can end its block or begin a comment."""
+    """Encodes data as ASCII JSON without `<`, `>` and `&`, so that no text can end its block or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[str, Any]:
-    """What the page's script draws. No text in it holds a character that does not print."""
+    """Returns the data of the page's script. Non-printing characters in all texts are replaced."""
     data = {
         "runs": [_run(run, MOST_BYTES // len(runs)) for run in runs],
         "curves": [curve._asdict() for curve in contents.curves(runs)],
         "others": [curve._asdict() for curve in contents.others(runs)],
-        "gradients": [_finite(each)._asdict() for each in gradients],
+        "gradients": [_finite(measured)._asdict() for measured in gradients],
         "missing": contents.missing(runs),
         "summary": contents.summary(runs),
         "ends": contents.ENDS,
@@ -68,19 +69,20 @@ def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[
 
 
 def _visible(value: Any) -> Any:
-    """The same with `visible` for every text and key: a bidirectional control reorders the text around it."""
+    """Applies `visible` to all texts and keys, because bidirectional controls would reorder the surrounding text."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):
-        return {_visible(key): _visible(each) for key, each in value.items()}
-    return [_visible(each) for each in value] if isinstance(value, list | tuple) else value
+        return {_visible(key): _visible(item) for key, item in value.items()}
+    return [_visible(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _finite(each: Gradients) -> Gradients:
-    """Without the prompts whose gradient is no number, which no axis has a place for."""
-    rows = [row for row in zip(each.rates, each.bins, each.norms, strict=True) if math.isfinite(row[2])]
+def _finite(gradients: Gradients) -> Gradients:
+    """Removes the prompts with a non-finite gradient norm, which cannot be drawn."""
+    columns = zip(gradients.rates, gradients.bins, gradients.norms, strict=True)
+    rows = [row for row in columns if math.isfinite(row[2])]
     rates, bins, norms = map(list, zip(*rows, strict=True)) if rows else ([], [], [])
-    return each._replace(rates=rates, bins=bins, norms=norms)
+    return gradients._replace(rates=rates, bins=bins, norms=norms)
 
 
 def _run(run: Run, most_bytes: int) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""A run folder as plain data: its config, the rows of `metrics.jsonl` as columns, its histograms by pass rate.
-
-It knows which files a run leaves and what their keys are called; it knows nothing of HTML, pictures or jax.
-"""
+"""Reads a run folder: its config, the rows of `metrics.jsonl` as columns, and its histograms by pass rate."""
 
 from __future__ import annotations
 
@@ -17,18 +14,18 @@ from tunix_like.errors import UserError
 from tunix_like.storage import metrics
 
 HISTOGRAMS = ("drawn", "trained", "advantage")
-"""What `train/pass_rate/<name>` holds, ten numbers a step (`algorithms/pass_rates.py`)."""
+"""Names of the histograms `train/pass_rate/<name>`, ten numbers per step (`algorithms/pass_rates.py`)."""
 
 MOST_STEPS = 2000
-"""Of a longer phase evenly spread steps are kept, and those with an evaluation."""
+"""Maximum number of steps per phase. Of a longer phase, evenly spread steps and those with an evaluation are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One phase of a run: its steps in rising order, and for each metric one value a step (None: not there).
+    """One phase of a run: its steps in ascending order, and one value per step and metric (None: not recorded).
 
     Attributes:
-      left_out: how many steps were left out to keep the table small.
+      left_out: number of steps that were left out to limit the size of the table.
     """
 
     steps: list[int]
@@ -39,7 +36,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run folder. `config` has flat keys (`optimizer.learning_rate`), none where the run was made in Python."""
+    """One run folder. `config` has flat keys (`optimizer.learning_rate`); it is empty for a Python-interface run."""
 
     name: str
     folder: Path
@@ -49,14 +46,14 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs, named by as much of their paths as tells them apart.
+    """Reads runs; their names are the shortest ends of their paths that are unique.
 
     Raises:
-      UserError: a folder is no run or has no metrics yet, a folder is named twice, or a file of one cannot be read.
+      UserError: a folder is not a run or has no metrics yet, a folder is given twice, or a file cannot be read.
     """
     paths = [Path(folder).resolve() for folder in folders]
     if doubled := {str(path) for path in paths if paths.count(path) > 1}:
-        raise UserError(f"{min(doubled)} is named twice.")
+        raise UserError(f"{min(doubled)} is given twice; give each run once.")
     return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
@@ -71,7 +68,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     file = folder / metrics.FILE
     if not file.is_file():
-        what = "is no folder" if not folder.is_dir() else f"holds no {metrics.FILE}"
+        what = "is not a folder" if not folder.is_dir() else f"has no {metrics.FILE}"
         raise UserError(f"{folder} {what}: give the folder of a run, as `tunix-like train` prints it.")
     rows = metrics.rows(folder)
     rl, sft = (_table(rows, key, file) for key in ("step", "sft/step"))
@@ -85,14 +82,14 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
-    """Rows of the same step are one: the last evaluation of a run whose data ended has a row of its own."""
+    """Builds the table of a phase. Merges rows of the same step, because a final evaluation may have its own row."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = row.get(key)
         if step is None:
             continue
         if not isinstance(step, int) or isinstance(step, bool):
-            raise UserError(f"{file}: a row has {key} = {step!r}, which is no number of a step; remove the row.")
+            raise UserError(f"{file}: a row has {key} = {step!r}, which is not an integer; remove the row.")
         merged.setdefault(step, {}).update(row)
     steps = sorted(merged)
     seconds = _running_seconds([merged[step] for step in steps])
@@ -105,7 +102,7 @@ def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
 
 
 def _running_seconds(rows: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Seconds in steps up to and with each of them; evaluations and checkpoints are not in them."""
+    """Returns the cumulative seconds of the steps, without evaluations and checkpoints."""
     total, out = 0.0, []
     for row in rows:
         taken = row.get("train/step_time_sec", row.get("sft/step_time_sec"))
@@ -127,11 +124,11 @@ def _columns(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[floa
 
 
 def _histograms(merged: Mapping[int, Mapping[str, Any]], steps: Sequence[int]) -> dict[str, list[list[float] | None]]:
-    found = {
+    histograms = {
         name: [_bins(merged[step].get(f"train/pass_rate/{name}")) for step in steps]
         for name in HISTOGRAMS
     }  # fmt: skip
-    return {name: values for name, values in found.items() if any(values)}
+    return {name: values for name, values in histograms.items() if any(values)}
 
 
 def _bins(value: Any) -> list[float] | None:

@@ -1,7 +1,4 @@
-"""A skipped update, looked at again: which completions make its loss or gradient no number.
-
-It knows how to put a kept update back together with the run's weights; it changes neither.
-"""
+"""Replays a skipped update, to find the completions whose loss or gradient is non-finite. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from tunix_like.training.sizes import chunk_size
 from tunix_like.training.train_step import StepSpec, gradient, step_inputs
 
 SHOWN = 10
-"""Completions in the table."""
+"""Maximum number of completions in the table."""
 
 
 class Found(NamedTuple):
-    """Loss and gradient norm of the whole update, and `(group, sample, loss, norm)` of each completion alone."""
+    """Loss and gradient norm of the whole update, and `(group, sample, loss, norm)` of each single completion."""
 
     loss: float
     norm: float
@@ -44,55 +41,58 @@ class Found(NamedTuple):
 
     @property
     def guilty(self) -> list[tuple[int, int, float, float]]:
+        """The completions with a non-finite loss or gradient."""
         return [row for row in self.alone if not np.isfinite(row[2:]).all()]
 
 
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
-    """A kept update, the run it is of with the weights of the checkpoint nearest to it, and that checkpoint's step.
+    """Opens a saved update and the nearest checkpoint of its run; returns both, and the checkpoint's step.
 
     Raises:
-      UserError: the file is no kept update, or its run has no checkpoint.
+      UserError: the file is not a saved update, or its run has no checkpoint.
     """
     skipped, run = read(file), file.parent.parent
     if file.parent.name != FOLDER:
-        raise UserError(f"{file}: give a file where the run wrote it, RUN/{FOLDER}/..., beside its checkpoints.")
+        raise UserError(f"{file}: give a file in the folder of its run, RUN/{FOLDER}/..., with its checkpoints.")
     with Checkpoints(run / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
     if not steps:
-        raise UserError(f"{run} has no checkpoint, so the update cannot be computed again.")
+        raise UserError(f"{run} has no checkpoint, which is needed to compute the update again.")
     step = min(steps, key=lambda step: (abs(step - skipped.step), step))
     return skipped, open_trained(str(run / "checkpoints" / str(step)), overrides), step
 
 
 def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Found:
-    """Computes the update's loss and gradient again, whole and for each completion alone (with the advantages and
-    weights that it has in the whole). The weights stay as they are."""
+    """Computes the loss and gradient norm of the whole update and of each single completion.
+
+    A single completion has the advantage and weight that it has in the whole update. The model's weights are unchanged.
+    """
     config, _ = check_config(trained.config)
-    own = source_estimators(config.data, config.algorithm)
-    lengths = config.rollout.max_tokens_to_generate
-    objective = build_objective(config.algorithm, lengths, updates_per_batch(config), own)
+    by_source = source_estimators(config.data, config.algorithm)
+    max_tokens = config.rollout.max_tokens_to_generate
+    objective = build_objective(config.algorithm, max_tokens, updates_per_batch(config), by_source)
     live = skipped.live & skipped.in_update[:, None]
-    places = [(int(group), int(sample)) for group, sample in np.argwhere(live)]
+    indices = [(int(group), int(sample)) for group, sample in np.argwhere(live)]
     masks = [live]
-    for place in places:
+    for index in indices:
         masks.append(np.zeros_like(live))
-        masks[-1][place] = True
+        masks[-1][index] = True
     (loss, norm), *alone = norms_of(skipped, trained, program_of(trained, objective), masks, on_progress)
-    return Found(loss, norm, [(*place, *numbers) for place, numbers in zip(places, alone, strict=True)])
+    return Found(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
 
 
 def program_of(trained: Trained, objective: Objective) -> Any:
-    """`(parameters, frozen parameters, StepInputs) -> (loss, gradient norm)`, compiled once for each shape."""
+    """Returns a jitted function `(parameters, frozen parameters, StepInputs) -> (loss, gradient norm)`."""
     config, _ = check_config(trained.config)
     options = forward_options(config.rollout, config.training, config.algorithm)
     spec = StepSpec(trained.graphdef, objective, optax.identity(), options)
 
     @jax.jit
     def numbers(params: Any, frozen: Any, data: Any) -> tuple[Any, Any]:
-        given = jax.tree.map(jnp.asarray, data.batch)
-        count, ids = given.sampled_lengths, given.estimator_ids
-        advantages = objective.advantages(given.rewards, given.scored, count, ids)
-        weights = objective.weights(given.scored, given.trained, count, data.in_update, ids)
+        batch = jax.tree.map(jnp.asarray, data.batch)
+        lengths, ids = batch.sampled_lengths, batch.estimator_ids
+        advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
+        weights = objective.weights(batch.scored, batch.trained, lengths, data.in_update, ids)
         args = advantages[..., None], weights, data.packed.sets
         grads, totals = gradient(spec, params, data, *args, frozen=frozen)
         return totals["sums"]["loss"], optax.tree.norm(grads)
@@ -107,8 +107,13 @@ def norms_of(
     masks: Sequence[Bool[np.ndarray, "P G"]],
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the completions of each mask alone, with the advantages and weights that they have in
-    the whole update; `program` is `program_of`'s."""
+    """Computes loss and gradient norm of the completions of each mask, with their advantages and weights in the update.
+
+    Args:
+      program: a function of `program_of`.
+      masks: one mask of completions per result.
+      on_progress: called with 1 after each mask.
+    """
     config, batch, mesh = trained.config, update.batch, trained.mesh
     params, frozen = split_params(trained.params)
     widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
@@ -129,7 +134,7 @@ def norms_of(
 
 
 def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
-    """Replays a kept update and says what is wrong with it."""
+    """Replays a saved update and prints the completions with a non-finite loss or gradient."""
     skipped, trained, step = open_run(file, overrides)
     console.say(f"update {skipped.update} of step {skipped.step}, with the weights after step {step}")
     bad = [
@@ -140,13 +145,13 @@ def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     console.say(f"weights: {'not finite in ' + ', '.join(bad[:3]) if bad else 'all finite'}")
     live = int((skipped.live & skipped.in_update[:, None]).sum())
     with progress.task("completions", live + 1) as advance:
-        found = replay(skipped, trained, advance)
-    console.say(f"the whole update: loss {found.loss:.4g}, gradient norm {found.norm:.4g}")
-    rows = found.guilty or sorted(found.alone, key=lambda row: -row[3])
+        result = replay(skipped, trained, advance)
+    console.say(f"the whole update: loss {result.loss:.4g}, gradient norm {result.norm:.4g}")
+    rows = result.guilty or sorted(result.alone, key=lambda row: -row[3])
     title = (
-        f"{len(found.guilty)} of {len(found.alone)} completions are not finite alone"
-        if found.guilty
-        else "every completion is finite alone; those with the largest gradients"
+        f"{len(result.guilty)} of {len(result.alone)} completions have a non-finite loss or gradient"
+        if result.guilty
+        else "all single completions are finite; those with the largest gradients"
     )
     batch = skipped.batch
     table = [

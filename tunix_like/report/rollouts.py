@@ -1,7 +1,4 @@
-"""The completions that a run wrote, as groups for the page: which steps of them, their rewards, mazes and paths.
-
-It knows the rows of `rollouts/step_*.jsonl` and how a page is kept to a size; it knows nothing of HTML.
-"""
+"""Reads the completions of a run (`rollouts/step_*.jsonl`) as groups for the page, limited to a size."""
 
 from __future__ import annotations
 
@@ -17,19 +14,19 @@ from tunix_like.rewards.maze import MOVES, walk
 from tunix_like.storage import metrics
 
 MOST_BYTES = 24_000_000
-"""Of completions in one page, shared by its runs."""
+"""Maximum size of the completions in one page, shared by its runs."""
 
 _LETTERS = {step: name[0] for name, step in MOVES.items()}
 
 
 def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """Steps of a run with their groups, and what was left out, in words (nothing: all is there).
+    """Returns steps of a run with their groups, and a note on what was left out (empty if nothing was).
 
-    The first, the newest and evenly spread steps between them, as many as their files have room for; of a newest step
-    that has none alone, its first groups.
+    The steps are the first, the newest and evenly spread steps between them, as many as fit into `most_bytes`. If the
+    newest step does not fit alone, only its first groups are returned.
 
     Raises:
-      UserError: a row that cannot be read (file and line are named).
+      UserError: a row cannot be read (the message names file and line).
     """
     files = sorted((run / "rollouts").glob("step_*.jsonl"))
     if not files:
@@ -48,17 +45,19 @@ def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def _chosen(sizes: Sequence[int], most: int) -> list[int]:
-    """Places of the largest evenly spread set of files with room in `most` bytes, both ends among them; at least the
-    last."""
+    """Returns indices of the most evenly spread files, including both ends, that fit into `most` bytes.
+
+    If even two do not fit, returns the last file only.
+    """
     for count in range(len(sizes), 1, -1):
-        places = [round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)]
-        if sum(sizes[place] for place in places) <= most:
-            return places
+        indices = [round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)]
+        if sum(sizes[index] for index in indices) <= most:
+            return indices
     return [len(sizes) - 1]
 
 
 def _size(group: Mapping[str, Any]) -> int:
-    texts = [group["prompt"], *(each["text"] for each in group["completions"])]
+    texts = [group["prompt"], *(completion["text"] for completion in group["completions"])]
     return sum(len(text.encode(errors="replace")) for text in texts)
 
 
@@ -70,14 +69,14 @@ def _step_of(file: Path) -> int:
 
 
 def _groups(file: Path) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
     for number, row in enumerate(metrics.objects(file), 1):
         try:
-            group = found.setdefault(row["problem"], _group(row))
+            group = groups.setdefault(row["problem"], _group(row))
             group["completions"].append(_completion(row, group))
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise UserError(f"{file}, line {number}: this is no completion of a run ({error!r}).") from None
-    return list(found.values())
+            raise UserError(f"{file}, line {number}: not a completion of a run ({error!r}); remove the line.") from None
+    return list(groups.values())
 
 
 def _group(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys whose value is missing or goes without saying are left out."""
+    """Converts a row; keys with a missing or default value are left out."""
     out: dict[str, Any] = {"text": _text(row["completion"])}
     for name in ("reward", "advantage"):
         if (value := _number(row.get(name))) is not None:
@@ -109,21 +108,21 @@ def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """What each reward function gave (None: could not score it)."""
+    """Yields the reward of each reward function (None: unscored)."""
     for name, value in row.items():
         if name.startswith("reward/"):
             yield name.removeprefix("reward/"), _number(value)
 
 
 def _path(grid: str, completion: str) -> str:
-    """The moves that a completion makes inside its maze, a letter each (U, D, L, R)."""
+    """Returns the moves of a completion inside its maze, one letter each (U, D, L, R)."""
     cells = walk(grid, completion).cells
     steps = ((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(cells))
     return "".join(_LETTERS[step] for step in steps)
 
 
 def _number(value: Any) -> float | None:
-    """To five digits; None where it is missing or not finite."""
+    """Rounds to five significant digits; None if the value is missing or non-finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 

@@ -1,1 +1,1 @@
-"""Builds a run from a config, and opens what was trained."""
+"""Builds runs from configs, trains them, and opens trained models."""

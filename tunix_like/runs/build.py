@@ -1,4 +1,4 @@
-"""Builds a run from a config: data, model, tokenizer, rewards and the learner class. It trains nothing."""
+"""Builds the parts of a run from a config: data, model, tokenizer, rewards and learner class."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ from tunix_like.training.optimizer import build_schedule
 
 
 class Parts(NamedTuple):
-    """What a config names, ready to be put together. `weights` says of a model of shapes alone what weights they were
-    compared with."""
+    """The loaded parts of a run.
+
+    For an abstract model (shapes only), `weights` describes the weights that the shapes were compared with.
+    """
 
     config: Config
     learner: type[Learner]
@@ -71,34 +73,34 @@ class Parts(NamedTuple):
     weights: str = ""
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
-        """An evaluator on the run's held-out problems, with `settings` in place of its `eval` section."""
+        """Builds an evaluator for the run's held-out problems, with `settings` instead of its `eval` section."""
         graphdef = nnx.split(self.model)[0]
         return make_evaluator(self.config, settings, graphdef, self.tokenizer, self.source, self.rewards, self.mesh)
 
     @property
     def source_estimators(self) -> dict[str, dict[str, Any]]:
-        """What the learner is told of the sources of a mix that name estimators of their own, by label."""
+        """The estimators of data sources of a mix, by label, as the learner takes them."""
         return source_estimators(self.config.data, self.config.algorithm)
 
 
 def check_config(config: Config) -> tuple[Config, type[Learner]]:
-    """Resolves the algorithm's defaults and checks all that needs neither data nor model.
+    """Resolves the algorithm's defaults, and runs all checks that need neither data nor model.
 
     Raises:
-      UserError: naming the key.
+      UserError: a key is wrong (the message names it).
     """
     learner = find_learner(config.algorithm.advantage_estimator)
     algorithm = resolve(config.algorithm, learner.config_class)
     template_variables(config.data)
-    lengths, own = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
-    objective = build_objective(algorithm, lengths, updates_per_batch(config), own)
+    max_tokens, by_source = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
+    objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source)
     trace_own(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
-        raise UserError("rollout.temperature: 0 is greedy, which explores nothing; training needs it above 0.")
+        raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
     _check_lora(config)
     if algorithm.dynamic_sampling and config.training.max_steps is None:
-        build_schedule(config.optimizer, None)  # how many steps the data makes is not known then
+        build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
     ks_of(config.eval)
     check_profile_steps(config.training.profile_steps)
     check_loggers(config.training.loggers)
@@ -106,32 +108,33 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
         if weight < 0:
             check_takes_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
     if config.model.path is None and config.model.config is None:
-        raise UserError("model.path: name a model folder or hub id, or write model.config and model.init: random.")
+        raise UserError("model.path: set a model folder or hub id, or set model.config and model.init: random.")
     return dataclasses.replace(config, algorithm=algorithm), learner
 
 
 def _check_lora(config: Config) -> None:
-    """What adapters need, and what needs adapters."""
+    """Checks the keys that need `lora.rank`."""
     lora, model = config.lora, config.model
     if lora.rank is not None:
         return
     if unread := [name for name in ("alpha", "targets") if getattr(lora, name) is not None]:
-        raise UserError(f"lora.{unread[0]}: there are no adapters without lora.rank; set it, e.g. 16.")
+        raise UserError(f"lora.{unread[0]}: it needs lora.rank; set lora.rank, e.g. 16.")
     if model.quantize is not None:
         raise UserError(
-            f"model.quantize: weights in {model.quantize} cannot be trained; set lora.rank to train adapters beside "
-            "them."
+            f"model.quantize: weights in {model.quantize} cannot be trained; set lora.rank to train adapters."
         )
     if model.param_dtype != "float32":
         raise UserError(
-            "model.param_dtype: bfloat16 weights lose small updates; train in float32 (model.dtype may differ), or "
-            "adapters beside them (lora.rank)."
+            "model.param_dtype: small updates of bfloat16 weights are lost to rounding; use float32 (model.dtype may "
+            "differ), or train adapters (lora.rank)."
         )
 
 
 def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Values of the unset keys that the estimator and the loss read. A parameter of an estimator of one's own may be
-    called like a key that means something else, and is left alone."""
+    """Returns the default values of the unset keys that the estimator and the loss read.
+
+    Parameters of the user's own estimator are left out, because one may have the name of an unrelated key.
+    """
     read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
     if algorithm.advantage_estimator in LEARNERS:
         read |= find_estimator(algorithm.advantage_estimator).parameters()
@@ -143,8 +146,10 @@ def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def assemble(config: Config, *, abstract: bool = False) -> Parts:
-    """Checks a config and loads what it names: cheap things first, weights last; an `abstract` model has shapes alone,
-    and no weights are read, made or downloaded."""
+    """Checks a config and loads its parts, weights last.
+
+    With `abstract`, the model has shapes only, and no weights are read, initialised or downloaded.
+    """
     config, learner = check_config(config)
     mesh = build_mesh(config.mesh)
     check_batches(config, mesh)
@@ -157,13 +162,13 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
-    if config.training.best_metric is not None:  # here, as supervised fine-tuning may come before the learner
+    if config.training.best_metric is not None:  # checked here, because SFT may run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
     return parts
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:
-    """Raises UserError naming the key of a batch that the mesh does not divide."""
+    """Raises UserError if a batch size is not divisible by the mesh (the message names the key)."""
     mini = config.training.mini_batch_size or config.data.batch_size
     check_batch(mesh, "data.batch_size", config.data.batch_size)
     check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
@@ -172,15 +177,19 @@ def check_batches(config: Config, mesh: Mesh | None) -> None:
 
 
 def updates_per_batch(config: Config) -> int:
+    """Returns the number of optimizer updates per rollout batch."""
     mini = min(config.training.mini_batch_size or config.data.batch_size, config.data.batch_size)
     return -(-config.data.batch_size // mini) * config.algorithm.num_iterations
 
 
 def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
-    """What `load_model` takes: a path or hub id, or an HF config, which a data source's own tokenizer completes.
+    """Returns the model argument of `load_model`: a path or hub id, or an HF config.
+
+    Args:
+      own: the tokenizer of the data source, which sets the vocabulary size of an HF config.
 
     Raises:
-      UserError: naming the key, where both are given, or a config without weights is to be loaded.
+      UserError: path and config are both set, or `model.init` is not "random" for a config.
     """
     if section.path is not None:
         if section.config is not None:
@@ -189,7 +198,7 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
             )
         return section.path
     if section.init != "random":
-        raise UserError("model.init: model.config describes a model without weights; set model.init=random.")
+        raise UserError("model.init: model.config has no weights to load; set model.init=random.")
     fields = dict(section.config or {})
     return fields if own is None else {"vocab_size": own.vocab_size} | fields
 
@@ -199,7 +208,7 @@ def _load_model(
 ) -> tuple[Decoder, Tokenizer, str]:
     section, what = config.model, named_model(config.model, own)
     if config.lora.rank is not None:
-        resolve_adapters(load_config(what), config.lora)  # before any weights are read, which may take minutes
+        resolve_adapters(load_config(what), config.lora)  # checked before weights are read, which may take minutes
     if abstract:
         model, tokenizer, weights = load_abstract(
             what, init=section.init, quantize=section.quantize, **kinds_of(config)
@@ -211,17 +220,18 @@ def _load_model(
         model = add_lora(model, config.lora, config.training.seed)
     tokenizer = own or tokenizer
     if tokenizer is None:
-        raise UserError(f"model.path: {section.path} has no tokenizer, and data.name={config.data.name} brings none.")
+        raise UserError(f"model.path: {section.path} has no tokenizer, nor has data.name={config.data.name}.")
     return model, tokenizer.with_template_variables(template_variables(config.data)), weights
 
 
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
+    """Loads a model and its tokenizer with the settings of a config."""
     section, seed = config.model, config.training.seed
     return load_model(what, init=section.init, seed=seed, quantize=section.quantize, mesh=mesh, **kinds_of(config))
 
 
 def kinds_of(config: Config) -> dict[str, Any]:
-    """`load_model`'s dtypes and way to attend; an unset compute dtype is left to the device."""
+    """Returns the dtype and attention arguments of `load_model`; an unset compute dtype depends on the device."""
     dtype = config.model.dtype
     return {
         "dtype": None if dtype is None else jnp.dtype(dtype),
@@ -239,6 +249,7 @@ def make_evaluator(
     rewards: list[WeightedReward],
     mesh: Mesh | None,
 ) -> Evaluator:
+    """Builds an evaluator for the held-out rows of a data source."""
     rollout = config.rollout
     problems, skipped = eval_problems(
         source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems, config.data.overlong_prompts

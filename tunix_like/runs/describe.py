@@ -24,21 +24,21 @@ from tunix_like.training.sizes import Foreseen, foresee
 
 
 def describe(parts: Parts) -> list[tuple[str, str]]:
-    """What is about to run, for the screen: learner, loss, aggregation, KL, and what the batch sizes mean."""
+    """Returns labels and texts that describe a run for the screen."""
     config, algorithm = parts.config, parts.config.algorithm
     prompts, size = config.data.batch_size, algorithm.num_generations
     updates = updates_per_batch(config)
     place = "reward" if algorithm.kl_in_reward else "loss"
     kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
     lengths = config.rollout
-    way = "plain, or blocked where calls are large" if parts.model.attention == "auto" else parts.model.attention
-    kind = f"{jnp.dtype(parts.model.dtype).name} on {jax.default_backend()}, attention {way}"
+    attention = "plain, or blocked for large calls" if parts.model.attention == "auto" else parts.model.attention
+    kind = f"{jnp.dtype(parts.model.dtype).name} on {jax.default_backend()}, attention {attention}"
     return [
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         *_describe_sources(parts),
         ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
         ("options", _describe_options(algorithm)),
-        ("batch", f"{prompts} prompts x {size} completions = {prompts * size} a step, {updates} optimizer update(s)"),
+        ("batch", f"{prompts} prompts x {size} completions = {prompts * size} per step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(map(_describe_reward, parts.rewards))),
         ("model", f"{describe_model(parts.model)}, {kind}"),
         *([("weights", parts.weights)] if parts.weights else []),
@@ -48,24 +48,23 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
 
 
 def _foreseen(parts: Parts) -> Foreseen:
-    """What the run will hold. Of a model of shapes alone everything can be said, though it does not fit; with weights
-    there is something to run, and sizes that do not fit are refused."""
+    """Estimates the memory of the run. Sizes that do not fit raise, except for an abstract model (a dry run)."""
     return foresee(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
 
 
 def check_memory(parts: Parts) -> bool:
-    """Whether the memory of this machine's devices is known.
+    """Returns whether the memory of this machine's devices is known.
 
     Raises:
-      UserError: it is, and the run of these parts is foreseen to need more.
+      UserError: it is known, and the run is estimated to need more.
     """
-    found = _foreseen(parts)
-    if problems := found.problems():
+    foreseen = _foreseen(parts)
+    if problems := foreseen.problems():
         raise UserError(
-            f"dry run: {found.peak_line()}. {' '.join(problems).rstrip('.')}. For other devices than this machine's: "
+            f"dry run: {foreseen.peak_line()}. {' '.join(problems).rstrip('.')}. To check other devices: "
             "tunix-like doctor --config CONFIG --devices v5e-8."
         )
-    return found.known
+    return foreseen.known
 
 
 def _describe_reward(reward: WeightedReward) -> str:
@@ -75,7 +74,7 @@ def _describe_reward(reward: WeightedReward) -> str:
 
 
 def describe_model(model: Decoder) -> str:
-    """How many parameters there are, which of them are trained, and how the others are held."""
+    """Describes the parameters of a model: their number, and for adapters the trained number and the base's dtype."""
     text = f"{parameter_count(model.config) / 1e6:.2f} M parameters"
     if model.adapters is None:
         return text
@@ -85,34 +84,34 @@ def describe_model(model: Decoder) -> str:
 
 
 def _describe_options(algorithm: AlgorithmConfig) -> str:
-    """Every parameter of estimator and loss, and whatever else changes the objective."""
-    said = [
+    """Describes the parameters of estimator and loss, and the other options of the objective."""
+    texts = [
         f"{key} {value:g}" for key in (*ESTIMATOR_KEYS, *LOSS_KEYS) if (value := getattr(algorithm, key)) is not None
     ]
     given = (algorithm.estimator_params or {}) | (algorithm.loss_params or {})
-    said += [f"{key} {value}" for key, value in given.items()]
+    texts += [f"{key} {value}" for key, value in given.items()]
     if algorithm.binarize:
-        said.append("rewards binarized")
+        texts.append("rewards binarized")
     if algorithm.overlong == "mask":
-        said.append("completions cut at the limit masked")
+        texts.append("truncated completions masked")
     if algorithm.overlong == "penalty":
         most = 1.0 if algorithm.overlong_penalty is None else algorithm.overlong_penalty
-        said.append(f"penalty up to {most:g} over the last {algorithm.overlong_buffer} tokens")
+        texts.append(f"penalty up to {most:g} over the last {algorithm.overlong_buffer} tokens")
     if algorithm.sampler_is:
         bound = 2.0 if algorithm.sampler_is_threshold is None else algorithm.sampler_is_threshold
-        said.append(f"sampler correction by {algorithm.sampler_is}, at most {bound:g}")
+        texts.append(f"sampler correction by {algorithm.sampler_is}, at most {bound:g}")
     if algorithm.entropy_coef:
-        said.append(f"entropy bonus {algorithm.entropy_coef:g}")
+        texts.append(f"entropy bonus {algorithm.entropy_coef:g}")
     if algorithm.dynamic_sampling:
-        said.append(f"dynamic sampling, up to {algorithm.max_extra_batches or EXTRA_BATCHES} more batches a step")
-    return ", ".join(said) or "none"
+        texts.append(f"dynamic sampling, up to {algorithm.max_extra_batches or EXTRA_BATCHES} extra batches per step")
+    return ", ".join(texts) or "none"
 
 
 def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
-    """Of a mix, each source's share of the prompts and its estimator; of any other source nothing."""
-    told, out = parts.source_estimators, []
+    """Describes each source of a mix: its share of the prompts and its estimator; empty for a single source."""
+    by_source, out = parts.source_estimators, []
     for label, part in parts.source.parts.items():
-        given = dict(told.get(label, {}))
+        given = dict(by_source.get(label, {}))
         name = given.pop("advantage_estimator", parts.config.algorithm.advantage_estimator)
         estimator = ", ".join([str(name), *(f"{key} {value}" for key, value in given.items())])
         out.append(f"{label} {len(part.train) / len(parts.source.train):.0%} ({estimator})")

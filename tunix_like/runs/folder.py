@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, whether it belongs to this run, and which keys may change on resume.
+"""The run folder: its path, the check that it belongs to the run, and the keys that may change on resume.
 
 A run is one folder: `config.yaml` (resolved), `model/` (the model's description, without weights), `metrics.jsonl`,
 `checkpoints/`, `sft_checkpoints/`, `rollouts/`.
@@ -42,12 +42,14 @@ CHANGEABLE = (
     "rewards.memory_gb",
     "eval.",
 )
-"""Keys (or their beginnings) that a run may be resumed with other values of."""
+"""Keys, or prefixes of keys, whose values may change when a run is resumed."""
 
 
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
-    """`training.output_dir`, or `runs/<config>-<kind>-s<seed>`; an estimator that is named by its place
-    (`FILE.py:function`) is called by its function there."""
+    """Returns `training.output_dir`, or `runs/<config>-<kind>-s<seed>`.
+
+    For an estimator given as `FILE.py:function`, the name of the function is used.
+    """
     if config.training.output_dir is not None:
         return Path(config.training.output_dir)
     name = kind.replace(":", ".").rpartition(".")[2]
@@ -55,10 +57,11 @@ def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
 
 
 def claim(folder: Path, parts: Parts) -> None:
-    """Writes what the run is, or checks that the folder already holds this very run.
+    """Writes the config and the model description into the folder, or checks that it already belongs to this run.
 
     Raises:
-      UserError: the folder holds another config; the keys that differ are named, and which of them may.
+      UserError: the folder belongs to a run with another config (the message lists the keys that differ, and which of
+        them may), or it is not empty and is not a run folder.
     """
     begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
@@ -70,14 +73,14 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
         changed = differences(read_yaml(file), as_dict(parts.config))
         fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
         free = [line for line in changed if line.startswith(CHANGEABLE)]
-        if fixed and begun:  # without one, nothing is lost by starting over
+        if fixed and begun:  # without a checkpoint, nothing is lost by starting again
             raise UserError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
-                "Use the same values to resume it, or training.output_dir=<another folder> to start anew."
-                + ("\nThese differ too, and may:\n  " + "\n  ".join(free) if free else "")
+                "Use the same values to resume it, or training.output_dir=<another folder> to start a new run."
+                + ("\nThese keys differ too, which is allowed:\n  " + "\n  ".join(free) if free else "")
             )
     elif folder.exists() and any(path.name not in (LOCK, temporary_of(file).name) for path in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and holds no run; choose another training.output_dir.")
+        raise UserError(f"{folder} is not empty and is not a run folder; choose another training.output_dir.")
     folder.mkdir(parents=True, exist_ok=True)
     save(parts.config, file)
     save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)
@@ -86,10 +89,11 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
 
 
 def newest_checkpoints(run: Path) -> Path | None:
+    """Returns the checkpoint folder of the latest phase of a run that has checkpoints, or None."""
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
-        found = checkpoints.latest_step()
+        step = checkpoints.latest_step()
         checkpoints.close()
-        if found is not None:
+        if step is not None:
             return run / name
     return None

@@ -1,6 +1,6 @@
-"""A run from its config to trained weights: supervised fine-tuning, then reinforcement learning.
+"""Runs the training of a config: supervised fine-tuning, then reinforcement learning.
 
-`run` is `tunix-like train` in Python; the command line calls the same functions and prints.
+`run` is the Python equivalent of `tunix-like train`; the command line calls the same functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OnRow = Callable[[dict[str, Any], int | None], None]
 
 
 class Trained(NamedTuple):
-    """The learner after its run, its last row of metrics, and the reason why the last checkpoint is not written."""
+    """The learner after training, its last row of metrics, and the error of the last checkpoint if it was not saved."""
 
     learner: Learner
     last: dict[str, Any]
@@ -36,8 +36,7 @@ class Trained(NamedTuple):
 def run(
     config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: OnRow = lambda row, total: None
 ) -> dict[str, Any]:
-    """Trains what a config describes, as `tunix-like train` does: SFT, RL and evaluations, into a run folder. A second
-    call resumes.
+    """Trains a model as `tunix-like train` does: SFT, RL and evaluations, with a run folder. A second call resumes.
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
@@ -48,7 +47,8 @@ def run(
       the last row of metrics.
 
     Raises:
-      UserError: bad input, before anything is compiled; and whatever `Learner.train` raises.
+      UserError: the input is wrong (raised before anything is compiled).
+      Also the errors of `Learner.train`.
     """
     name = "run" if isinstance(config, Config) else config
     config = config if isinstance(config, Config) else load(config, overrides)
@@ -67,11 +67,12 @@ def train(
     on_samples: Callable[[int, Samples], None] | None = None,
     on_claim: Callable[[], None] = lambda: None,
 ) -> Trained:
-    """Runs SFT, if the config asks for it, and RL in `folder`.
+    """Runs SFT (if configured) and RL in `folder`.
 
     Args:
+      on_row: called with every row of metrics.
       on_samples: see `Learner`.
-      on_claim: called once the folder is this run's.
+      on_claim: called when the folder is claimed by this run.
     """
     with owned(folder):
         claim(folder, parts)
@@ -94,7 +95,7 @@ def train(
 def make_learner(
     parts: Parts, folder: Path, on_row: OnRow, on_samples: Callable[[int, Samples], None] | None = None
 ) -> Learner:
-    """Returns the learner that the config names, which trains the run's model in place."""
+    """Builds the learner of the config, which trains the run's model in place."""
     config = parts.config
     return parts.learner(
         model=parts.model,
@@ -114,8 +115,10 @@ def make_learner(
 
 
 def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
-    """Fine-tunes the run's model in place, into the run's folder. Returns the reason why the last checkpoint could not
-    be written, which does not end the run; a signal does."""
+    """Runs SFT on the run's model in place, with checkpoints in the run's folder.
+
+    Returns the error if the last checkpoint could not be written, which does not end the run; a signal raises.
+    """
     config, evaluate = parts.config, None
     if len(parts.source.eval):
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)

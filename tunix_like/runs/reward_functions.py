@@ -1,4 +1,4 @@
-"""The reward functions that a config names, and which of them run in worker processes."""
+"""Builds the reward functions of a config, and runs some of them in worker processes."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rollout.rollouts import WeightedReward
 
 MOST_WORKERS = 4
-"""Processes for rewards when `rewards.workers` is unset."""
+"""Maximum number of worker processes for rewards when `rewards.workers` is unset."""
 
 
 def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
-    """Names and weights of `rewards.functions`. Raises UserError naming the entry that is no `{name, weight}`."""
+    """Returns names and weights of `rewards.functions`. Raises UserError if an entry is not `{name, weight}`."""
     entries = config.rewards.functions
     if entries is None:
         return [] if default is None else [(default, 1.0)]
     if not entries:
-        raise UserError("rewards.functions: the list is empty; leave it unset for the data source's own reward.")
+        raise UserError("rewards.functions: the list is empty; leave it unset to use the reward of the data source.")
     out = []
     for i, entry in enumerate(entries):
         unknown = set(entry) - {"name", "weight"}
         if unknown or not isinstance(entry.get("name"), str):
             hint = f" {nearest(str(min(unknown)), ('name', 'weight'))}" if unknown else ""
             raise UserError(
-                f"rewards.functions[{i}]: expected {{name: ...}} and, if not 1, a weight; got {entry}.{hint}"
+                f"rewards.functions[{i}]: expected {{name: ...}} or {{name: ..., weight: ...}}; got {entry}.{hint}"
             )
         weight = entry.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -45,13 +45,15 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
             raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
         out.append((entry["name"], float(weight)))
     if doubled := {name for name, _ in out if [n for n, _ in out].count(name) > 1}:
-        raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is named twice; give it one weight.")
+        raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is listed twice; list it once.")
     return out
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """The functions of `rewards`, which must find what they ask for in the source's rows; those that are to run in
-    workers do (`rewards.workers`)."""
+    """Returns the reward functions of `rewards`, and checks that the source's rows have the columns that they need.
+
+    Some or all of them run in worker processes (`rewards.workers`).
+    """
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
     check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
     check_rewards(source, functions)
@@ -59,15 +61,18 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
 
 
 def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
-    """Of functions that may hang or crash (math-verify and what users write), or of all if a number of workers is set,
-    those that run in workers."""
+    """Moves reward functions into worker processes.
+
+    If `rewards.workers` is set, these are all functions, else those that may hang or crash (math-verify and the user's
+    own).
+    """
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:
         return functions
 
     risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "gsm8k_lenient", "by_source")}
-    chosen = {name: each for name, each, _ in functions if config.workers is not None or name in risky}
+    chosen = {name: function for name, function, _ in functions if config.workers is not None or name in risky}
     if not chosen:
         return functions
-    apart = pooled(chosen, workers=workers, timeout_seconds=config.timeout_seconds, memory_gb=config.memory_gb)
-    return [(name, apart.get(name, function), weight) for name, function, weight in functions]
+    moved = pooled(chosen, workers=workers, timeout_seconds=config.timeout_seconds, memory_gb=config.memory_gb)
+    return [(name, moved.get(name, function), weight) for name, function, weight in functions]

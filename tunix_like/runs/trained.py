@@ -1,7 +1,6 @@
-"""Opening what was trained, or a plain model, to use it: a run's newest checkpoint, its best, one step of it, a model
-folder or hub id.
+"""Opens a trained model: the newest or best checkpoint of a run, one of its steps, a model folder or a hub id.
 
-This module finds what belongs to the weights (config, description, the base of adapters) and trains nothing.
+It also loads what belongs to the weights: config, model description and the base of adapters.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from tunix_like.storage.best import best_of
 from tunix_like.storage.checkpoints import Checkpoints
 
 BEST = "best"
-"""`RUN/checkpoints/best` names the best of a run's checkpoints; there is no such folder."""
+"""`RUN/checkpoints/best` means the best checkpoint of a run; it is not an actual folder."""
 
 
 class Trained(NamedTuple):
-    """A model with trained (or given) weights, and the config it is used with."""
+    """A model with its weights and config."""
 
     config: Config
     graphdef: Any
@@ -60,23 +59,24 @@ class Trained(NamedTuple):
 
 
 def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False, whole: bool = False) -> Trained:
-    """A run folder (its newest checkpoint), one checkpoint of a run (`RUN/checkpoints/STEP` or `.../best`), or a model
-    folder or hub id.
+    """Opens a run folder (newest checkpoint), a checkpoint (`RUN/checkpoints/STEP` or `.../best`), or a model.
 
     Args:
-      need_data: the overrides must name data where nothing else does.
-      whole: on one device, whatever mesh the config names.
+      path: a run folder, a checkpoint of a run, a model folder or a hub id.
+      overrides: `key=value` strings for the config.
+      need_data: raise if neither the config nor the overrides name the data.
+      whole: load onto a single device instead of the config's mesh.
 
     Raises:
-      UserError: it is none of them, or the run has no checkpoint yet, or every one (or the one named) is damaged.
+      UserError: the path is none of these, the run has no checkpoint, or the checkpoints are damaged.
     """
     place = Path(path)
     if (place.parent.name, place.name) == ("checkpoints", BEST):
         place = best_checkpoint(place.parent.parent, overrides)
     if (place / ADAPTER_CONFIG).is_file() and not (place / "config.json").is_file():
         raise UserError(
-            f"{place} holds an adapter, which is no model alone: tunix_like.load_adapter puts it beside its base (in "
-            "Python), and export without --adapter writes both as one."
+            f"{place} has only an adapter, not a whole model: load it with its base by tunix_like.load_adapter (in "
+            "Python), or export the whole model without --adapter."
         )
     step: int | None = None
     if place.name.isdigit() and place.parent.name in ("checkpoints", "sft_checkpoints"):
@@ -85,15 +85,15 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
         found = newest_checkpoints(place)
         if found is None:
             raise UserError(
-                f"{place} has no checkpoint yet; training.checkpoint_every_n_steps says when one is written."
+                f"{place} has no checkpoint yet; training.checkpoint_every_n_steps sets when one is written."
             )
         steps_folder = found
     else:
         return _open_model(path, overrides, need_data, whole)
-    file = place / "config.yaml"  # a run of the Python interface has none
+    file = place / "config.yaml"  # runs of the Python interface have none
     adapters = (place / "model" / ADAPTER_CONFIG).is_file()
     if file.is_file():
-        read_yaml(file)  # an empty one would be all defaults to `load`
+        read_yaml(file)  # rejects an empty file, which `load` would read as all defaults
         config = load(file, overrides)
     else:
         config = _config_without_file(path, [*(_named_base(place) if adapters else ()), *overrides], need_data)
@@ -119,50 +119,50 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
 
 
 def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
-    """The checkpoint of a run that is best by its `training.best_metric`, or by the one that the overrides name.
+    """Returns the best checkpoint of a run by `training.best_metric` of its config or of the overrides.
 
     Raises:
-      UserError: no metric is named, or no checkpoint is of a step that was evaluated with it.
+      UserError: no metric is set, or no checkpoint is of a step that was evaluated with it.
     """
     file = run / "config.yaml"
     metric = load(file if file.is_file() else None, overrides).training.best_metric
     if metric is None:
         raise UserError(
-            f"{run}: which checkpoint is the best is not known, as training.best_metric is unset there; add e.g. "
-            "training.best_metric=eval/pass@1 for the best of those that are there."
+            f"{run}: the best checkpoint is not known, because training.best_metric is unset there; add e.g. "
+            "training.best_metric=eval/pass@1 to select the best of its checkpoints."
         )
     with Checkpoints(run / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
     step = best_of(run, metric).among(steps)
     if step is None:
-        raise UserError(f"{run}/checkpoints: of no step that is there {metric} is known; there are: {steps or 'none'}.")
+        raise UserError(f"{run}/checkpoints: no checkpoint has a value of {metric}; its steps are: {steps or 'none'}.")
     return run / "checkpoints" / str(step)
 
 
 def _named_base(run: Path) -> list[str]:
-    """What a run of the Python interface says of the base of its adapters, as overrides."""
+    """Returns overrides with the base of the adapters of a Python-interface run, from its adapter config."""
     fields = read_adapter_config(run / "model")
-    said = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
-    return [f"model.{key}={fields[name]}" for key, name in said.items() if fields.get(name) is not None]
+    names = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
+    return [f"model.{key}={fields[name]}" for key, name in names.items() if fields.get(name) is not None]
 
 
 def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: Mesh | None) -> Decoder:
-    """The base that the adapters of a run are for, with fresh ones in their places.
+    """Loads the base of a run's adapters, with newly initialised adapters.
 
     Raises:
-      UserError: the base is not where the run says, it says nothing, or what is there is another model.
+      UserError: the run does not name its base, the base cannot be loaded, or it is another model.
     """
     fields, section = read_adapter_config(run / "model"), config.model
     what = run / "model" if section.init == "random" else section.path
-    cure = "Name the base: model.path=FOLDER, or model.init=random and training.seed if it was drawn at random."
+    cure = "Set the base: model.path=FOLDER, or model.init=random and training.seed if it was initialised at random."
     if what is None:
-        raise UserError(f"{run} holds adapters alone, and does not say what they are for. {cure}")
+        raise UserError(f"{run} has only adapters, and does not name their base. {cure}")
     try:
         base, _ = loaded(config, what, mesh)
     except UserError as error:
-        raise UserError(f"{run} holds adapters alone, and their base cannot be loaded: {error} {cure}") from None
+        raise UserError(f"{run} has only adapters, and their base cannot be loaded: {error} {cure}") from None
     if base.config != description:
-        raise UserError(f"{run} holds adapters of another model than {what}. {cure}")
+        raise UserError(f"{run} has adapters of another model than {what}. {cure}")
     lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], targets=fields["target_modules"])
     return add_lora(base, lora)
 
@@ -170,14 +170,16 @@ def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: M
 def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -> Config:
     given = {override.partition("=")[0] for override in overrides}
     if need_data and "data.name" not in given:
-        missing = "" if Path(path).exists() else " (There is no folder of that name; it is taken for a hub id.)"
-        raise UserError(f"{path} does not say what to evaluate it on; add e.g. data.name=gsm8k.{missing}")
+        missing = "" if Path(path).exists() else " (There is no folder of that name; it is used as a hub id.)"
+        raise UserError(f"{path} names no data to evaluate on; add e.g. data.name=gsm8k.{missing}")
     return load(None, overrides)
 
 
 def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
-    """The evaluator of a trained model's config: its data's held-out rows (or those it trains on), its rewards, its
-    `eval` section. Warns of prompts that are skipped."""
+    """Builds the evaluator of a trained model's config, with its held-out rows (or its training rows).
+
+    Logs a warning if prompts are skipped.
+    """
     config = trained.config
     ks_of(config.eval)
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
@@ -187,8 +189,8 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
         source = dataclasses.replace(source, eval=source.train)
     if not len(source.eval):
         raise UserError(
-            f"data.name={config.data.name} keeps no held-out rows. Evaluate on rows that were not trained on: "
-            "data.path=<another file or folder>."
+            f"data.name={config.data.name} has no held-out rows. Set data.path=<another file or folder> with rows that "
+            "were not trained on."
         )
     evaluator = make_evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, trained.mesh)
     if evaluator.skipped is not None:

@@ -1,8 +1,8 @@
-// Small SVG charts. They know numbers, axes and the pointer; they know nothing of runs.
+// SVG charts with axes and tooltips, independent of runs.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// An element with attributes (`class`, `on...` functions, `own`: its colour) and children; text is put in as text.
+// Creates an element with attributes (`on...`: event listeners, `own`: its colour) and children; strings become text nodes.
 function make(tag, attributes = {}, ...children) {
   const node = tag.startsWith("svg:") ? document.createElementNS(SVG, tag.slice(4)) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -32,7 +32,7 @@ function tickText(value, unit) {
   return `${Number(value.toPrecision(3))}`;
 }
 
-// About `count` round numbers within [low, high].
+// Returns about `count` round numbers within [low, high].
 function ticks(low, high, count) {
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -51,7 +51,7 @@ function logTicks(low, high) {
   return inside.length > 7 ? inside.filter((_, i) => i % Math.ceil(inside.length / 6) === 0) : inside;
 }
 
-// Axes of a chart: `x` and `y` map numbers to places, `node` is the SVG with grid and labels.
+// Creates the axes of a chart: `x` and `y` map values to coordinates, `node` is the SVG with grid and labels.
 function axes({ width = 400, height = 210, left = 44, right = 10, top = 8, bottom = 22, xs, ys, unit, log, xText, label }) {
   const node = make("svg:svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   const scale = log ? Math.log10 : (value) => value;
@@ -69,7 +69,7 @@ function axes({ width = 400, height = 210, left = 44, right = 10, top = 8, botto
   return { node, x, y, left, right: width - right, top, bottom: height - bottom, width, height };
 }
 
-// The range of values with a little room; a single value gets a range around it, and shares stay within 0 and 1.
+// Returns the range of values with a margin; a single value gets a range around it, and fractions stay within 0 and 1.
 function range(values, log, unit) {
   const known = values.filter((value) => Number.isFinite(value) && (!log || value > 0));
   if (!known.length) return null;
@@ -83,14 +83,14 @@ function range(values, log, unit) {
     const spare = Math.max(0.06 * (high - low), 0.02);
     return [Math.max(0, low - spare), Math.min(1, high + spare)];
   }
-  const same = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));  // but for rounding
+  const same = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));  // equal up to rounding
   if (log) return same ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
   if (same) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(low) / 2];
   const room = 0.06 * (high - low);
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
-// An exponential mean that is not drawn to its first value; a gap (null) stays one.
+// Bias-corrected exponential moving average; null values stay null.
 function smoothed(values, weight) {
   let sum = 0;
   let mass = 0;
@@ -113,7 +113,7 @@ function path(xs, ys, ax, log) {
   return out;
 }
 
-// Lines of `{name, colour, xs, ys, dots}` over a common axis. `smooth` is the weight of what was before, 0: as it is.
+// Line chart of series `{name, colour, xs, ys, dots}`. `smooth` is the weight of the past in the moving average; 0: none.
 function lineChart({ series, unit, log, smooth = 0, xText, xName = "step", label }) {
   const drawn = series.map((each) => ({ ...each, mean: smooth && !each.dots ? smoothed(each.ys, smooth) : each.ys }));
   const xs = range(drawn.flatMap((each) => each.xs), false);
@@ -151,7 +151,7 @@ function lineChart({ series, unit, log, smooth = 0, xText, xName = "step", label
 
 let clips = 0;
 
-// Without the most extreme hundredth at each end, which would flatten the smoothed line.
+// Drops the most extreme 1 % of the values at each end, which would flatten the smoothed line.
 function inner(values) {
   const known = values.filter((value) => value !== null).sort((a, b) => a - b);
   const cut = Math.floor(known.length / 100);
@@ -174,7 +174,7 @@ function tip(title, rows) {
   return make("div", { class: "tip" }, make("div", { class: "note" }, title), ...lines);
 }
 
-// A line that follows the pointer, and what is there; `found(x)` gives `{at, title, rows}`.
+// Adds a vertical line and a tooltip that follow the pointer; `found(x)` returns `{at, title, rows}`.
 function withPointer(ax, found, xs) {
   const holder = make("div", { class: "plot" }, ax.node);
   const cross = make("svg:line", { class: "cross", y1: ax.top, y2: ax.bottom, visibility: "hidden" });
@@ -211,7 +211,7 @@ function placeTip(holder, shown, event) {
   shown.style.top = `${event.clientY - box.top + 14}px`;
 }
 
-// Bars side by side for each bin; `series` of `{name, colour, values}`.
+// Grouped bar chart over bins; `series` of `{name, colour, values}`.
 function barChart({ series, bins, unit, label, ys }) {
   const ax = axes({ xs: [0, bins.length], ys, unit, label, xText: () => "" });
   const wide = (ax.right - ax.left) / bins.length;
@@ -232,7 +232,7 @@ function barChart({ series, bins, unit, label, ys }) {
   }, [0, bins.length]);
 }
 
-// Columns over steps, rows over bins, darker where the share is greater. `cells[column]` is null or a list of shares.
+// Heat map of steps (columns) and bins (rows), darker for larger shares. `cells[column]` is null or a list of shares.
 function heatMap({ cells, bins, edges, chosen: [from, to], onchoose, label, name }) {
   const [width, height, left, top, bottom] = [620, 190, 44, 6, 22];
   const node = make("svg:svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
@@ -283,7 +283,7 @@ function heatMap({ cells, bins, edges, chosen: [from, to], onchoose, label, name
   return holder;
 }
 
-// Shares that add up to the whole, over x. `parts` of `{name, colour, values}`, one value for each of `xs`.
+// Stacked area chart of shares over x. `parts` of `{name, colour, values}`, one value for each of `xs`.
 function shareChart({ parts, xs, label }) {
   const ax = axes({ width: 620, height: 170, xs: [xs[0], Math.max(xs[xs.length - 1], xs[0] + 1)], ys: [0, 1], unit: "%", label });
   const totals = xs.map((_, i) => parts.reduce((sum, part) => sum + part.values[i], 0) || 1);

@@ -1,4 +1,4 @@
-// The page, from top to bottom.
+// Builds the page.
 
 document.title = `${DATA.runs.map((run) => run.name).join(", ")} - tunix-like report`;
 document.getElementById("page").append(

@@ -1,4 +1,4 @@
-// The browser of rollouts: prompts on the left, the completions of one on the right, coloured by reward.
+// The rollout browser: prompts on the left, completions of the selected prompt on the right, coloured by reward.
 
 const MOVES = { U: [-1, 0], D: [1, 0], L: [0, -1], R: [0, 1] };
 const AT_ONCE = 100;
@@ -14,10 +14,10 @@ const FILTERS = {
   passed: ["passed", (c, run) => passes(c, run)],
   failed: ["failed", (c, run) => c.reward !== undefined && !passes(c, run)],
   unscored: ["unscored", (c) => c.reward === undefined],
-  clipped: ["cut at the token limit", (c) => c.clipped],
+  clipped: ["truncated at the token limit", (c) => c.clipped],
 };
 const ORDERS = {
-  drawn: ["as drawn", () => 0],
+  drawn: ["in sampled order", () => 0],
   hard: ["hardest first", (a, b, run) => rate(a, run) - rate(b, run)],
   easy: ["easiest first", (a, b, run) => rate(b, run) - rate(a, run)],
 };
@@ -29,7 +29,7 @@ function rate(group, run) {
   return scored.length ? scored.filter((each) => passes(each, run)).length / scored.length : -1;
 }
 
-// From the run's lowest reward (orange) over grey to its highest (blue).
+// Maps a reward to a colour: orange for the run's lowest reward, grey, blue for its highest.
 function rewardColour(value, [low, high]) {
   if (value === undefined) return "var(--soft)";
   const share = high > low ? (value - low) / (high - low) : 1;
@@ -47,7 +47,7 @@ function rewardRange(run) {
   return low < high ? [low, high] : [Math.min(0, low), Math.max(1, high)];
 }
 
-// Text with every place of `query` marked, built of text nodes.
+// Returns the text with every occurrence of `query` marked, as text nodes.
 function marked(text, query) {
   const out = document.createDocumentFragment();
   const lower = text.toLowerCase();
@@ -87,7 +87,7 @@ function maze(grid, moves, passed, colour) {
 
 function rolloutsSection() {
   const with_ = DATA.runs.map((run, i) => [String(i), run.name]).filter(([i]) => DATA.runs[i].rollouts.length);
-  if (!with_.length) return section("rollouts", "Rollouts", make("p", {}, "No run here wrote completions."));
+  if (!with_.length) return section("rollouts", "Rollouts", make("p", {}, "These runs have no completion files."));
   for (const run of DATA.runs) for (const step of run.rollouts) for (const group of step.groups) {
     group.step = step.step;
     group.completions.forEach((each, i) => { each.sample = i; });
@@ -115,14 +115,14 @@ function rolloutsSection() {
   const search = make("input", { type: "search", id: "search", placeholder: "search prompts and completions", "aria-label": "search prompts and completions" });
   search.addEventListener("input", () => change("query")(search.value.toLowerCase()));
   const named = (table) => Object.entries(table).map(([key, [text]]) => [key, text]);
-  const direction = make("button", { type: "button", id: "direction", title: "turn the order around" }, "▼");
+  const direction = make("button", { type: "button", id: "direction", title: "reverse the order" }, "▼");
   direction.addEventListener("click", () => {
     view.descending = !view.descending;
     direction.textContent = view.descending ? "▼" : "▲";
     draw();
   });
 
-  // Groups with the completions that filter and search leave of them.
+  // Returns the groups that match filter and search, with their matching completions.
   function found() {
     const run = DATA.runs[view.run];
     const keep = FILTERS[view.filter][1];
@@ -146,7 +146,7 @@ function rolloutsSection() {
     view.chosen = chosen ? chosen.group : null;
     list.replaceChildren(...groups.slice(0, view.most).map((each) => entry(each, run, colours)));
     if (groups.length > view.most) list.append(make("button", { type: "button", onclick: () => { view.most += AT_ONCE; draw(); } }, `${groups.length - view.most} more`));
-    detail.replaceChildren(...(chosen ? shownGroup(chosen, run, colours) : [make("p", {}, "Nothing matches.")]));
+    detail.replaceChildren(...(chosen ? shownGroup(chosen, run, colours) : [make("p", {}, "No matching completions.")]));
   }
 
   function entry({ group }, run, colours) {
@@ -165,7 +165,7 @@ function rolloutsSection() {
     const order = (a, b) => (value(a) === undefined) - (value(b) === undefined) || sign * (value(b) - value(a)) || a.sample - b.sample;
     const sorted = [...left].sort(order);
     const prompt = make("pre", { class: "prompt" }, marked(group.prompt, view.query));
-    const top = group.grid ? make("details", {}, make("summary", {}, "the prompt as the model sees it"), prompt) : prompt;
+    const top = group.grid ? make("details", {}, make("summary", {}, "prompt text (model input)"), prompt) : prompt;
     const cards = sorted.map((each) => completionCard(each, group, run, colours));
     return [make("h3", {}, `Step ${group.step}, prompt ${group.problem}${group.source ? `, ${group.source}` : ""}: ${left.length} of ${group.completions.length} completions`), top, make("div", { class: `completions ${group.grid ? "mazes" : left.every((each) => each.text.length < 60) ? "short" : ""}` }, ...cards)];
   }
@@ -178,7 +178,7 @@ function rolloutsSection() {
       each.shaped === undefined ? null : said("shaped", each.shaped),
       each.advantage === undefined ? null : said("advantage", each.advantage),
       each.length === undefined ? null : said("tokens", each.length),
-      each.clipped ? make("span", { class: "tag" }, "cut at the limit") : null,
+      each.clipped ? make("span", { class: "tag" }, "truncated") : null,
       ...Object.entries(each.parts || {}).map(([name, value]) => said(name, value)),
     ];
     const picture = group.grid ? maze(group.grid, each.path, passes(each, run), colour) : null;

@@ -1,17 +1,17 @@
-// The sections of a report but the rollouts: overview, curves, pass rates, time. Each draws itself from DATA and STATE.
+// The sections overview, curves, pass rates and time, drawn from DATA and STATE.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const STATE = { hidden: new Set(), smooth: 0.6, against: "step", window: 0 };
 const BINS = ["0", "⅛", "¼", "⅜", "½", "⅝", "¾", "⅞", "<1", "1"];
 const WINDOWS = 48;
-const AROUND = 2;  // windows on either side that the bars take in: single steps have few prompts
+const AROUND = 2;  // number of neighbouring windows on each side that the bars include, since single steps have few prompts
 const drawn = [];
 
 const colourOf = (i) => `var(--run${i % 8})`;
 const dashOf = (i) => (i >= 8 ? "5 4" : undefined);
 const shownRuns = () => DATA.runs.map((run, i) => ({ run, i })).filter(({ i }) => !STATE.hidden.has(i));
 
-// A part of the page that is drawn again when what it depends on changes.
+// A part of the page that is redrawn when STATE changes.
 function live(draw) {
   const node = make("div");
   const again = () => node.replaceChildren(...[draw()].flat().filter(Boolean));
@@ -62,11 +62,11 @@ function overview() {
     return [make("span", { class: "key", own: colourOf(i) }, make("i"), make("b", {}, run.name)), ...names.map((name) => known[name] || "–")];
   });
   const parts = [make("div", { class: "card wide" }, table(["run", ...names], facts))];
-  if (DATA.summary.length) parts.push(make("div", { class: "card stacked wide" }, make("h3", {}, "First → last"), summaryTable(), make("p", { class: "note" }, `Held out: the first and the last evaluation, and the best. In training: means over ${DATA.ends} steps.`)));
+  if (DATA.summary.length) parts.push(make("div", { class: "card stacked wide" }, make("h3", {}, "First → last"), summaryTable(), make("p", { class: "note" }, `Held out: the first, the last and the best evaluation. Training: means over ${DATA.ends} steps.`)));
   if (DATA.differing.length) parts.push(make("div", { class: "card stacked wide" }, make("h3", {}, "Where the configs differ"), table(["key", ...DATA.runs.map((run) => run.name)], DATA.differing.map((row) => [make("code", {}, row.key), ...row.values]))));
   for (const run of DATA.runs) {
     const keys = Object.entries(run.config);
-    if (keys.length) parts.push(make("details", {}, make("summary", {}, `The whole config of ${run.name}`), make("div", { class: "card wide" }, table(["key", "value"], keys.map(([key, value]) => [make("code", {}, key), value])))));
+    if (keys.length) parts.push(make("details", {}, make("summary", {}, `Full config of ${run.name}`), make("div", { class: "card wide" }, table(["key", "value"], keys.map(([key, value]) => [make("code", {}, key), value])))));
   }
   return section("overview", "Overview", ...parts);
 }
@@ -86,7 +86,7 @@ function summaryTable() {
   return table(["", ...DATA.runs.map((run) => run.name)], rows);
 }
 
-// A metric of the runs that are shown; evaluations are joined across the steps between them.
+// The series of a metric for the visible runs; steps without an evaluation are skipped.
 function seriesOf(curve) {
   return shownRuns().flatMap(({ run, i }) => {
     const phase = run[curve.phase];
@@ -144,14 +144,14 @@ function curvesSection() {
   return section("curves", "Curves", ...parts);
 }
 
-// The steps of all runs in at most WINDOWS stretches of equal length, as [first, last].
+// Divides the steps of all runs into at most WINDOWS windows of equal length, as [first, last].
 function windows() {
   const last = Math.max(...DATA.runs.map((run) => run.rl.steps[run.rl.steps.length - 1] || 0));
   const count = Math.min(WINDOWS, last);
   return Array.from({ length: count }, (_, i) => [1 + Math.floor((i * last) / count), Math.floor(((i + 1) * last) / count)]);
 }
 
-// Sums over the steps of each window, ten numbers or null.
+// Sums a histogram over the steps of each window: ten numbers or null.
 function summed(run, name, spans) {
   const rows = run.histograms[name];
   return spans.map(([first, last]) => {
@@ -167,7 +167,7 @@ function shares(row) {
 
 const each = (a, b, f) => (a && b ? a.map((value, i) => f(value, b[i])) : null);
 
-// The mean gradient norm of one prompt in each bin, where it was measured.
+// The mean gradient norm of a prompt in each bin.
 function gradientCard() {
   const mean = (norms) => (norms.length ? norms.reduce((a, b) => a + b, 0) / norms.length : null);
   const byBin = DATA.gradients.map(({ bins, norms }) => BINS.map((_, bin) => mean(norms.filter((_, i) => bins[i] === bin))));
@@ -175,7 +175,7 @@ function gradientCard() {
   const out = card("Gradient norm of one prompt", "", live(() => barChart({ series: shownRuns().map(({ run, i }) => ({ name: run.name, colour: colourOf(i), values: byBin[i] })), bins: BINS, label: "Gradient norm of one prompt by pass rate", ys })));
   out.id = "gradients";
   const measured = DATA.gradients.map((each, i) => `${DATA.runs[i].name}: ${each.norms.length} training prompts under ${each.origin}`);
-  out.append(make("p", { class: "note" }, `Mean over the prompts of a pass rate, each prompt's gradient alone with its weight in a batch, without KL. ${measured.join("; ")}.`));
+  out.append(make("p", { class: "note" }, `Mean over the prompts of a pass rate. Each gradient is computed separately, with its weight in the batch and without KL. ${measured.join("; ")}.`));
   return out;
 }
 
@@ -209,7 +209,7 @@ function passRates() {
   };
   const bars = (title, note, values, unit, ys) => card(title, "", part(() => {
     const series = shownRuns().map(({ run, i }) => ({ name: run.name, colour: colourOf(i), values: values(sums[i], STATE.window) })).filter((row) => row.values);
-    return series.length ? barChart({ series, bins: BINS, unit, label: title, ys }) : make("p", { class: "note" }, "No run that is shown recorded these steps.");
+    return series.length ? barChart({ series, bins: BINS, unit, label: title, ys }) : make("p", { class: "note" }, "No visible run recorded these steps.");
   }), make("p", { class: "note" }, note));
   const top = (values) => Math.max(1e-9, ...sums.flatMap((sum) => spans.flatMap((_, i) => values(sum, i) || []))) * 1.05;
   const drawnShare = (sum, i) => shares(near(sum.drawn, i));
@@ -217,8 +217,8 @@ function passRates() {
   const perPrompt = (sum, i) => each(near(sum.advantage, i), near(sum.trained, i), (total, count) => (count ? total / count : null));
   const charts = make("div", { class: DATA.gradients.length ? "grid four" : "grid three" },
     bars("Prompts by pass rate", "Share of the prompts drawn.", drawnShare, "%", [0, top(drawnShare)]),
-    bars("Who gets the advantage", "Share of the sum of |advantage| over all prompts.", advantageShare, "%", [0, top(advantageShare)]),
-    bars("|advantage| of one prompt", "Mean over its completions, by its pass rate: the estimator's own shape.", perPrompt, "", [0, top(perPrompt)]),
+    bars("Advantage by pass rate", "Share of the sum of |advantage| over all prompts.", advantageShare, "%", [0, top(advantageShare)]),
+    bars("|advantage| of one prompt", "Mean over the completions of a prompt, by its pass rate.", perPrompt, "", [0, top(perPrompt)]),
     DATA.gradients.length ? gradientCard() : null);
   const maps = part(() => make("div", { class: "grid two" }, ...shownRuns().filter(({ i }) => sums[i].drawn.some(Boolean)).flatMap(({ run, i }) => [["Prompts", "drawn"], ["|advantage|", "advantage"]].map(([what, name]) => {
     const cells = sums[i][name].map(shares);
@@ -234,8 +234,8 @@ function passRates() {
     choose(0);
     timer = setInterval(() => (STATE.window + 1 < spans.length ? choose(STATE.window + 1) : stop()), 180);
   });
-  return section("pass-rates", "Pass rates, and who gets the advantage",
-    make("p", {}, `Prompts by the share of their scored completions that pass: none, eight equal bins up to their upper edge, all. |advantage| says how much the estimator weighs a prompt. It is no norm of a gradient: lengths, aggregation and how gradients add up are left out.`),
+  return section("pass-rates", "Pass rates and advantages",
+    make("p", {}, `Prompts by the fraction of their scored completions that pass: none, eight bins of equal width (including the upper edge), all. |advantage| is the weight that the estimator gives to a prompt. It is not a gradient norm: it ignores lengths, aggregation and cancellation between gradients.`),
     make("div", { class: "controls" }, play, make("label", {}, "training", slider), said), charts, maps);
 }
 
@@ -255,5 +255,5 @@ function timeSection() {
     const chart = shareChart({ xs: spans.map(([, last]) => last), parts: parts.map((name) => ({ name, colour: colour(name), values: spans.map(([first, last]) => sum(name, first, last)) })), label: `Time of ${run.name}: ${said}` });
     return make("div", { class: "card chart" }, make("h3", { class: "key", own: colourOf(i) }, make("i"), run.name), chart, make("p", { class: "note" }, `${clockText(whole)} in all: ${said}.`));
   })));
-  return section("time", "Time", make("p", {}, "Share of the time of each stretch of steps; evaluations and checkpoints are not in it."), body, legend);
+  return section("time", "Time", make("p", {}, "Share of the step time in each window of steps, without evaluations and checkpoints."), body, legend);
 }
