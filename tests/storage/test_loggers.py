@@ -210,7 +210,9 @@ def test_tools_that_hang_are_left_alone_for_good(tmp_path, hung, monkeypatch, ca
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
     assert go(Counting(), tmp_path, ["wandb", "trackio", "tensorboard"]) == 5
     assert len(until) == 2 and len(set(until)) == 1
-    assert warnings(caplog) == [f"{tool}: not done after 0.2 s; it is left alone" for tool in ("wandb", "trackio")]
+    assert warnings(caplog) == [
+        f"{tool}: not done after 0.2 s; the run does not wait any longer" for tool in ("wandb", "trackio")
+    ]
     assert len(rows(tmp_path)) == 5 and len(shown(tmp_path / "tensorboard" / "count")[0]["count/sum"]) == 5
     caplog.clear()
     assert go(Counting(7), tmp_path, ["wandb"]) == 7 and len(hung) == 2
@@ -230,7 +232,7 @@ def test_a_second_interrupt_waits_for_no_tool(tmp_path, hung, caplog):
 
     with pytest.raises(KeyboardInterrupt):
         go(Counting(at={2: interrupt}), tmp_path, ["wandb"])
-    assert warnings(caplog) == ["wandb: not done after 0 s; it is left alone"]
+    assert warnings(caplog) == ["wandb: not done after 0 s; the run does not wait any longer"]
 
 
 def test_an_event_file_that_is_removed(tmp_path):

@@ -1,6 +1,6 @@
-"""Metrics beside `metrics.jsonl`: event files for TensorBoard, Weights & Biases, trackio.
+"""Logs metrics to TensorBoard, Weights & Biases and trackio, in addition to `metrics.jsonl`.
 
-Knows which loggers there are, and that none of them may end a run. Does NOT know what a row means.
+A logger that fails never stops a run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ logger = logging.getLogger("tunix_like")
 
 
 class LoggedMetrics(MetricsLog):
-    """`metrics.jsonl`, whose rows go to loggers too, once they are written. A logger that fails is warned of and left
-    out from then on."""
+    """Writes rows to `metrics.jsonl` and then to the loggers. A logger that fails is disabled with a warning."""
 
     def __init__(self, folder: Path, loggers: Sequence[Logger]) -> None:
         super().__init__(folder)
@@ -34,30 +33,34 @@ class LoggedMetrics(MetricsLog):
     def cut(self, key: str, last: int) -> int:
         self._number = super().cut(key, last)
         start = Start(key, last + 1, self._number)
-        self._tell(lambda each: each.begin(start))
+        self._call_all(lambda each: each.begin(start))
         return self._number
 
     def write(self, row: Mapping[str, Any]) -> None:
         super().write(row)
         self._number += 1
-        self._tell(lambda each: each.write(self._number, row))
+        self._call_all(lambda each: each.write(self._number, row))
 
     def close(self) -> None:
         super().close()
         failed = sys.exception() is not None
-        self._tell(lambda each: each.close(failed))
+        self._call_all(lambda each: each.close(failed))
 
-    def _tell(self, what: Callable[[Logger], None]) -> None:
+    def _call_all(self, call: Callable[[Logger], None]) -> None:
         for each in list(self._loggers):
             try:
-                what(each)
-            except Exception as error:  # it may be anything, and it is not worth a run
+                call(each)
+            except Exception as error:  # a logger may raise anything, which must not stop a run
                 self._loggers.remove(each)
                 logger.warning("%s: %s; this logger is off until the next start", each, error or type(error).__name__)
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raises UserError naming the first logger (one of those `RLTrainingConfig` takes) whose package is not here."""
+    """Raises UserError naming the first logger whose package is not installed.
+
+    Args:
+      names: `training.loggers`, already checked by `RLTrainingConfig`.
+    """
     for name in names:
         try:
             importlib.metadata.version(name)
@@ -69,20 +72,20 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[str, Any]) -> MetricsLog:
-    """The log of a run in `folder`, for `loop.run`. Only process 0 writes; without a folder nobody does.
+    """Opens the metrics log of a run in `folder`, for `loop.run`. Only process 0 writes; without a folder, none does.
 
     Args:
       names: `training.loggers`.
-      settings: what the loggers show as hyperparameters where the folder has no `config.yaml`.
+      settings: the hyperparameters that the loggers show if the folder has no `config.yaml`.
 
     Raises:
-      UserError: a logger needs a folder and there is none.
+      UserError: a logger needs a folder, and `folder` is None.
     """
     trackers = [name for name in names if name in TOOLS]
     if folder is None and trackers:
         raise UserError(
-            f"training.loggers: {trackers[0]} needs training.output_dir, where a run keeps its id to go on in the "
-            "same curve."
+            f"training.loggers: {trackers[0]} needs training.output_dir, which stores the id of the run, so that a "
+            "resumed run continues the same curve."
         )
     if folder is None or not is_first():
         return MetricsLog(None)
@@ -93,10 +96,10 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
 
 
 def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in `file`, or else `settings`, as JSON knows it."""
+    """Returns the content of `file`, or else `settings`, converted to JSON types."""
     if file.is_file():
         try:
             return dict(json.loads(json.dumps(read_yaml(file), default=str)))
-        except (ValueError, TypeError) as error:  # a UserError, or what JSON lacks: it is for display alone
+        except (ValueError, TypeError) as error:  # a UserError or a value without JSON type; only the display needs it
             logger.warning("loggers show the settings of this run: %s", error)
     return dict(json.loads(json.dumps(settings, default=str)))

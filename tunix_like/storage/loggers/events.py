@@ -1,7 +1,7 @@
-"""Event files that TensorBoard reads: one more at every start of a run, in a folder for each phase.
+"""Writes TensorBoard event files: a new file at every start of a run, in one folder per phase.
 
-Written with the record writer and the messages of the `tensorboard` package, in this thread: its queue and those of
-others hold rows that a killed process loses, and wait for ever once the thread behind them is gone.
+The files are written synchronously with the record writer of the `tensorboard` package. The queued writers of
+`tensorboard` and other packages lose rows if the process is killed, and block forever if their thread has died.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tunix_like.storage.loggers.trackers import Start, scalars
 
 
 class EventFiles:
-    """Scalars of every row under its step, and the config as text.
+    """Writes the scalars of every row by step, and the config as text.
 
-    A start that goes back says from which step on TensorBoard is to forget what it has (`SessionLog.START`, the
-    `purge_step` of other writers). It means all metrics of a folder, so each phase has its own: the steps of supervised
-    fine-tuning are not those of reinforcement learning.
+    When a run resumes from an earlier step, a `SessionLog.START` event (the `purge_step` of other writers) makes
+    TensorBoard discard the later steps. It applies to all metrics of a folder, so each phase has its own folder: the
+    steps of supervised fine-tuning are not those of reinforcement learning.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ class EventFiles:
         self._start = start
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        """Appends a row and hands it to the operating system; the first one opens the file."""
+        """Appends a row and passes it to the operating system; the first row opens the file."""
         from tensorboard.compat.proto import summary_pb2
 
         first = self._file is None
@@ -63,9 +63,9 @@ class EventFiles:
 
         phase = self._folder / (self._start.key.rpartition("/")[0] or "train")
         phase.mkdir(parents=True, exist_ok=True)
-        found = [re.match(r"events\.out\.tfevents\.(\d+)\.", file.name) for file in phase.iterdir()]
-        number = max((int(name[1]) + 1 for name in found if name), default=0)
-        # TensorBoard reads them in the order of their names: a number is safe from clocks that disagree.
+        matches = [re.match(r"events\.out\.tfevents\.(\d+)\.", file.name) for file in phase.iterdir()]
+        number = max((int(match[1]) + 1 for match in matches if match), default=0)
+        # TensorBoard reads the files in the order of their names. A number does not depend on synchronised clocks.
         self._file = (phase / f"events.out.tfevents.{number:010d}.{socket.gethostname()}").open("xb")
         self._add(file_version="brain.Event:2")
         if number:
@@ -81,7 +81,7 @@ class EventFiles:
         RecordWriter(self._file).write(event.SerializeToString())
 
     def _config(self) -> Any:
-        """The settings as a text of TensorBoard, which is Markdown: indented, it is shown as it is."""
+        """Returns the settings as a TensorBoard text, indented, so that Markdown shows it as a code block."""
         from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
         lines = yaml.safe_dump(dict(self._settings), sort_keys=False).splitlines()

@@ -1,7 +1,6 @@
-"""Weights & Biases and trackio: rows handed over in a thread, and a run that goes on in its own curve.
+"""Logs rows to Weights & Biases and trackio in background threads; a resumed run continues its curve.
 
-Knows how these tools are started and what they make of a step that was logged before. They are imported when the first
-row is due.
+The packages are imported when the first row is logged.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from tunix_like.storage.metrics import rows
 logger = logging.getLogger("tunix_like")
 
 FILE = "tracking.json"
-CURE = "Remove it to go on in a new curve."
-_LOCK = threading.Lock()  # the file's: each tool says in its own thread how far it is
+CURE = "Remove it to start a new curve."
+_LOCK = threading.Lock()  # for the file, which each tool updates in its own thread
 
 FINISH_SECONDS = 60.0
-"""How long the end of a phase waits for the tools, all together, to hand over what they have."""
+"""Seconds that the end of a phase waits for all tools together to send their rows."""
 
 WAITING_ROWS = 10_000
-"""Rows that may wait for a tool (55 MB, with 50 numbers each); one that lets more come is given up."""
+"""Maximum number of rows that wait for a tool (55 MB with 50 numbers each); beyond that the tool is disabled."""
 
 
 class Start(NamedTuple):
-    """Where a start of a phase takes up its run.
+    """The position at which a phase starts or resumes.
 
     Attributes:
-      key: the rows' step column, `step` or `sft/step`.
-      first: the first step to come; those from it on are done again.
-      kept: rows of `metrics.jsonl` that stay; the next one has number `kept + 1`.
+      key: the step column of the rows, `step` or `sft/step`.
+      first: the next step; later steps that were logged before are computed again.
+      kept: number of rows kept in `metrics.jsonl`; the next row has number `kept + 1`.
     """
 
     key: str
@@ -53,20 +52,20 @@ class Start(NamedTuple):
 
 @runtime_checkable
 class Logger(Protocol):
-    """What is told of every row. It may raise anything."""
+    """Receives every row of metrics. The methods may raise any exception."""
 
     def begin(self, start: Start) -> None:
-        """A phase begins or goes on; rows may follow, or none."""
+        """Starts or resumes a phase; rows may follow."""
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        """Row `number` (from 1, over all phases) of `metrics.jsonl`."""
+        """Logs row `number` (from 1, over all phases) of `metrics.jsonl`."""
 
     def close(self, failed: bool) -> None:
-        """The phase is over, by an exception or not."""
+        """Ends the phase; `failed` is True if it ended with an exception."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """What of a row is a finite number."""
+    """Returns the finite numbers of a row."""
     return {
         name: value
         for name, value in row.items()
@@ -75,7 +74,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Place(NamedTuple):
-    """What a tool is told of the run: a stable id, the run folder, the hyperparameters, how many rows it surely has."""
+    """The run as passed to a tool: a stable id, the run folder, the hyperparameters, and the number of rows (`mark`)
+    that the tool is known to have."""
 
     id: str
     folder: Path
@@ -84,10 +84,10 @@ class Place(NamedTuple):
 
 
 class Wandb:
-    """A run of Weights & Biases. Its own step is the number of the row, which never goes back: it drops what does. The
-    axes of the charts are the run's steps."""
+    """A run of Weights & Biases. Its internal step is the row number, which never decreases, since Weights & Biases
+    drops rows with a smaller step. The axes of the charts are the steps of the run."""
 
-    at_once = False  # a killed process takes with it what is not sent yet, and offline all that is not in a full block
+    at_once = False  # a killed process loses rows that were not sent; offline, rows that are not in a full block
 
     def __init__(self, place: Place) -> None:
         import wandb
@@ -103,10 +103,10 @@ class Wandb:
             resume="allow",
             config=place.settings,
             allow_val_change=True,
-            reinit="create_new",  # a run that the user has open stays theirs
-            settings={"console": environment.get("WANDB_CONSOLE", "off")},  # else it takes over the process's output
+            reinit="create_new",  # keeps a run that the user has opened
+            settings={"console": environment.get("WANDB_CONSOLE", "off")},  # otherwise it captures the console output
         )
-        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online the server knows
+        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online, from the server
         for names, step in (("sft/*", "sft/step"), ("train/*", "step"), ("eval/*", "step")):
             self._run.define_metric(names, step_metric=step)
 
@@ -118,9 +118,9 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio, found again by its name, which therefore ends in the id."""
+    """A run of trackio. It is identified by its name, which therefore ends with the id."""
 
-    at_once = True  # but for half a second
+    at_once = True  # within half a second
 
     def __init__(self, place: Place) -> None:
         import trackio
@@ -141,16 +141,16 @@ TOOLS: dict[str, Any] = {"wandb": Wandb, "trackio": Trackio}
 
 
 class Trackers:
-    """Tools that keep a run elsewhere, by one id that stays in the run folder.
+    """Logs to external tools under one run id, which is stored in the run folder.
 
-    Neither tool takes back what it was told (Weights & Biases truncates a run only for some accounts). A run that goes
-    back to a checkpoint does the same steps again, to the bit, so what a tool has is not told again: the curve goes on
-    where it had ended. (With another `max_steps`, `eval.*` or `train_micro_batch_size` they are not the same to the
-    bit; what was told first stays.) Rows of `metrics.jsonl` that a tool lacks are told first. A run without a
-    checkpoint starts over, under another id.
+    Neither tool can delete logged rows (Weights & Biases truncates a run only for some accounts). A run that resumes
+    from a checkpoint repeats the same steps bit for bit, so rows that a tool already has are not logged again, and the
+    curve continues where it ended. (With another `max_steps`, `eval.*` or `train_micro_batch_size` the steps are not
+    bit-for-bit identical; the rows logged first are kept.) Rows of `metrics.jsonl` that a tool lacks are logged first.
+    A run without a checkpoint starts over with a new id.
 
-    `tracking.json` holds the id, and for each tool how many rows it surely has: where it keeps them at once, all that
-    it took; else those of the last end that it took part in.
+    `tracking.json` stores the id, and for each tool the number of rows that it is known to have: all logged rows if the
+    tool stores them at once, else those at its last completed end of a phase.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
@@ -162,13 +162,13 @@ class Trackers:
 
     def begin(self, start: Start) -> None:
         with _LOCK:
-            known: dict[str, Any] = {"run": secrets.token_hex(4)}
+            state: dict[str, Any] = {"run": secrets.token_hex(4)}
             if start.kept and self._file.is_file():
-                known = read_object(self._file, CURE)
-            _save(self._file, known)
-        place = Place(known["run"], self._file.parent.resolve(), self._settings, 0)
+                state = read_object(self._file, CURE)
+            _save(self._file, state)
+        place = Place(state["run"], self._file.parent.resolve(), self._settings, 0)
         self._tools = [
-            Tool(name, place._replace(mark=known.get(name, 0)), start) for name in self._names if not _left_alone(name)
+            Tool(name, place._replace(mark=state.get(name, 0)), start) for name in self._names if not _is_busy(name)
         ]
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
@@ -176,27 +176,27 @@ class Trackers:
             tool.write(number, scalars(row))
 
     def close(self, failed: bool) -> None:
-        # A second Ctrl-C is to end at once; `loop.Interrupted`, which the first one ends in, is of a type of its own.
+        # A second Ctrl-C must end the process at once; the first one raises `loop.Interrupted`, another type.
         wait = 0.0 if type(sys.exception()) is KeyboardInterrupt else FINISH_SECONDS
         for tool in self._tools:
             tool.end(failed)
         until = time.monotonic() + wait
         for tool in self._tools:
             if not tool.ended(until):
-                logger.warning("%s: not done after %g s; it is left alone", tool.name, wait)
+                logger.warning("%s: not done after %g s; the run does not wait any longer", tool.name, wait)
 
 
-def _save(file: Path, known: dict[str, Any]) -> None:
+def _save(file: Path, state: dict[str, Any]) -> None:
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(known), encoding="utf-8")
+    temporary.write_text(json.dumps(state), encoding="utf-8")
     os.replace(temporary, file)
 
 
-def _left_alone(name: str) -> bool:
-    """Whether the tool still works for an earlier phase: a second start beside it would meet the first one's run."""
-    if left := any(thread.name == _thread_name(name) for thread in threading.enumerate()):
+def _is_busy(name: str) -> bool:
+    """Returns whether the tool is still busy with an earlier phase, whose run a second start would conflict with."""
+    if busy := any(thread.name == _thread_name(name) for thread in threading.enumerate()):
         logger.warning("%s: still busy with an earlier phase; this logger is off until the next start", name)
-    return left
+    return busy
 
 
 def _thread_name(name: str) -> str:
@@ -204,8 +204,8 @@ def _thread_name(name: str) -> str:
 
 
 class Tool:
-    """One tool in a thread of its own: whatever it waits for, the run does not. What it raises is warned of, and ends
-    the thread."""
+    """Runs one tool in its own thread, so that the run does not wait for it. An exception is logged as a warning and
+    ends the thread."""
 
     def __init__(self, name: str, place: Place, start: Start) -> None:
         self.name, self._place, self._start = name, place, start
@@ -225,11 +225,12 @@ class Tool:
             self._rows.put((number, row))
 
     def end(self, failed: bool) -> None:
-        """No more rows come."""
+        """Signals that no more rows follow."""
         self._rows.put(failed)
 
     def ended(self, until: float) -> bool:
-        """Waits for the tool until that time of `time.monotonic`; not for one that is given up."""
+        """Waits for the tool until the `time.monotonic` time `until`, unless it was disabled; returns whether it has
+        ended or was disabled."""
         if self._thread.ident is not None and not self._given_up:
             self._thread.join(max(0.0, until - time.monotonic()))
         return self._given_up or not self._thread.is_alive()
@@ -244,7 +245,7 @@ class Tool:
                 self._log(session, *item)
             session.finish(item)
             self._note(last)
-        except Exception as error:  # it may be anything, and it is not worth a run
+        except Exception as error:  # a tool may raise anything, which must not stop a run
             cause = str(error) or type(error).__name__
             logger.warning("%s: %s; this logger is off until the next start", self.name, cause)
 
@@ -255,9 +256,9 @@ class Tool:
                 self._note(number)
 
     def _note(self, number: int) -> None:
-        """The tool has the rows up to this one."""
+        """Records in the file that the tool has the rows up to `number`."""
         file = self._place.folder / FILE
-        with _LOCK, contextlib.suppress(OSError, UserError):  # a full disk: the next one may be written
-            known = read_object(file, CURE)
-            if known.get("run") == self._place.id:  # else the run was started over while this tool was left alone
-                _save(file, known | {self.name: max(known.get(self.name, 0), number)})
+        with _LOCK, contextlib.suppress(OSError, UserError):  # e.g. a full disk; a later update may succeed
+            state = read_object(file, CURE)
+            if state.get("run") == self._place.id:  # otherwise the run was started over in the meantime
+                _save(file, state | {self.name: max(state.get(self.name, 0), number)})
