@@ -22,8 +22,8 @@ import yaml
 from ml_collections import ConfigDict, config_dict
 
 from tunix_like.config.schema import Config
+from tunix_like.config.yaml_files import Dumper, parse_override, read_mapping, text_of
 from tunix_like.errors import UserError
-from tunix_like.runtime.input_files import file_problem
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true/false", dict: "mapping", list: "list"}
 _BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
@@ -45,7 +45,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     tree = ConfigDict(_defaults(Config()))
     tree.lock()
     if path is not None:
-        for name, value in _flatten(_read(Path(path)), leaves, f"{path}: "):
+        for name, value in _flatten(read_mapping(Path(path)), leaves, f"{path}: "):
             _assign(tree, name, _converted(value, leaves[name], f"{path}: {name}"))
     for override in overrides:
         _override(tree, override, leaves)
@@ -82,7 +82,7 @@ def save(config: Config, path: str | Path) -> None:
     either the old or the new file.
     """
     path = Path(path)
-    data = yaml.dump(as_dict(config), Dumper=_Dumper, sort_keys=False).encode()
+    data = yaml.dump(as_dict(config), Dumper=Dumper, sort_keys=False).encode()
     if path.is_file() and path.read_bytes() == data:
         return
     temporary = temporary_of(path)
@@ -103,7 +103,7 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
     """
     cure = "This file is written by the run: restore a copy of it, or use another folder."
     try:
-        values = _read(Path(path))
+        values = read_mapping(Path(path))
     except UserError as error:
         raise UserError(f"{error} {cure}") from None
     if not values:
@@ -139,7 +139,7 @@ def keys(section: Any = None, path: str = "") -> Iterator[Key]:
         if dataclasses.is_dataclass(value):
             yield from keys(value, name)
             continue
-        text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+        text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
         yield Key(name, text, field.metadata["doc"], _rule(field, hints[field.name]))
 
 
@@ -299,7 +299,7 @@ def _override(tree: ConfigDict, override: str, leaves: Mapping[str, Any]) -> Non
         raise UserError(f"override '{override}': write it as section.key=value.")
     free = next((leaf for leaf, hint in leaves.items() if name.startswith(f"{leaf}.") and _is_free(hint)), None)
     if free is not None:
-        return _assign_inside(tree, free, name.removeprefix(f"{free}."), _parse(text, name))
+        return _assign_inside(tree, free, name.removeprefix(f"{free}."), parse_override(text, name))
     if name not in leaves:
         if _is_section(name, leaves):
             example = next(leaf for leaf in leaves if leaf.startswith(f"{name}."))
@@ -308,7 +308,7 @@ def _override(tree: ConfigDict, override: str, leaves: Mapping[str, Any]) -> Non
             )
         raise UserError(f"override '{override}': unknown key '{name}'. {_hint(name, leaves)}")
     hint = leaves[name]
-    value = _text(text) if _options(hint) == (str,) else _parse(text, name)
+    value = text_of(text) if _options(hint) == (str,) else parse_override(text, name)
     _assign(tree, name, _converted(value, hint, name))
 
 
@@ -346,126 +346,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-class _Loader(yaml.SafeLoader):
-    """Loads YAML with the number syntax of JSON: 1e-3 is a float; 010, 1:30 and 2020-01-01 are text.
-
-    Raises an error for duplicate keys, for tags, for aliases (they allow cycles and exponential expansion), and for
-    `{a:1}`, which YAML parses as a key 'a:1' without a value.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        mark = typing.cast(Any, event).start_mark
-        if isinstance(event, yaml.AliasEvent):
-            problem = (
-                f"'*{event.anchor}' is an alias, which is not supported; write the value itself (text that begins with "
-                "* needs quotes)"
-            )
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-        if getattr(event, "tag", None) is not None:
-            problem = "tags (!...) are not supported; write a plain value (text that begins with ! needs quotes)"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is given twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        if node.flow_style:
-            for key, value in node.value:
-                _check_colon(key, value)
-        return super().construct_mapping(node, deep)
-
-
-def _check_colon(key: yaml.Node, value: yaml.Node) -> None:
-    """Raises `MarkedYAMLError` for an entry of a mapping in braces that is written as `name:value` or `name=value`."""
-    plain = isinstance(key, yaml.ScalarNode) and key.style is None
-    entry = re.fullmatch(r"([^:=]+)[:=](.+)", key.value) if plain else None
-    if entry is not None and isinstance(value, yaml.ScalarNode) and value.value == "":
-        problem = (
-            f"'{{{key.value}}}' is parsed as a key without a value; write {{{entry[1]}: {entry[2]}}}, with a space "
-            "after the colon (text in braces needs quotes)"
-        )
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that `_Loader` would read as numbers."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_NUMBERS = {
-    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"),
-    "tag:yaml.org,2002:float": re.compile(
-        r"(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$"
-    ),
-}
-
-
-def _use_numbers(resolver: Any) -> None:
-    replaced = {*_NUMBERS, "tag:yaml.org,2002:timestamp"}
-    resolver.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in rules if tag not in replaced]
-        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    for tag, pattern in _NUMBERS.items():
-        resolver.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
-
-
-_use_numbers(_Loader)
-_use_numbers(_Dumper)
-
-
-def _read(path: Path) -> Mapping[Any, Any]:
-    if problem := file_problem(path):
-        raise UserError(f"{path}: cannot read this config file (it {problem}); give the path of a YAML file.")
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # _Loader is a SafeLoader
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{path}{_problem(error)}") from None
-    except RecursionError:
-        raise UserError(f"{path}: nested too deeply; a config file contains sections and their keys.") from None
-    if values is None:
-        return {}
-    if not isinstance(values, Mapping):
-        raise UserError(
-            f"{path}: a config file is a mapping of sections, but this one contains a {_NAMES[type(values)]}."
-        )
-    return values
-
-
-def _problem(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f", line {error.problem_mark.line + 1}: {error.problem}."
-    return f": this is not valid YAML in UTF-8 ({error})."
-
-
-def _parse(text: str, name: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:
-        problem = getattr(error, "problem", None) or error
-        if type(error) is yaml.MarkedYAMLError:  # raised by `_Loader`, whose messages contain the remedy
-            raise UserError(f"override {name}={text}: {problem}.") from None
-        raise UserError(f"override {name}={text}: the value is not valid YAML ({problem}); quote it.") from None
-    except RecursionError:
-        raise UserError(f"override {name}={text:.40}...: nested too deeply.") from None
-
-
-def _text(text: str) -> str | None:
-    """Parses the value of a text key. The text is taken as typed, so '{question}' needs no quotes; null and YAML quotes
-    are recognised."""
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
-    return value if value is None or isinstance(value, str) else text
 
 
 def _rule(field: dataclasses.Field[Any], hint: Any) -> str:

@@ -13,7 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from tunix_like.errors import UserError
+
+if TYPE_CHECKING:
+    from tunix_like.types import Message
 
 REQUEST = struct.Struct("!Q")
 """Header of a request: its length in bytes."""
@@ -182,3 +187,21 @@ def _forget() -> None:
     if _worker is not None:
         _worker.kill()
     _worker = None
+
+
+def template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
+    """Returns the error for a conversation on which the chat template failed."""
+    roles = [str(turn["role"]) for turn in turns]
+    cure = " If it rejects system messages, unset data.system_prompt and put its text into data.prompt_template."
+    return UserError(
+        f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
+        f"{failure}.{cure if 'system' in roles else ''}"
+    )
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Checks messages and returns them as plain dicts, since the template must receive ordinary JSON values."""
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")
+    return [dict(message) for message in messages]

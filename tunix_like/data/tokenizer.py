@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from tunix_like.data import chat_templates
-from tunix_like.data.tokenizer_files import NAMED_TOKENS, add_declared_tokens, content, find_chat_template, read_fields
+from tunix_like.data.chat_templates import plain_messages, template_error
+from tunix_like.data.tokenizer_files import (
+    NAMED_TOKENS,
+    add_declared_tokens,
+    content,
+    find_chat_template,
+    read_fields,
+    write_files,
+)
 from tunix_like.errors import UserError
 from tunix_like.runtime.untrusted import beginnings, parts, refer, refer_deep, texts
 
@@ -234,7 +241,7 @@ class Tokenizer:
           UserError: there is no chat template, a message lacks role or content, or the template raises an exception or
             exceeds a limit on time or memory (`chat_templates`).
         """
-        turns = _plain(messages)
+        turns = plain_messages(messages)
         (text,) = self._rendered([turns], add_generation_prompt, template_variables)
         if isinstance(text, UserError):
             raise text
@@ -262,12 +269,12 @@ class Tokenizer:
                 size = sum(map(len, texts(turns)))
                 requests.append(chat_templates.request(self._chat_template, {**fixed, "messages": turns}, size))
             except chat_templates.TemplateFailed as error:
-                unfit = _template_error(turns, error)
+                unfit = template_error(turns, error)
                 break
         done = 0
         while done < len(requests):
             for text in chat_templates.render(requests[done:]):
-                yield text if isinstance(text, str) else _template_error(conversations[done], text)
+                yield text if isinstance(text, str) else template_error(conversations[done], text)
                 done += 1
         if unfit is not None:
             yield unfit
@@ -346,7 +353,7 @@ class Tokenizer:
     def _guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]] | UserError:
         """Checks messages and marks all their texts as data, so that control tokens in them are plain text."""
         try:
-            return [refer_deep(message, self._control) for message in _plain(messages)]
+            return [refer_deep(message, self._control) for message in plain_messages(messages)]
         except UserError as error:
             return error
 
@@ -401,40 +408,5 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        # PreTrainedTokenizerFast uses tokenizer.json unchanged; the class of a model family rebuilds parts of it.
-        config: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "bos_token": self._bos_token,
-            "eos_token": self._eos_token,
-            "pad_token": self._pad_token,
-        }
-        config = {name: value for name, value in config.items() if value is not None}
-        if not isinstance(self._backend.model, tokenizers.models.BPE):
-            # For a config.json of type qwen2, transformers 5 ignores `tokenizer_class` and rebuilds any vocabulary as
-            # the BPE of Qwen, which is silently wrong for a word-level one. An auto_map without a class prevents that.
-            config["auto_map"] = {"AutoTokenizer": [None, ""]}
-        self._backend.save(str(folder / "tokenizer.json"))
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-        if self._chat_template is not None:
-            (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
-
-
-def _template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
-    roles = [str(turn["role"]) for turn in turns]
-    cure = " If it rejects system messages, unset data.system_prompt and put its text into data.prompt_template."
-    return UserError(
-        f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
-        f"{failure}.{cure if 'system' in roles else ''}"
-    )
-
-
-def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Checks messages and returns them as plain dicts, since the template must receive ordinary JSON values."""
-    for position, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")
-    return [dict(message) for message in messages]
+        named = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
+        write_files(Path(folder), self._backend, named, self._chat_template)

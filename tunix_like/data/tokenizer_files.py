@@ -1,8 +1,9 @@
-"""Reads and checks the special tokens and the chat template of a Hugging Face folder: tokenizer_config.json,
+"""Reads, checks and writes the special tokens and the chat template of a Hugging Face folder: tokenizer_config.json,
 special_tokens_map.json and chat_template.jinja."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,26 @@ def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(template, list):
         return {item["name"]: item["template"] for item in template}.get("default")
     return template
+
+
+def write_files(
+    folder: Path, backend: tokenizers.Tokenizer, named: Mapping[str, str | None], chat_template: str | None
+) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`.
+
+    Args:
+      named: special tokens by their name in tokenizer_config.json; None is left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # PreTrainedTokenizerFast uses tokenizer.json unchanged; the class of a model family rebuilds parts of it.
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {name: token for name, token in named.items() if token is not None}
+    if not isinstance(backend.model, tokenizers.models.BPE):
+        # For a config.json of type qwen2, transformers 5 ignores `tokenizer_class` and rebuilds any vocabulary as
+        # the BPE of Qwen, which is silently wrong for a word-level one. An auto_map without a class prevents that.
+        config["auto_map"] = {"AutoTokenizer": [None, ""]}
+    backend.save(str(folder / "tokenizer.json"))
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
