@@ -74,6 +74,19 @@ class GroupBatch(NamedTuple):
         return self.completion_lengths if self.token_mask is None else self.token_mask.sum(axis=-1, dtype=np.int32)
 
 
+class ById:
+    """A key that is equal for the same object only; the object needs no hash, and lives as long as the key."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters. `temperature` 0 is greedy decoding; `top_p` 1 and `top_k` None keep every token."""

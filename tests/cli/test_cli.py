@@ -586,6 +586,7 @@ def test_commands_whose_output_cannot_be_written(home, made):
     )  # fmt: skip
     *said, codes = done.stderr.splitlines()
     assert json.loads(codes) == [141] * 6 + [74] and done.returncode == 0
+    assert said.pop(0).startswith("sampled at temperature 1"), "`generate` writes to standard error too"
     assert [line for line in said if not line.startswith("INFO")] == [
         "error: standard output cannot be written (No space left on device): redirect it to another file."
     ]

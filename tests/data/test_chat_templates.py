@@ -13,9 +13,9 @@ import pytest
 from tests.data.test_tokenizer import CHATML, CHATS, bpe
 from tunix_like import UserError
 from tunix_like.config.schema import DataConfig
-from tunix_like.data import chat_templates
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import check_prompts, prompt_batches, render, render_all
+from tunix_like.runtime import chat_templates
 from tunix_like.runtime.untrusted import fill
 
 pytestmark = pytest.mark.slow
@@ -130,7 +130,7 @@ def test_the_worker_is_replaced_when_it_is_gone(limits):
 def test_a_prompt_template_that_makes_gigabytes(template):
     row = {"a": "x", "n": 1.5, "w": "999999999"}
     begun = time.monotonic()
-    with pytest.raises(UserError, match=r"data.prompt_template .* failed: .*at most 10000"):
+    with pytest.raises(UserError, match=r"data.prompt_template .* failed: .*the maximum is 10000"):
         PromptFormat.of(DataConfig(name="jsonl", path="x", prompt_template=template), None)(row)
     assert time.monotonic() - begun < 1
     assert fill("{a:>12}{n:08.3f}", row) == "           x0001.500"

@@ -117,7 +117,7 @@ def test_quantised_weights_stay_small_while_sampling():
 
 
 def test_what_is_refused():
-    said = r"model\.quantize: nf4 has blocks of 64 .* 96 of layers\.0\.mlp\.down_proj; use int8"
+    said = r"model\.quantize: nf4 has blocks of 64 inputs.* the 96 inputs of layers\.0\.mlp\.down_proj; use int8"
     with pytest.raises(UserError, match=said):
         load_abstract(WIDE | {"intermediate_size": 96}, init="random", quantize="nf4")
     with pytest.raises(UserError, match=r"model\.quantize: unknown value 'int4'\. .*nf4"):

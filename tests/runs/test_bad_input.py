@@ -273,7 +273,7 @@ MISTAKES = {
     "unknown quantisation": ((*REVERSED, "model.quantize=int4", "lora.rank=2"), ["model.quantize", "int8, nf4"]),
     "blocks that do not fit": (
         (*REVERSED, "model.quantize=nf4", "lora.rank=2", "model.config.intermediate_size=96"),
-        ["model.quantize", "blocks of 64", "96 of layers.0.mlp.down_proj", "use int8"],
+        ["model.quantize", "blocks of 64", "96 inputs of layers.0.mlp.down_proj", "use int8"],
     ),
     "half precision": ((*REVERSED, "model.param_dtype=bfloat16"), ["model.param_dtype", "lora.rank"]),
     "no adapters to export": (("export", "model", "out", "--adapter"), ["no adapters", "lora.rank"]),
@@ -449,7 +449,7 @@ MISTAKES = {
     "no weights": ((*OWN, "model.path=no_weights"), ["no_weights", "no model.safetensors", "'random'"]),
     "missing tensor": ((*OWN, "model.path=missing_tensor"), ["missing_tensor", NORM, "a file is missing"]),
     "mis-shaped tensor": ((*OWN, "model.path=mis_shaped"), ["mis_shaped/", NORM, "(9,)", "(8,)", "use the files"]),
-    "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'attn_logit_softcapping' = 50", "take"]),
+    "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'attn_logit_softcapping'", "remove it"]),
     "code in the model folder": (
         (*OWN, "model.path=remote_code"),
         ["remote_code/config.json", "auto_map", "trust_remote_code", "is never run here", "supported family"],
@@ -533,7 +533,7 @@ MISTAKES = {
     ),
     "reward without its column": (
         (*REVERSED, "rewards.functions=[{name: rewards.py:needs_gold}]"),
-        ["'rewards.py:needs_gold' needs an argument 'gold'", "there are: answer, completions, prompts, text"],
+        ["'rewards.py:needs_gold' needs an argument 'gold'", "they have: answer, completions, prompts, text"],
     ),
     "reward twice": (
         (*REVERSED, "rewards.functions=[{name: exact_match}, {name: exact_match}]"),

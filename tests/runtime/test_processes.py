@@ -161,7 +161,7 @@ def ended():
 
 for name, kind in (("end", None), ("stop", loop.Stopped)):
     begin = (lambda step: None) if kind is None else (lambda step: ended())
-    phase = types.SimpleNamespace(total=0, step_key="step", cut=begin)
+    phase = types.SimpleNamespace(total=0, done=0, step_key="step", cut=begin)
     try:
         loop.run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1, on_row=None)
     except loop.Stopped:

@@ -1,6 +1,7 @@
 """The learner from the door a Python user comes in by: data of every kind, nine algorithms, KL, several updates,
 estimators of one's own and mixed ones, mistakes, resuming."""
 
+import dataclasses
 import functools
 import json
 import threading
@@ -49,8 +50,8 @@ TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]
 TOKENIZER = reverse_text.tokenizer()
 SGD = optax.sgd(0.5)
-OWN = ("tokenizer", "mesh", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights", "source_estimators",
-       "success_threshold")  # fmt: skip
+OWN = ("tokenizer", "engine", "mesh", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights",
+       "source_estimators", "success_threshold")  # fmt: skip
 
 
 def make_model(seed=0):
@@ -199,6 +200,82 @@ def test_a_second_call_without_a_folder_continues(compiled, passes):
     assert len(compiled) == programs, "a learner with equal settings compiles nothing"
     collect(two, [*ROWS])
     assert seen["two"][4][0] != seen["two"][3][0] and seen["two"][4][1] != seen["two"][0][1], "other data, new numbers"
+
+
+class Narrow:
+    """The engine of a learner, whose arrays are as wide as its longest completion."""
+
+    def __init__(self, learner):
+        self.inner, self.max_prompt_length, self.row_steps = learner.engine, 8, 0
+
+    def generate(self, *arguments):
+        out = self.inner.generate(*arguments)
+        width = int(out.lengths.max())
+        return out._replace(tokens=out.tokens[..., :width], logprobs=out.logprobs[..., :width])
+
+
+def test_an_engine_of_the_user():
+    """With arrays of another width the result is the same."""
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=20)
+    plain = make(reward=varied, rollout=rollout, actor_optimizer=ADAMW)
+    own = make(reward=varied, rollout=rollout, actor_optimizer=ADAMW, engine=Narrow(plain))
+    assert collect(own)[-1]["train/loss"] == collect(plain)[-1]["train/loss"]
+    assert_same(params_of(own.model), params_of(plain.model))
+
+
+def test_a_call_that_failed_can_be_repeated():
+    """The steps that were done count, even if a function of the user failed after the update; an epoch goes on where it
+    was left, and an iterable begins anew."""
+    failing = [True]
+
+    def metric(prompts, completions, rewards, advantages, **columns):
+        if failing[0]:
+            raise RuntimeError("a metric failed")
+        return {}
+
+    learner = make(max_steps=None, metric_fns=[metric])
+    with pytest.raises(RuntimeError, match="a metric failed"):
+        learner.train(ROWS, batch_size=4)
+    failing[0] = False
+    assert [row["step"] for row in collect(learner)] == [2], "the second half of the epoch"
+    assert [row["step"] for row in collect(learner)] == [3, 4], "the next epoch"
+
+    rows = [{"question": "ab"}, *ROWS]
+    learner, data = make(max_steps=1), Rows(rows)
+    with pytest.raises(UserError, match="prompt"):
+        learner.train(data, batch_size=4)
+    rows.pop(0)
+    assert learner.train(data, batch_size=4)["step"] == 1
+
+
+class Rows:
+    """An iterable that is no sequence."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_estimators_without_module_or_hash(monkeypatch):
+    """As functions made by `exec` or callable dataclasses are."""
+    monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+
+    @dataclasses.dataclass
+    class Centred:
+        __name__ = "centred"
+
+        def __call__(self, rewards, *, scored, lengths):
+            return jnp.where(scored, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
+
+    namespace = {}
+    exec("def plain(rewards, *, scored, lengths):\n    return rewards * scored", namespace)
+    namespace["plain"].__module__ = None
+    for name, function in (("centred", Centred()), ("plain", namespace["plain"])):
+        register_advantage_estimator(name)(function)
+        algo = CustomConfig(advantage_estimator=name, num_generations=4)
+        assert make(algo, learner=CustomLearner, max_steps=1).train(ROWS, batch_size=4)["step"] == 1
 
 
 def test_an_iterator_that_was_read_before_is_named():
@@ -400,7 +477,7 @@ BAD_REWARDS = {
         "accepts non-negative rewards only. Set algorithm.truncation_order, algorithm.binarize=true",
     ),
     "unscored": (lambda prompts, completions: [float("nan")] * 16, "no completion could be scored"),
-    "another column": (lambda completions, gold: [1.0] * 16, "needs an argument 'gold'.*there are: answer"),
+    "another column": (lambda completions, gold: [1.0] * 16, "needs an argument 'gold'.*they have: answer"),
 }
 
 

@@ -232,7 +232,7 @@ def test_a_run_of_python_is_opened_again(tmp_path):
     there = open_trained(str(run), [f"model.path={moved}"])
     assert_same(copied(there.params), copied(learner.params))
     write(tunix_like.load_model(HF, init="random", seed=1)[0], tmp_path / "stranger")
-    with pytest.raises(UserError, match=r"checkpoints.1: the adapters were trained with another base: .*model\.path"):
+    with pytest.raises(UserError, match=r"checkpoints.1: the adapters were .* another base model: .*model\.path"):
         open_trained(str(run), [f"model.path={tmp_path / 'stranger'}"])
     write(tunix_like.load_model(HF | {"num_hidden_layers": 2}, init="random")[0], tmp_path / "other")
     with pytest.raises(UserError, match="has adapters of another model than"):

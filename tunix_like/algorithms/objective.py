@@ -30,6 +30,7 @@ from tunix_like.algorithms.registry import Estimator, check_parameters, find_est
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.runtime.user_code import is_own, kind_of, said_of
+from tunix_like.types import ById
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
 LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
@@ -91,12 +92,13 @@ class Objective:
     @property
     def built_in(self) -> bool:
         """True when all functions are part of this library."""
-        return all(function.__module__.startswith("tunix_like.") for function in self.functions)
+        return not any(map(is_own, self.functions))
 
     def key(self) -> Hashable:
         """Returns a key that is equal for objectives that are traced to the same program."""
-        params = [sorted(estimator.params.items()) for estimator in self.estimators]
-        return self.functions, repr((self.config, params, sorted(self.loss_params.items()))), self.max_tokens
+        estimators = [(estimator.name, sorted(estimator.params.items())) for estimator in self.estimators]
+        settings = repr((self.config, estimators, sorted(self.loss_params.items())))
+        return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may have no hash
 
     def parameters(self) -> dict[str, Any]:
         """Returns all parameters of the run's estimator and of the loss, with their values."""

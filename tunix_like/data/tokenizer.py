@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from tunix_like.data import chat_templates
-from tunix_like.data.chat_templates import plain_messages, template_error
 from tunix_like.data.tokenizer_files import (
     NAMED_TOKENS,
     add_declared_tokens,
@@ -26,6 +24,8 @@ from tunix_like.data.tokenizer_files import (
     write_files,
 )
 from tunix_like.errors import UserError
+from tunix_like.runtime import chat_templates
+from tunix_like.runtime.chat_templates import plain_messages, template_error
 from tunix_like.runtime.untrusted import beginnings, parts, refer, refer_deep, texts
 
 if TYPE_CHECKING:

@@ -168,12 +168,12 @@ class Evaluator:
         size = min(config.batch_size, len(problems))
         parts: list[tuple[Completions, Scores]] = []
         texts: list[list[str]] = []
+        unused = 1 + max(problem.number for problem in problems)
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
             padded = part + [part[-1]] * (size - len(part))  # same shape for all batches, to compile once
-            out = self.engine.generate(
-                params, [p.tokens for p in padded], [p.number for p in padded], config.samples, self.key, sampling
-            )
+            numbers = [p.number for p in part] + [unused + i for i in range(size - len(part))]
+            out = self.engine.generate(params, [p.tokens for p in padded], numbers, config.samples, self.key, sampling)
             out = Completions(*(values[: len(part)] for values in out))
             flat = completion_texts(out, self.tokenizer)
             with saved_on_failure(rollouts, step, part, flat):

@@ -35,6 +35,7 @@ from tunix_like.rollout.rollouts import (
     score_completions,
     succeeds,
     to_batch,
+    with_width,
 )
 from tunix_like.runtime import progress
 from tunix_like.types import Engine, GroupBatch, Problem, SamplingParams
@@ -183,6 +184,7 @@ class Collector:
             jax.random.fold_in(self.key, TRAIN_KEY),
             SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         )
+        completions = with_width(completions, rollout.max_tokens_to_generate)
         lap("rollout")
         texts = completion_texts(completions, self.tokenizer)
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):

@@ -85,6 +85,17 @@ class Rollout(NamedTuple):
     scores: Scores
 
 
+def with_width(completions: Completions, width: int) -> Completions:
+    """Pads or cuts the token axis of completions to `width`. An engine may return arrays as wide as its longest
+    completion."""
+
+    def fit(values: np.ndarray) -> np.ndarray:
+        missing = max(0, width - values.shape[-1])
+        return np.pad(values[..., :width], ((0, 0), (0, 0), (0, missing))) if missing else values[..., :width]
+
+    return completions._replace(tokens=fit(completions.tokens), logprobs=fit(completions.logprobs))
+
+
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
     """Concatenates the groups of two rollouts."""
     scores = first.scores.join(second.scores)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.errors import NotSaved
+from tunix_like.rewards import close_pools
 from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
@@ -88,6 +89,8 @@ def train(
                 overlong_prompts=data.overlong_prompts,
             )
         except NotSaved as error:
+            if error.stopped:
+                raise
             unsaved = error
     return Trained(learner, last, unsaved)
 
@@ -146,4 +149,6 @@ def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) 
         if error.stopped:
             raise
         return error
+    finally:
+        close_pools(function for _, function, _ in parts.rewards)  # of the evaluations; a learner starts its own
     return None

@@ -12,6 +12,7 @@ from tunix_like.algorithms.objective import resolve
 from tunix_like.config.schema import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.errors import UserError, check_type
 from tunix_like.training.forward import ForwardOptions
+from tunix_like.types import Engine
 
 if TYPE_CHECKING:
     from tunix_like.training.learner import Learner
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _TYPES: dict[str, tuple[Any, str]] = {
     "eval_config": (EvalConfig, "give a tunix_like.EvalConfig(...)"),
     "metric_fns": (Sequence, "give a list of functions"),
+    "engine": (Engine, "give an object with max_prompt_length, row_steps and generate"),
     "success_threshold": ((int, float, np.number), "give a number"),
     "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
 }

@@ -144,6 +144,7 @@ class Learner(Trainer):
         check_arguments(
             eval_config=eval_config,
             metric_fns=metric_fns,
+            engine=engine,
             success_threshold=success_threshold,
             source_estimators=source_estimators,
         )
@@ -163,7 +164,8 @@ class Learner(Trainer):
         trace_own(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
             check_takes_negative(objective, "reward_weights", "weights of at least 0")
-        self.engine: Engine = engine or make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh)
+        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
+        self.engine: Engine = make_engine(*parts) if engine is None else engine
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.key = jax.random.key(self.training.seed)
@@ -264,14 +266,13 @@ class Learner(Trainer):
         self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
-        files = RolloutFiles(self.folder / "rollouts" if self.writes_files and self.folder is not None else None)
+        files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
         drawn = self._call.collector.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
             self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
             self.first_failure, drawn,
         )  # fmt: skip
-        reference = self.reference is not None
-        step_updates = Updates(self, self.algo, objective, mini, reference)
+        step_updates = Updates(self, self.algo, objective, mini, self.reference is not None)
         return _Call(batch_size, collector, step_updates, evaluator, files, SignalWatch(self.task), profile)
 
     def to_save(self) -> Any:
@@ -289,8 +290,8 @@ class Learner(Trainer):
             next(itertools.islice(collector.batches, read, read), None)
 
     def cut(self, step: int) -> None:
-        if self.writes_files and self.folder is not None:
-            cut_run(self.folder, step)
+        if self.written_folder is not None:
+            cut_run(self.written_folder, step)
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         assert self._call is not None
@@ -316,6 +317,7 @@ class Learner(Trainer):
         with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
             prompts = [problem.text for problem in rollout.problems]
             advantages, update_metrics = call.updates(number, batch, prompts, ref)
+        self.done = number  # before functions of the user, which may fail
         clock.lap("update")
         metrics |= kl_metrics | update_metrics
         metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
@@ -373,8 +375,7 @@ class Learner(Trainer):
             save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
-        """Evaluates the current weights on held-out rows; see `tunix_like.evaluation.evaluate.Evaluator`.
-        `overlong_prompts` is as for `train`."""
+        """Evaluates the current weights on held-out rows (see `Evaluator`); `overlong_prompts` is as for `train`."""
         check_rows(eval_ds)
         try:
             return self.evaluator(eval_ds, overlong_prompts)(self.params)

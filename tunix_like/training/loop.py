@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,11 +136,15 @@ def _closed_together(log: MetricsLog) -> Iterator[None]:
 
     The loggers may keep process 0 busy for longer than the other processes wait for it at their exit.
     """
+    together = True
     try:
         yield
+    except BaseException as error:  # `sys.exception()` would also see an exception that the caller handles
+        together = isinstance(error, Stopped | Interrupted | NotSaved)
+        raise
     finally:
         log.close()
-        if isinstance(sys.exception(), Stopped | Interrupted | NotSaved | None):
+        if together:
             gather(None)
 
 
@@ -203,6 +206,7 @@ def _step(trainer: Stepper, step: int) -> dict[str, Any] | None:
     metrics = trainer.step(step)
     if metrics is None:
         return None
+    trainer.done = step  # the weights are those of this step, even if an evaluation or a logger fails now
     metrics["step_time_sec"] = time.perf_counter() - began
     row = {trainer.step_key: step} | {f"{trainer.name}/{name}": value for name, value in metrics.items()}
     return row | trainer.evaluate_if_due(step, last=_complete(trainer, step))

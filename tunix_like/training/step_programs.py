@@ -16,6 +16,7 @@ import jax
 
 from tunix_like.training.forward import batch_logprobs
 from tunix_like.training.train_step import StepObjective, StepSpec, jit_train_step
+from tunix_like.types import ById
 
 KEPT = 16
 """Number of cached programs per process; the least recently used one is dropped."""
@@ -57,16 +58,17 @@ ProgramCache = OrderedDict[Hashable, StepPrograms]
 _SHARED: ProgramCache = OrderedDict()
 
 
-def step_programs(spec: StepSpec, objective: SharedObjective, own: ProgramCache) -> StepPrograms:
+def step_programs(spec: StepSpec, objective: SharedObjective, own: ProgramCache | None) -> StepPrograms:
     """Returns the cached programs for these settings, or new ones.
 
     Args:
       objective: the objective of `spec`.
-      own: the learner's own cache, for objectives with functions that are not part of this library.
+      own: the learner's own cache, for objectives or optimizers that are not part of this library; None: the cache
+        that learners share.
     """
-    cache = _SHARED if objective.built_in else own
+    cache = _SHARED if own is None else own
     leaves, structure = jax.tree.flatten(spec.shardings)
-    key = (spec.graphdef, objective.key(), spec.optimizer, spec.options, tuple(leaves), structure)
+    key = (spec.graphdef, objective.key(), ById(spec.optimizer), spec.options, tuple(leaves), structure)
     if key not in cache:
         cache[key] = StepPrograms(spec)
     cache.move_to_end(key)

@@ -90,6 +90,7 @@ class Trainer:
         self.state = TrainState(None, None)
         self._own_programs: ProgramCache = OrderedDict()
         self._stream: _Stream | None = None
+        self._completed = False  # whether the previous call of `train` did all its steps
         self._take_weights()
 
     @property
@@ -98,9 +99,9 @@ class Trainer:
         return None if self.training.output_dir is None else Path(self.training.output_dir)
 
     @property
-    def writes_files(self) -> bool:
-        """True in the process that writes the files of the run."""
-        return self.folder is not None and is_first()
+    def written_folder(self) -> Path | None:
+        """The run folder in the process that writes its files, else None."""
+        return self.folder if is_first() else None
 
     @property
     def params(self) -> Any:
@@ -158,6 +159,7 @@ class Trainer:
           optimizer: an `OptimizerConfig` or an optax transformation.
         """
         self.rate_follows_total = follows_total(optimizer)
+        shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
         if isinstance(optimizer, OptimizerConfig):
             updates = None if self.total is None else self.total * updates_per_step
             self.schedule = build_schedule(optimizer, updates)
@@ -165,7 +167,7 @@ class Trainer:
         if self.state.opt_state is None:
             self.state = self.state._replace(opt_state=init_optimizer(optimizer, self.state.params))
         spec = StepSpec(self.graphdef, objective, optimizer, options, shardings_of(self.state, self.mesh))
-        self.programs = step_programs(spec, objective, self._own_programs)
+        self.programs = step_programs(spec, objective, None if shared else self._own_programs)
 
     def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:
         """Returns an iterator over batches of prompts.
@@ -177,7 +179,8 @@ class Trainer:
         settings, previous = (size, batch_size, shuffle, forever), self._stream
         same = previous is not None and previous.rows is rows and previous.settings == settings
         if previous is not None and same and isinstance(previous.batches, SharedBatches):
-            previous.batches.next_epoch()
+            if self._completed:
+                previous.batches.next_epoch()
             return previous.batches
         if previous is not None and same and forever:
             return previous.batches
@@ -224,6 +227,7 @@ class Trainer:
           another_follows: see `loop.run`.
         """
         last: dict[str, Any] = {}
+        self._completed = False
 
         def record(row: dict[str, Any]) -> None:
             last.update(row)
@@ -239,8 +243,13 @@ class Trainer:
                 before_save=check_owner,
                 another_follows=another_follows,
             )
+            self._completed = True
+        except Exception:
+            if self._stream is not None and not isinstance(self._stream.batches, SharedBatches):
+                self._stream = None  # a generator that has raised yields nothing more
+            raise
         finally:
+            nnx.update(self.model, self.params)  # first, as closing may be interrupted
             if checkpoints is not None:
                 checkpoints.close()
-            nnx.update(self.model, self.params)
         return last

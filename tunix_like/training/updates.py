@@ -76,7 +76,7 @@ class Updates:
                 self._check_advantages(fetch(advantages, trainer.mesh), prompts, batch)
         rows, advantages = fetch((rows, advantages), trainer.mesh)
         inputs_of = [Skipped(step, i, batch, live, part, old, kept) for i, part in enumerate(parts)]
-        guard(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.folder if trainer.writes_files else None)
+        guard(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.written_folder)
         out["perf/update_occupancy"] = real / places if places else float("nan")
         computed = np.where(live, batch.completion_lengths, 0)
         adapters = trainer.model.adapters is not None

@@ -30,7 +30,7 @@ RENDERED, FAILED, TOO_LONG, NO_MEMORY = range(4)
 
 _START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
-    "from tunix_like.data.template_worker import serve; serve(given['seconds'], given['memory'])"
+    "from tunix_like.runtime.template_worker import serve; serve(given['seconds'], given['memory'])"
 )
 """Code that the interpreter runs (`-c`). Its settings are passed as JSON and include the `sys.path` of the run."""
 

@@ -22,7 +22,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from tunix_like.data.chat_templates import ANSWER, FAILED, NO_MEMORY, RENDERED, REQUEST, TOO_LONG
+from tunix_like.runtime.chat_templates import ANSWER, FAILED, NO_MEMORY, RENDERED, REQUEST, TOO_LONG
 
 
 def serve(seconds: float, memory: int) -> None:
