@@ -54,7 +54,7 @@ class Scripted(Sampler):
 
     def generate(self, params, prompts, numbers, num_generations, key, sampling):
         self.calls.append((params, [list(p) for p in prompts], list(numbers), num_generations, key, sampling))
-        words = np.array([[WORDS[word] for word in ANSWERS[n][:num_generations]] for n in numbers], np.int32)
+        words = np.array([[WORDS[word] for word in ANSWERS[min(n, 4)][:num_generations]] for n in numbers], np.int32)
         cut = words == WORDS["half"]
         tokens = np.stack([words, np.zeros_like(words)], axis=-1)
         return Completions(tokens, 2 - cut.astype(np.int32), np.zeros(tokens.shape, np.float32), ~cut)
@@ -180,9 +180,9 @@ def test_the_sampler_is_asked_in_equal_batches(tokenizer, monkeypatch):
     monkeypatch.setattr(progress, "task", lambda name, total: contextlib.nullcontext(done.append))
     make(tokenizer, sampler, temperature=0.5, top_p=0.9)("weights")
     assert done == [2, 2, 1]
-    assert [call[2] for call in sampler.calls] == [[0, 1], [2, 3], [4, 4]]
+    assert [call[2] for call in sampler.calls] == [[0, 1], [2, 3], [4, 5]], "a distinct number each"
     for params, prompts, numbers, samples, key, sampling in sampler.calls:
-        assert prompts == [[1] * (n + 1) for n in numbers]
+        assert prompts == [[1] * (min(n, 4) + 1) for n in numbers]
         assert (params, samples, sampling) == ("weights", 4, SamplingParams(0.5, 0.9))
         assert key == jax.random.key(0)
 
