@@ -241,6 +241,9 @@ MISTAKES = {
         (*REVERSED, "rewards.functions=[{name: \"a\\0b.py:f\"}]"),
         ["Reward", "b.py", "is not a valid file name"],
     ),
+    "adapters larger than the memory": (
+        (*REVERSED, "lora.rank=2147483647", "--dry-run"), ["Lower lora.rank", "% of the device's memory"],
+    ),
     "negative seed": ((*REVERSED, "training.seed=-1"), ["training.seed", "at least 0"]),
     "no data source": ((*REVERSED, "data.name=maize"), ["data.name=maize", "Did you mean 'maze'"]),
     "key of another source": ((*REVERSED, "data.maze_size=9"), ["data.maze_size", "data.name=reverse_text", "remove"]),

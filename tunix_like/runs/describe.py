@@ -60,6 +60,9 @@ def check_memory(parts: Parts) -> bool:
     """
     foreseen = _foreseen(parts)
     if problems := foreseen.problems():
+        adapters = parts.model.adapters
+        if adapters is not None and adapter_count(parts.model.config, adapters) > parameter_count(parts.model.config):
+            problems = [*problems, f"Lower lora.rank ({adapters.rank}): the adapters are larger than the model."]
         raise UserError(
             f"dry run: {foreseen.peak_line()}. {' '.join(problems).rstrip('.')}. To check other devices: "
             "tunix-like doctor --config CONFIG --devices v5e-8."
