@@ -222,7 +222,9 @@ def test_the_problems_of_an_evaluation(tokenizer):
     assert len(found) == 4 and skipped.prompts == 3
     assert str(skipped) == "2 of them longer than 3 tokens and skipped, 1 of them empty and skipped"
     assert eval_problems(rows[2:5], tokenizer, 3, None)[1].prompts == 0
-    with pytest.raises(UserError, match="none of 7 evaluation prompts has 1 to rollout.max_prompt_length=0 tokens"):
+    with pytest.raises(
+        UserError, match="all 7 evaluation prompts are empty or longer than rollout.max_prompt_length=0; raise it"
+    ):
         eval_problems(rows, tokenizer, 0, None)
     with pytest.raises(
         UserError, match=r"evaluation row 1 \(counted from 0\): its prompt has 5 tokens, .* is 3. Raise"

@@ -108,7 +108,8 @@ def eval_problems(
         read += 1
     if not problems:
         raise UserError(
-            f"none of {len(rows)} evaluation prompts has 1 to rollout.max_prompt_length={max_prompt_length} tokens."
+            f"all {len(rows)} evaluation prompts are empty or longer than "
+            f"rollout.max_prompt_length={max_prompt_length}; raise it."
         )
     return problems, Skipped(len(rows), read, max_prompt_length, long, empty)
 
