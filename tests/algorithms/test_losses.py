@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_like.algorithms.losses import aggregation_weights, token_logprobs
+from tunix_like.algorithms.losses import aggregation_weights
+from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.config.schema import LOSS_AGG_MODES
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tunix_like.algorithms.losses import token_logprobs
+from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model, save_model

@@ -1,4 +1,4 @@
-"""Per-token policy losses, KL estimates, loss aggregation weights and token log-probabilities.
+"""Per-token policy losses, KL estimates and loss aggregation weights.
 
 The loss of an update is `sum over tokens of weight * token_loss`. Weights are computed once from the lengths of the
 whole update, so the losses of its chunks add up exactly. Every aggregation mode gives the same weight to all tokens of
@@ -294,47 +294,3 @@ def aggregation_weights(
         "sequence-mean-token-scale": 1.0 / (completions * max_tokens),
     }[mode]
     return jnp.where(counted, weights, 0.0)
-
-
-def token_logprobs(
-    hidden: Float[Array, "A N D"],
-    head: Float[Array, "D V"],
-    targets: Int[Array, "A N"],
-    temperature: float,
-    chunk: int,
-    entropy_gradient: bool = False,
-    cap: float | None = None,
-) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
-    """Computes `log_softmax(hidden @ head / temperature)` at the targets, and the entropy, both in nats.
-
-    The entropy has no gradient unless `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
-    before the temperature.
-
-    Tokens are processed in pieces of about `chunk` tokens, which are recomputed in the backward pass, so the full
-    `[A, N, V]` array is never materialised. Every piece has the same number of tokens of each lane (axis `A`), so
-    devices that shard the lanes need no communication.
-    """
-
-    @jax.checkpoint
-    def one(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        # The cast is inside the piece, so that the gradients of the pieces are accumulated in the dtype of the weights.
-        logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) / temperature
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0] - normaliser
-        seen, seen_normaliser = (
-            (logits, normaliser) if entropy_gradient else jax.lax.stop_gradient((logits, normaliser))
-        )
-        return chosen, seen_normaliser - (jax.nn.softmax(seen, axis=-1) * seen).sum(axis=-1)
-
-    lanes, count = targets.shape
-    pieces = min(count, -(-lanes * count // chunk))
-    if pieces == 1:
-        return one(hidden, targets)
-    even = -(-count // pieces)
-    pad = pieces * even - count
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(lanes, pieces, even, -1)
-    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(lanes, pieces, even)
-    results = jax.lax.map(lambda xs: one(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
-    chosen, entropy = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
-    return chosen, entropy

@@ -44,7 +44,7 @@ from tunix_like.runs.build import check_batches, check_config, named_model, upda
 from tunix_like.runs.describe import describe_model
 from tunix_like.runtime import console
 from tunix_like.training.arguments import forward_options
-from tunix_like.training.forward import place_packed
+from tunix_like.training.forward import packed_shapes
 from tunix_like.training.memory import Phase, amount
 from tunix_like.training.optimizer import build_optimizer, state_shapes
 from tunix_like.training.packing import choose_layout, pack
@@ -210,7 +210,7 @@ def _step_inputs(plan: Plan, objective: Objective) -> StepInputs:
     layout = choose_layout(group, most, plan.widths, plan.foreseen.micro_batch, prompt_parts(plan.mesh))
     lengths, first = np.full((prompts, group), steps, np.int32), np.zeros((prompts, group), bool)
     first[:most] = True
-    packed = place_packed(pack(lengths, first, steps, layout, most), plan.mesh)  # small index arrays
+    packed = packed_shapes(pack(lengths, first, steps, layout, most), plan.mesh)
 
     def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(axes, dtype)

@@ -7,6 +7,7 @@ training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ from tunix_like.models.attention import attention, group_attention, resolve_atte
 from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.layer_stack import Segment, single_segments
 from tunix_like.models.layers import Attend, Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables, soft_cap
+from tunix_like.models.sharding import gather_layer
 
 
 class Decoder(nnx.Module):
@@ -36,6 +39,8 @@ class Decoder(nnx.Module):
 
     Attributes:
       adapters: the adapters that `lora.add_lora` added to the projections, or None.
+      segments: the repeated patterns whose layers are stacked (`training/working_weights.py`), or None.
+      output_matrix: the output matrix of a model with tied embeddings while it is trained, else None.
       quantized: the quantisation of the projections by `quantization.quantize_base`, one of `schema.QUANTIZATIONS`, or
         None.
 
@@ -64,6 +69,8 @@ class Decoder(nnx.Module):
         self.dtype, self.param_dtype = dtype, jnp.dtype(param_dtype)
         self.adapters: Adapters | None = None
         self.quantized: str | None = None
+        self.segments: tuple[Segment, ...] | None = None
+        self.output_matrix: nnx.Param | None = nnx.data(None)
 
     def __call__(self, tokens: Int[Array, "B L"], attention_mask: Array | None = None) -> Float[Array, "B L V"]:
         """Computes logits (float32) at every position.
@@ -91,19 +98,51 @@ class Decoder(nnx.Module):
         window over positions."""
         ropes = self._ropes(positions)
 
-        def run(layer: Layer, x: Array, index: int) -> tuple[Array, KeyValue]:
+        def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, KeyValue]:
             def attend(q: Array, k: Array, v: Array) -> Array:
                 return attention(q, part_of(k, v, Causal(segments, self.config.window(index))), *self._attention)
 
             x, (k, v) = layer(x, ropes[index], attend)
             return x, laid_out(k, v)
 
-        run = nnx.remat(run, static_argnums=2) if remat else run
-        x, cache = self.embed_tokens(tokens), []
-        for index, layer in enumerate(self.layers):
-            x, key_value = run(layer, x, index)
-            cache.append(key_value)
-        return x, cache
+        return self._run_layers(run, self.embed_tokens(tokens), None, remat)
+
+    def _run_layers(
+        self, run: Callable[[Layer, Array, Any, int], tuple[Array, Any]], x: Array, inputs: list[Any] | None, remat: bool
+    ) -> tuple[Array, list[Any]]:
+        """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order.
+
+        Args:
+          inputs: one input per layer; with stacked layers, one per stack, each with the repetitions as first axis.
+          remat: recompute each layer in the backward pass.
+
+        Returns:
+          the last `x`, and the outputs in the form of `inputs`.
+        """
+        inputs = [None] * len(self.layers) if inputs is None else inputs
+        outputs: list[Any] = []
+        for segment in self.segments or single_segments(self.config.num_layers):
+            slots = slice(len(outputs), len(outputs) + segment.period)
+            graphs, weights = zip(*(_split(layer) for layer in self.layers[slots]), strict=True)
+
+            def pattern(x: Array, given: Any, segment: Segment = segment, graphs: Any = graphs) -> tuple[Array, Any]:
+                made = []
+                for offset, (graph, weights, one) in enumerate(zip(graphs, *given, strict=True)):
+
+                    def layer(x: Array, weights: Any, one: Any, graph: Any = graph, offset: int = offset) -> Any:
+                        whole = nnx.merge(graph, gather_layer(weights))
+                        return run(whole, x, one, segment.start + offset)
+
+                    # A loop already keeps the compiler from merging the recomputation with the forward pass.
+                    layer = jax.checkpoint(layer, prevent_cse=self.segments is None) if remat else layer
+                    x, output = layer(x, weights, one)
+                    made.append(output)
+                return x, made
+
+            given = weights, tuple(inputs[slots])
+            x, made = pattern(x, given) if self.segments is None else jax.lax.scan(pattern, x, given)
+            outputs += made
+        return x, outputs
 
     def _ropes(self, positions: Int[Array, "..."]) -> list[Tables | None]:
         """Returns the rotary tables of every layer; None for layers without rotary positions."""
@@ -134,6 +173,8 @@ class Decoder(nnx.Module):
 
     def output_weights(self) -> Float[Array, "D V"]:
         """Returns the output matrix in its stored dtype."""
+        if self.output_matrix is not None:
+            return self.output_matrix[...]
         if self.lm_head is None:
             return self.embed_tokens.embedding[...].T
         assert self.lm_head.kernel is not None  # the head is never quantised
@@ -223,7 +264,7 @@ class Decoder(nnx.Module):
         positions = prompt_lengths[:, None, None] + offsets
         ropes = self._ropes(positions)
 
-        def run(layer: Layer, x: Array, prompt: KeyValue, index: int) -> Array:
+        def run(layer: Layer, x: Array, prompt: KeyValue, index: int) -> tuple[Array, None]:
             window = self.config.window(index)
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
 
@@ -232,14 +273,16 @@ class Decoder(nnx.Module):
                 kind, cap = self._attention
                 return group_attention(q, Part(*prompt, Lengths(prompt_lengths, starts)), own, kind=kind, cap=cap)
 
-            return layer(x, ropes[index], attend)[0]
+            return layer(x, ropes[index], attend)[0], None
 
-        run = nnx.remat(run, static_argnums=3) if remat else run
-        x = self.embed_tokens(tokens)
-        for index, (layer, prompt) in enumerate(zip(self.layers, prompt_cache, strict=True)):
-            x = run(layer, x, prompt, index)
+        x, _ = self._run_layers(run, self.embed_tokens(tokens), prompt_cache, remat)
         before = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), self.norm(x[:, :, :-1])], axis=2)
         return jnp.where((offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
+
+
+def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
+    graph, state = nnx.split(layer)
+    return graph, nnx.to_pure_dict(state)
 
 
 def check_decoder(name: str, value: Any) -> None:

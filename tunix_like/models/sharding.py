@@ -7,12 +7,13 @@ must call these functions with the same values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix_like.config.schema import LORA_TARGETS, MeshConfig
 from tunix_like.errors import UserError, check_type
@@ -88,24 +89,36 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
       UserError: a dimension is not divisible by its mesh axis; the message names the parameter.
     """
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        name = ".".join(str(getattr(key, "key", key)) for key in path)
-        axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * leaf.ndim)
-        axes = tuple(axis if axis in mesh.shape else None for axis in axes)
-        if name.endswith(SCALE):  # small, so it is replicated along an axis that does not divide it
-            axes = tuple(
-                axis if axis is None or size % mesh.shape[axis] == 0 else None
-                for size, axis in zip(leaf.shape, axes, strict=True)
-            )
-        for size, axis in zip(leaf.shape, axes, strict=True):
-            if axis is not None and size % mesh.shape[axis]:
-                raise UserError(
-                    f"mesh.shape: {mesh.shape[axis]} devices along '{axis}' do not divide {name} {list(leaf.shape)}; "
-                    "set a shape that does."
-                )
-        return NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(mesh, _spec(path, x.shape, mesh)), params)
 
-    return jax.tree_util.tree_map_with_path(sharding, params)
+
+def constrain_params(params: Any) -> Any:
+    """Constrains, inside a compiled function, parameters (also stacked ones) to the shardings of `PARAMETER_AXES`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return params
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.lax.with_sharding_constraint(x, _spec(path, x.shape, mesh)), params
+    )
+
+
+def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the partition of a parameter. A stacked parameter has one more axis, the first, which is not split."""
+    name = ".".join(str(getattr(key, "key", key)) for key in path)
+    axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * len(shape))
+    axes = (None,) * (len(shape) - len(axes)) + tuple(axis if axis in mesh.shape else None for axis in axes)
+    if name.endswith(SCALE):  # small, so it is replicated along an axis that does not divide it
+        axes = tuple(
+            axis if axis is None or size % mesh.shape[axis] == 0 else None
+            for size, axis in zip(shape, axes, strict=True)
+        )
+    for size, axis in zip(shape, axes, strict=True):
+        if axis is not None and size % mesh.shape[axis]:
+            raise UserError(
+                f"mesh.shape: {mesh.shape[axis]} devices along '{axis}' do not divide {name} {list(shape)}; "
+                "set a shape that does."
+            )
+    return PartitionSpec(*axes)
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
@@ -212,7 +225,7 @@ def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that sets the mesh for `split_batch` and `split_columns` during compilation."""
+    """Returns a context manager that sets the mesh for `split_batch`, `split_vocabulary` and others during compilation."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -225,9 +238,64 @@ def split_batch(x: jax.Array) -> jax.Array:
     return _constrained(x, BATCH_AXES)
 
 
-def split_columns(x: jax.Array) -> jax.Array:
-    """Constrains, inside a compiled function, a matrix: replicated over `data` and `fsdp`, columns over `tp`."""
-    return _constrained(x, (), ("tp",))
+def split_vocabulary(x: jax.Array) -> jax.Array:
+    """Constrains, inside a compiled function, the last dimension, the vocabulary, to all axes of the mesh.
+
+    Each device then holds its part of the output matrix, of the logits and of the matrix's gradient, and devices
+    exchange hidden states, which are smaller than the matrix. If the axes do not divide the vocabulary, `tp` alone.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    spec = PartitionSpec(*[None] * (x.ndim - 1), _vocabulary_axes(mesh, x.shape[-1]))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def vocabulary_parts(size: int) -> int:
+    """Returns the number of parts of a vocabulary of this size under `split_vocabulary`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in _vocabulary_axes(mesh, size))
+
+
+def gather_layer(params: Any) -> Any:
+    """Gathers, inside a compiled function, the parameters of a layer over `fsdp`, before the layer runs.
+
+    Without it, the compiler splits each product along the sharded dimension and adds up partial results of the size of
+    the activations. The gradients are scattered again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape.get("fsdp", 1) == 1:
+        return params
+
+    def gather(path: Any, x: jax.Array) -> jax.Array:
+        spec = _spec(path, x.shape, mesh)
+        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+        return x if whole == spec else _moved(x, whole, spec)
+
+    return jax.tree_util.tree_map_with_path(gather, params)
+
+
+def gather_batch(x: jax.Array) -> jax.Array:
+    """Replicates, inside a compiled function, an array whose first dimension is sharded as by `split_batch`; its
+    gradient is scattered again."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else _moved(x, PartitionSpec(), _batch_spec(x, mesh))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _moved(x: jax.Array, to: PartitionSpec, back: PartitionSpec) -> jax.Array:
+    """Constrains an array to the sharding `to` and its gradient to `back`, its former sharding.
+
+    The gradient of `with_sharding_constraint` would constrain it to `to`, which is an all-reduce where a reduce-scatter
+    is enough.
+    """
+    return jax.lax.with_sharding_constraint(x, to)
+
+
+_moved.defvjp(
+    lambda x, to, back: (jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, back), to), None),
+    lambda to, back, _, cotangent: (jax.lax.with_sharding_constraint(cotangent, back),),
+)
 
 
 def _constrained(x: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
@@ -239,6 +307,20 @@ def _constrained(x: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
         present = tuple(name for name in names if name in mesh.shape)
         spec.append(present if present and size % math.prod(mesh.shape[name] for name in present) == 0 else None)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def _vocabulary_axes(mesh: AbstractMesh, size: int) -> tuple[str, ...]:
+    axes = tuple(name for name in AXES if name in mesh.shape)
+    for names in (axes, tuple(name for name in axes if name == "tp")):
+        if size % math.prod(mesh.shape[name] for name in names) == 0:
+            return names
+    return ()
+
+
+def _batch_spec(x: jax.Array, mesh: AbstractMesh) -> PartitionSpec:
+    present = tuple(name for name in BATCH_AXES if name in mesh.shape)
+    divides = x.shape[0] % math.prod(mesh.shape[name] for name in present) == 0
+    return PartitionSpec(present) if present and divides else PartitionSpec()
 
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
@@ -264,6 +346,11 @@ def param_shapes(params: Any, mesh: Mesh | None) -> Any:
 def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
     """Returns the result of `place_replicated` as shapes."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
+
+
+def prompt_shapes(tree: Any, mesh: Mesh | None, axis: int) -> Any:
+    """Returns the result of `place_prompts` as shapes."""
+    return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _prompts(x.shape, mesh, axis)), tree)
 
 
 def slot_shapes(tree: Any, mesh: Mesh | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -10,10 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.algorithms.losses import token_logprobs
 from tunix_like.models.decoder import KeyValue
-from tunix_like.models.sharding import place_prompts, place_replicated, split_columns
+from tunix_like.models.log_probabilities import token_logprobs
+from tunix_like.models.sharding import place_prompts, place_replicated, prompt_shapes, replicated_shapes
 from tunix_like.training.packing import Packed
+from tunix_like.training.working_weights import working_weights
 from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
@@ -28,16 +30,19 @@ class ForwardOptions(NamedTuple):
       chunk: number of tokens whose logits are computed at once.
       remat: whether layers are recomputed in the backward pass.
       entropy_gradient: whether the entropy has a gradient.
+      stacked: whether layers of equal kinds are stacked (`models/layer_stack.py`).
     """
 
     temperature: float
     chunk: int
     remat: bool
     entropy_gradient: bool = False
+    stacked: bool = False
 
 
 class PromptStates(NamedTuple):
-    """Outputs of the prompts: the hidden state that predicts the first token, and the keys and values of each layer."""
+    """Outputs of the prompts: the hidden state that predicts the first token, and the keys and values of each layer (of
+    each stack of layers, if they are stacked)."""
 
     hidden: Float[Array, "p D"]
     cache: list[KeyValue]
@@ -66,11 +71,20 @@ class Chunk(NamedTuple):
 
 def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
     """Places the packed arrays on the mesh: the prompts of a set and their lanes are sharded over `data` and `fsdp`."""
+    return _on_mesh(packed, mesh, place_prompts, place_replicated)
+
+
+def packed_shapes(packed: Packed, mesh: Mesh | None) -> Packed:
+    """Returns the result of `place_packed` as shapes."""
+    return _on_mesh(packed, mesh, prompt_shapes, replicated_shapes)
+
+
+def _on_mesh(packed: Packed, mesh: Mesh | None, split: Callable[..., Any], replicated: Callable[..., Any]) -> Packed:
     if mesh is None:
         return packed
-    numbers = place_replicated({"sets": packed.sets, "chunks": packed.chunks}, mesh)
-    lanes = {name: place_prompts(getattr(packed, name), mesh, axis=2) for name in ("sample", "start", "length")}
-    return packed._replace(prompts=place_prompts(packed.prompts, mesh, axis=1), **numbers, **lanes)
+    numbers = replicated({"sets": packed.sets, "chunks": packed.chunks}, mesh)
+    lanes = {name: split(getattr(packed, name), mesh, axis=2) for name in ("sample", "start", "length")}
+    return packed._replace(prompts=split(packed.prompts, mesh, axis=1), **numbers, **lanes)
 
 
 def prompt_states(
@@ -98,7 +112,9 @@ def chunk_logprobs(
     """
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:
-        states = jax.tree.map(lambda x: _picked(x, chunk.lane), states)
+        pick = jax.vmap(_picked, (0, None)) if options.stacked else _picked
+        cache = jax.tree.map(lambda x: pick(x, chunk.lane), states.cache)
+        states = PromptStates(_picked(states.hidden, chunk.lane), cache)
     tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens))
     lengths = jnp.asarray(batch.prompt_lengths)[chunk.group]
     hidden = model.completion_hidden(
@@ -107,7 +123,7 @@ def chunk_logprobs(
     lanes, _, steps = tokens.shape
     outputs = token_logprobs(
         hidden.reshape(lanes, -1, hidden.shape[-1]),
-        split_columns(model.output_weights()),
+        model.output_weights(),
         tokens.reshape(lanes, -1),
         options.temperature,
         options.chunk,
@@ -163,6 +179,7 @@ def batch_logprobs(
     graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
 ) -> Float[Array, "P G T"]:
     """Computes log-probabilities of all packed completions, without gradient; 0 elsewhere."""
+    graphdef, params, _, _ = working_weights(graphdef, params, {}, options.stacked)
     shape = batch.completion_tokens.shape
 
     def one_set(number: Array, out: Array) -> Array:

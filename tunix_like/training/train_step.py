@@ -22,6 +22,7 @@ from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens
 from tunix_like.models.lora import join_params
 from tunix_like.training.forward import Chunk, ForwardOptions, PromptStates, chunk_logprobs, chunk_of, prompt_states
 from tunix_like.training.packing import Packed
+from tunix_like.training.working_weights import constrain_working, gradients_of, working_weights
 from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
@@ -180,24 +181,27 @@ def gradient(
       frozen: the model's other parameters, which have no gradient; None if there are none.
     """
     packed = jax.tree.map(jnp.asarray, inputs.packed)
+    graphdef, working, fixed, segments = working_weights(spec.graphdef, params, frozen or {}, spec.options.stacked)
+    spec = spec._replace(graphdef=graphdef)
 
     def loss(params: Any, states: PromptStates, chunk: Chunk) -> Any:
-        return chunk_loss(spec, join_params(params, frozen or {}), states, chunk, inputs, advantages, weights)
+        return chunk_loss(spec, join_params(params, fixed), states, chunk, inputs, advantages, weights)
 
     def states_of(params: Any, number: Any) -> PromptStates:
-        whole = join_params(params, frozen or {})
+        whole = join_params(params, fixed)
         return prompt_states(spec.graphdef, whole, inputs.batch, packed.prompts[number], spec.options)
 
+    add = functools.partial(jax.tree.map, lambda total, part: total + part.astype(total.dtype))
+
     def one_set(number: Array, carry: Any) -> Any:
-        states, pull_back = jax.vjp(lambda params: states_of(params, number), params)
+        states, pull_back = jax.vjp(lambda params: states_of(params, number), working)
 
         def one_chunk(place: Array, carry: Any) -> Any:
             grads, cotangents, totals = carry
             both = jax.grad(loss, argnums=(0, 1), has_aux=True)
-            (own, seen), extra = both(params, states, chunk_of(packed, number, place))
+            (own, seen), extra = both(working, states, chunk_of(packed, number, place))
             sums = jax.tree.map(jnp.add, totals["sums"], extra["sums"])
             largest = jax.tree.map(jnp.maximum, totals["largest"], extra["largest"])
-            add = functools.partial(jax.tree.map, lambda total, part: total + part.astype(total.dtype))
             return add(grads, own), add(cotangents, seen), {"sums": sums, "largest": largest}
 
         grads, totals = carry
@@ -205,18 +209,18 @@ def gradient(
         start = (grads, zeros, totals)
         grads, cotangents, totals = jax.lax.fori_loop(0, packed.chunks[number], one_chunk, start)
         (prompts,) = pull_back(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, states))
-        return jax.tree.map(jnp.add, grads, prompts), totals
+        return add(grads, prompts), totals
 
-    states = jax.eval_shape(states_of, params, 0)
-    _, extra = jax.eval_shape(loss, params, states, jax.eval_shape(chunk_of, packed, 0, 0))
+    states = jax.eval_shape(states_of, working, 0)
+    _, extra = jax.eval_shape(loss, working, states, jax.eval_shape(chunk_of, packed, 0, 0))
     totals = {
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
     }
-    start = jax.tree.map(jnp.zeros_like, params)
-    if spec.shardings is not None:  # else the compiler may replicate the gradient sum on every device
-        start = jax.lax.with_sharding_constraint(start, spec.shardings.params)
-    return jax.lax.fori_loop(0, sets, one_set, (start, totals))
+    # Constrained, because the compiler may otherwise replicate the sum of the gradients on every device.
+    start = constrain_working(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), working))
+    sums, totals = jax.lax.fori_loop(0, sets, one_set, (start, totals))
+    return gradients_of(sums, segments), totals
 
 
 def jit_train_step(spec: StepSpec, traced: Callable[[], None] = lambda: None) -> Any:

@@ -1,0 +1,88 @@
+"""Stacks layers of equal kinds, so that a compiled program has one copy of each kind instead of one per layer.
+
+A decoder with stacked layers runs them with `jax.lax.scan`. The time to compile it, and the memory of its program, then
+hardly depend on the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tunix_like.models.config import DecoderConfig
+
+LONGEST_PERIOD = 8
+"""Maximum number of different layers in a repeated pattern; Gemma 3 has a pattern of 6."""
+
+
+class Segment(NamedTuple):
+    """A pattern of `period` layers from layer `start` on, which occurs `repeats` times in a row.
+
+    The layers of a pattern may have different windows, rotary positions and MLPs.
+    """
+
+    start: int
+    period: int
+    repeats: int
+
+    def layers(self, offset: int) -> range:
+        """Returns the indices of the layers at one position of the pattern."""
+        end = self.start + self.period * self.repeats
+        return range(self.start + offset, end, self.period)
+
+
+def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
+    """Splits the layers of a model into repeated patterns, from the first layer on, each as long as possible."""
+    kinds = [(config.window(i), config.rope(i), config.has_experts(i)) for i in range(config.num_layers)]
+    segments: list[Segment] = []
+    start = 0
+    while start < len(kinds):
+        candidates = [
+            Segment(start, period, _repeats(kinds[start:], period)) for period in range(1, LONGEST_PERIOD + 1)
+        ]
+        segments.append(max(candidates, key=lambda segment: (_covered(segment), -segment.period)))
+        start += segments[-1].period * segments[-1].repeats
+    return tuple(segments)
+
+
+def single_segments(layers: int) -> tuple[Segment, ...]:
+    """Returns one segment per layer."""
+    return tuple(Segment(index, 1, 1) for index in range(layers))
+
+
+def _covered(segment: Segment) -> int:
+    """Returns the number of layers of a pattern that occurs at least twice; 1 for others, which are taken singly."""
+    return segment.period * segment.repeats if segment.repeats > 1 else int(segment.period == 1)
+
+
+def _repeats(kinds: Sequence[Any], period: int) -> int:
+    """Returns how often the first `period` kinds occur in a row."""
+    repeats = 1
+    while list(kinds[repeats * period : (repeats + 1) * period]) == list(kinds[:period]):
+        repeats += 1
+    return repeats
+
+
+def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
+    """Stacks the parameters of layers: one entry per position of each pattern, with the repetitions as first axis."""
+    stacked = [
+        jax.tree.map(lambda *arrays: jnp.stack(arrays), *(layers[i] for i in segment.layers(offset)))
+        for segment in segments
+        for offset in range(segment.period)
+    ]
+    return dict(enumerate(stacked))
+
+
+def unstack_layers(stacked: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
+    """Inverts `stack_layers`."""
+    layers: dict[int, Any] = {}
+    slot = 0
+    for segment in segments:
+        for offset in range(segment.period):
+            for repeat, index in enumerate(segment.layers(offset)):
+                layers[index] = jax.tree.map(lambda x, repeat=repeat: x[repeat], stacked[slot])
+            slot += 1
+    return dict(sorted(layers.items()))

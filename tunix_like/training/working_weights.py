@@ -1,0 +1,93 @@
+"""Prepares the weights of an update: matrices in the compute dtype, layers stacked, an output matrix of its own.
+
+This is done once per update, so the passes over its chunks read and, on a mesh, exchange weights in the compute dtype.
+Gradients are taken with respect to the prepared weights and added up in float32; `gradients_of` converts the sums to
+the form of the parameters. The preparation is linear, so the result is the gradient of the parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
+from tunix_like.models.lora import join_params
+from tunix_like.models.quantization import LEAVES as QUANTIZED
+from tunix_like.models.sharding import constrain_params, split_vocabulary
+
+Params = dict[Any, Any]
+
+_AS_STORED = (*QUANTIZED, "embedding")
+"""Names of matrices that keep their dtype: quantised ones, and the embedding, of which only some rows are read."""
+
+
+class WorkingWeights(NamedTuple):
+    """Prepared weights.
+
+    Attributes:
+      graphdef: the graph of their decoder.
+      trained, frozen: the weights.
+      segments: the patterns whose layers are stacked, or None.
+    """
+
+    graphdef: Any
+    trained: Params
+    frozen: Params
+    segments: tuple[Segment, ...] | None
+
+
+def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool) -> WorkingWeights:
+    """Prepares trained and frozen parameters.
+
+    Args:
+      stacked: whether layers of equal kinds are stacked.
+    """
+    model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
+    segments = segments_of(model.config) if stacked else None
+    trained, fixed = (_prepared(part, model, segments) for part in (params, frozen))
+    whole = join_params(trained, fixed)
+    model.segments = segments
+    if segments is not None:
+        model.layers = nnx.List([model.layers[i] for s in segments for i in range(s.start, s.start + s.period)])
+    if "output_matrix" in whole:
+        model.output_matrix = nnx.Param(whole["output_matrix"])
+    return WorkingWeights(nnx.split(model)[0], trained, fixed, segments)
+
+
+def gradients_of(sums: Params, segments: tuple[Segment, ...] | None) -> Params:
+    """Converts sums of gradients of `WorkingWeights.trained` to gradients of the parameters."""
+    grads = dict(sums)
+    if (output := grads.pop("output_matrix", None)) is not None:
+        embedding = grads["embed_tokens"]["embedding"]
+        grads["embed_tokens"] = {"embedding": embedding + output.T}
+    if segments is not None and "layers" in grads:
+        grads["layers"] = unstack_layers(grads["layers"], segments)
+    return constrain_params(grads)
+
+
+def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None) -> Params:
+    out = jax.tree_util.tree_map_with_path(lambda path, x: _cast(path, x, model.dtype), tree)
+    if "layers" in out and segments is not None:
+        out["layers"] = stack_layers(out["layers"], segments)
+    if "embed_tokens" in out and model.lm_head is None:
+        out["output_matrix"] = out["embed_tokens"]["embedding"].T.astype(model.dtype)
+    return constrain_working(out)
+
+
+def constrain_working(tree: Params) -> Params:
+    """Constrains, inside a compiled function, prepared weights or their gradients to their shardings."""
+    out = constrain_params(tree)
+    if "output_matrix" in tree:
+        out["output_matrix"] = split_vocabulary(tree["output_matrix"])
+    if "lm_head" in tree:
+        out["lm_head"] = jax.tree.map(split_vocabulary, tree["lm_head"])
+    return out
+
+
+def _cast(path: Any, x: Array, dtype: Any) -> Array:
+    return x.astype(dtype) if x.ndim > 1 and path[-1].key not in _AS_STORED else x
