@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.training.test_loop import Counting
+from tests.training.test_loop import Counting, run
 from tunix_like.cli import main as cli
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.storage import checkpoint_files, checksums
 from tunix_like.storage.best import Best
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog, rows
-from tunix_like.training.loop import run
 
 pytestmark = pytest.mark.slow
 

@@ -253,20 +253,20 @@ class Checkpoints:
 
         return bool(by_first(newest_is_best))
 
-    def take_up(self, rows: Iterable[Mapping[str, Any]], sound: int) -> None:
-        """Restores the best step from the rows of a resumed run. A damaged best step is renamed with a warning.
+    def find_best(self, rows: Iterable[Mapping[str, Any]], verified: int) -> None:
+        """Finds the best step from the rows of a resumed run. A damaged best step is renamed with a warning.
 
         Args:
-          sound: a step whose checksums have been verified already.
+          verified: a step whose checksums have been verified already.
         """
         if self._best is not None:
             self._best.learn(rows)
-            by_first(lambda: self._confirm_best(sound))
+            by_first(lambda: self._confirm_best(verified))
 
-    def _confirm_best(self, sound: int) -> None:
+    def _confirm_best(self, verified: int) -> None:
         best = self._best
         assert best is not None
-        while (step := best.among(checkpoint_files.whole_steps(self.folder))) not in (None, sound):
+        while (step := best.among(checkpoint_files.whole_steps(self.folder))) not in (None, verified):
             damage = checkpoint_files.damage(self.folder / str(step))
             if damage is None:
                 return

@@ -60,6 +60,7 @@ from tunix_like.training.arguments import (
 from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import make_engine
 from tunix_like.training.guards import cut_run
+from tunix_like.training.loop import run
 from tunix_like.training.reference import Reference, make_reference
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics
 from tunix_like.training.trainer import Trainer
@@ -219,9 +220,7 @@ class Learner(Trainer):
             self._begin()
             call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
             try:
-                last = self._run(
-                    self._checkpoints(), self._settings(), check_owner, lambda row: self._on_row(row, self.total)
-                )
+                last = run(self, lambda row: self._on_row(row, self.total), check_owner)
             finally:
                 call.profile.close()
                 close_pools(function for _, function, _ in self.rewards)
@@ -230,7 +229,7 @@ class Learner(Trainer):
             last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
         return last
 
-    def _checkpoints(self) -> Checkpoints | None:
+    def open_checkpoints(self) -> Checkpoints | None:
         if self.folder is None:
             return None
         model, best = self.folder / "model", self.training.best_metric
@@ -303,32 +302,29 @@ class Learner(Trainer):
 
     def step(self, number: int) -> dict[str, Any] | None:
         assert self._call is not None
-        with self._call.profile.around(number), scope(self.mesh):
-            return self._step(self._call, number)
-
-    def _step(self, call: _Call, number: int) -> dict[str, Any] | None:
-        clock, before = Clock(), self.engine.row_steps
-        collected = call.collector(number, self.params, clock.lap)
-        if collected is None:
-            return None
-        rollout, batch, metrics, sampled = collected
-        with progress.task("reference"):
-            batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
-        with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
-            prompts = [problem.text for problem in rollout.problems]
-            advantages, update_metrics = call.updates(number, batch, prompts, ref)
-        self.done = number  # before functions of the user, which may fail
-        clock.lap("update")
-        metrics |= kl_metrics | update_metrics
-        metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
-        metrics |= self._user_metrics(rollout, advantages)
-        self._show(call, number, rollout, batch, advantages)
-        clock.lap("other")
-        metrics |= clock.seconds
-        row_steps = self.engine.row_steps - before
-        speed = speed_metrics(self.model.config, batch, sampled, row_steps, metrics, call.compilations)
-        assert self.programs is not None
-        return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
+        call = self._call
+        with call.profile.around(number), scope(self.mesh):
+            clock, before = Clock(), self.engine.row_steps
+            collected = call.collector(number, self.params, clock.lap)
+            if collected is None:
+                return None
+            rollout, batch, metrics, sampled = collected
+            with progress.task("reference"):
+                batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
+            with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
+                prompts = [problem.text for problem in rollout.problems]
+                advantages, update_metrics = call.updates(number, batch, prompts, ref)
+            self.done = number  # before functions of the user, which may fail
+            clock.lap("update")
+            metrics |= kl_metrics | update_metrics
+            metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
+            metrics |= self._user_metrics(rollout, advantages)
+            self._show(call, number, rollout, batch, advantages)
+            clock.lap("other")
+            metrics |= clock.seconds
+            row_steps = self.engine.row_steps - before
+            speed = speed_metrics(self.model.config, batch, sampled, row_steps, metrics, call.compilations)
+            return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
 
     def _show(
         self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
@@ -362,7 +358,6 @@ class Learner(Trainer):
         return out
 
     def _settings(self) -> dict[str, Any]:
-        """Returns the settings that loggers record for a run without `config.yaml`."""
         parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}
         parts |= {"eval": self.eval_config, "optimizer": self.training.actor_optimizer}
         return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}

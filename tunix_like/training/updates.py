@@ -26,7 +26,7 @@ from tunix_like.types import GroupBatch
 
 
 class Updates:
-    """Runs the updates of each rollout batch of a run, through `Trainer.apply`.
+    """Runs the updates of each rollout batch of a run, which replace the state of the trainer.
 
     Args:
       mini_batch_size: prompts per optimizer update.
@@ -69,7 +69,7 @@ class Updates:
         for in_update in parts:
             packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
             inputs = step_inputs(placed, in_update, place_packed(packed, trainer.mesh), *placed_logprobs)
-            metrics, advantages = trainer.apply(inputs)
+            trainer.state, metrics, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
             rows.append(metrics)
             if len(rows) == 1:
@@ -88,7 +88,6 @@ class Updates:
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
         """Computes the log-probabilities of the completions `rows` (None: of all), 0 elsewhere."""
-        assert self.trainer.programs is not None
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
         logprobs = self.trainer.programs.logprobs(graphdef, params, self._place(batch), packed)
@@ -120,7 +119,7 @@ class Updates:
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns the completions that the model processes, and the fractions of those that it does not."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
-        assert ids is not None and self.trainer.programs is not None
+        assert ids is not None
         if objective.looks_for_zeros:
             advantages = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
             advantages = fetch(advantages, self.trainer.mesh)
