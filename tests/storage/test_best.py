@@ -154,7 +154,7 @@ def test_a_kill_while_the_best_step_is_evaluated(tmp_path, when):
     assert saved(tmp_path) == [1] and rows(tmp_path)[-1]["count/step"] == (2 if when == "before the row" else 3)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         best = Best("eval/x", "count/step")
-        best.learn(rows(tmp_path))
+        best.add(rows(tmp_path))
         assert best.among(checkpoints.steps()) == 1, "what is not saved is not the best"
     again = Measured(values)
     go(again, tmp_path)

@@ -132,11 +132,11 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
 def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_only(caplog, monkeypatch):
     asked = []
 
-    def told_answers(*args):
+    def extract_answers(*args):
         asked.append(args)
         raise IndexError("no \x1b answer")
 
-    monkeypatch.setattr(diagnosis, "told_answers", told_answers)
+    monkeypatch.setattr(diagnosis, "extract_answers", extract_answers)
     watch = SignalWatch(task_of())
     for step in range(1, AGAIN + 2):
         watch(step, *made(TIED))

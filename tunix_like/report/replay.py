@@ -23,7 +23,7 @@ from tunix_like.runtime import console, progress
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import FOLDER, Skipped, read
+from tunix_like.training.guards import FOLDER, Skipped, read_skipped
 from tunix_like.training.packing import choose_layout, pack
 from tunix_like.training.sizes import chunk_size
 from tunix_like.training.train_step import StepSpec, gradient, step_inputs
@@ -40,7 +40,7 @@ class Found(NamedTuple):
     alone: list[tuple[int, int, float, float]]
 
     @property
-    def guilty(self) -> list[tuple[int, int, float, float]]:
+    def non_finite(self) -> list[tuple[int, int, float, float]]:
         """The completions with a non-finite loss or gradient."""
         return [row for row in self.alone if not np.isfinite(row[2:]).all()]
 
@@ -51,7 +51,7 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Traine
     Raises:
       UserError: the file is not a saved update, or its run has no checkpoint.
     """
-    skipped, run = read(file), file.parent.parent
+    skipped, run = read_skipped(file), file.parent.parent
     if file.parent.name != FOLDER:
         raise UserError(f"{file}: give a file in the folder of its run, RUN/{FOLDER}/..., with its checkpoints.")
     with Checkpoints(run / "checkpoints") as checkpoints:
@@ -147,10 +147,10 @@ def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     with progress.task("completions", live + 1) as advance:
         result = replay(skipped, trained, advance)
     console.say(f"the whole update: loss {result.loss:.4g}, gradient norm {result.norm:.4g}")
-    rows = result.guilty or sorted(result.alone, key=lambda row: -row[3])
+    rows = result.non_finite or sorted(result.alone, key=lambda row: -row[3])
     title = (
-        f"{len(result.guilty)} of {len(result.alone)} completions have a non-finite loss or gradient"
-        if result.guilty
+        f"{len(result.non_finite)} of {len(result.alone)} completions have a non-finite loss or gradient"
+        if result.non_finite
         else "all single completions are finite; those with the largest gradients"
     )
     batch = skipped.batch

@@ -188,12 +188,12 @@ class _Run:
                 self.sampler.eos_ids,
             )
             self.rows = self._placed(rows)
-            advance(self._harvest(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
+            advance(self._collect_finished(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
             if not self._waiting() and not (self.row_sample >= 0).any():
                 return self.out
             self._fill()
             if not self._waiting():
-                self._gather()
+                self._compact()
             if self.rows.room <= int(self.ages.max()):
                 self.rows = self._placed(decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens)))
 
@@ -217,13 +217,13 @@ class _Run:
         """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
-        fewer = self._fewer()
+        fewer = self._smaller_shapes()
         if not fewer or not self._worth_moving():
             return 0
         target = fewer[0][0] * fewer[0][1]
         return target if live > target else max(0, live - max(1, target // 8))
 
-    def _harvest(self) -> int:
+    def _collect_finished(self) -> int:
         """Copies finished completions to the output and frees their rows; returns their number."""
         rows, out = self.rows, self.out
         live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
@@ -286,7 +286,7 @@ class _Run:
         sources = _rounded(source, len(held))
         self.prompts = self._placed(decoding.replace_prompts(self.prompts, targets, sources, new))
 
-    def _fewer(self) -> list[tuple[int, int]]:
+    def _smaller_shapes(self) -> list[tuple[int, int]]:
         """Returns the shapes (slots, rows per slot) for compaction, largest first: half, a quarter, ... of the rows.
 
         There are few shapes because each one is compiled. The number of slots stays divisible by the mesh.
@@ -300,14 +300,14 @@ class _Run:
             shapes.append((slots, width))
         return shapes
 
-    def _gather(self) -> None:
+    def _compact(self) -> None:
         """Compacts the live rows into the smallest shape that holds them; a prompt may then be in several slots."""
         if not self._worth_moving():
             return
         of_prompt = {p: np.flatnonzero(self._live_rows_of(p)) for p in dict.fromkeys(self.slot_prompt.tolist())}
         fits = [
             (slots, width)
-            for slots, width in self._fewer()
+            for slots, width in self._smaller_shapes()
             if sum(-(-len(rows) // width) for rows in of_prompt.values()) <= slots
         ]
         if not fits:

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from tunix_like.algorithms.losses import loss_parameters
 from tunix_like.algorithms.objective import (
     build_objective,
-    check_takes_negative,
+    check_accepts_negative,
     resolve,
-    trace_own,
+    trace_user_functions,
 )
 from tunix_like.algorithms.registry import find_estimator
 from tunix_like.config.schema import (
@@ -94,7 +94,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     template_variables(config.data)
     max_tokens, by_source = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
     objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source)
-    trace_own(objective, config.data.batch_size, algorithm.num_generations)
+    trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
@@ -106,7 +106,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     check_loggers(config.training.loggers)
     for i, (_, weight) in enumerate(reward_entries(config)):
         if weight < 0:
-            check_takes_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
+            check_accepts_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
     if config.model.path is None and config.model.config is None:
         raise UserError("model.path: set a model folder or hub id, or set model.config and model.init: random.")
     return dataclasses.replace(config, algorithm=algorithm), learner

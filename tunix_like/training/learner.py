@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from tunix_like.algorithms.objective import build_objective, check_takes_negative, trace_own
+from tunix_like.algorithms.objective import build_objective, check_accepts_negative, trace_user_functions
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.shared import warn_shared
@@ -59,7 +59,7 @@ from tunix_like.training.arguments import (
 )
 from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import make_engine
-from tunix_like.training.guards import cut_run
+from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
 from tunix_like.training.reference import Reference, make_reference
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics
@@ -162,9 +162,9 @@ class Learner(Trainer):
             logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
         self.source_estimators = source_settings(source_estimators or {})
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
-        trace_own(objective, 2, self.algo.num_generations)
+        trace_user_functions(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
-            check_takes_negative(objective, "reward_weights", "weights of at least 0")
+            check_accepts_negative(objective, "reward_weights", "weights of at least 0")
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
         self.engine: Engine = make_engine(*parts) if engine is None else engine
         self.options = forward_options(self.rollout_config, self.training, self.algo)
@@ -290,7 +290,7 @@ class Learner(Trainer):
 
     def cut(self, step: int) -> None:
         if self.written_folder is not None:
-            cut_run(self.written_folder, step)
+            remove_files_after(self.written_folder, step)
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         assert self._call is not None

@@ -16,7 +16,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.operations import update_operations
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import GapWatch, Skipped, SkipWatch, guard
+from tunix_like.training.guards import GapWatch, Skipped, SkipWatch, check_updates
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
 from tunix_like.training.sizes import chunk_size
@@ -76,13 +76,13 @@ class Updates:
                 self._check_advantages(fetch(advantages, trainer.mesh), prompts, batch)
         rows, advantages = fetch((rows, advantages), trainer.mesh)
         inputs_of = [Skipped(step, i, batch, live, part, old, kept) for i, part in enumerate(parts)]
-        guard(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.written_folder)
+        check_updates(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.written_folder)
         out["perf/update_occupancy"] = real / places if places else float("nan")
         computed = np.where(live, batch.completion_lengths, 0)
         adapters = trainer.model.adapters is not None
         done = update_operations(trainer.model.config, batch.prompt_lengths, computed, adapters)
         out["perf/update_operations"] = done * self.algo.num_iterations
-        return np.asarray(advantages), {name: _joined(name, [row[name] for row in rows]) for name in rows[0]} | out
+        return np.asarray(advantages), {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]} | out
 
     def logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
@@ -120,7 +120,7 @@ class Updates:
         """Returns the completions that the model processes, and the fractions of those that it does not."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
         assert ids is not None
-        if objective.looks_for_zeros:
+        if objective.skips_zero_advantages:
             advantages = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
             advantages = fetch(advantages, self.trainer.mesh)
         live = objective.live_rows(batch.rewards, batch.scored, ids, advantages)
@@ -143,7 +143,7 @@ class Updates:
         )
 
 
-def _joined(name: str, values: Sequence[Any]) -> float:
+def _aggregate(name: str, values: Sequence[Any]) -> float:
     """Aggregates a metric of several updates: maximum of maxima, mean of other metrics; NaN if none is finite."""
     finite = [float(value) for value in values if np.isfinite(value)]
     if not finite:
