@@ -6,7 +6,7 @@ import resource
 import numpy as np
 import pytest
 
-from tests.training.test_learner import TEXTS, make, varied
+from tests.training.small_learner import TEXTS, make, varied
 from tunix_like import UserError
 from tunix_like.cli import main as cli
 from tunix_like.data import reverse_text
