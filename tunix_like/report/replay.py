@@ -16,7 +16,7 @@ from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.data import source_estimators
 from tunix_like.errors import UserError
 from tunix_like.models.lora import split_params
-from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
+from tunix_like.models.sharding import fetch, place_replicated, scope
 from tunix_like.runs.build import check_config, updates_per_batch
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, progress
@@ -24,9 +24,8 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import FOLDER, Skipped, read_skipped
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import chunk_size
 from tunix_like.training.train_step import StepSpec, gradient, step_inputs
+from tunix_like.training.updates import pack_update
 
 SHOWN = 10
 """Maximum number of completions in the table."""
@@ -116,14 +115,11 @@ def norms_of(
     """
     config, batch, mesh = trained.config, update.batch, trained.mesh
     params, frozen = split_params(trained.params)
-    widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
-    most, size = int(update.in_update.sum()), batch.rewards.shape[1]
-    chunk = chunk_size(config.training, trained.model, (most, size), widths, mesh=mesh)
-    layout = choose_layout(size, most, widths, chunk, prompt_parts(mesh))
+    model, most = trained.model, int(update.in_update.sum())
     whole = place_replicated((batch, update.old_logprobs, update.ref_logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:
-        packed = place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most), mesh)
+        packed = place_packed(pack_update(config.training, model, mesh, batch, rows, most), mesh)
         data = step_inputs(whole[0], update.in_update, packed, *whole[1:])
         loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)

@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
-from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
+from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
@@ -112,11 +113,7 @@ class Collector:
         if len(rollout.problems) > self.batch_size:
             chosen = np.sort(np.argsort(~self._has_signal(rollout, rewards), kind="stable")[: self.batch_size])
             rollout, rewards = pick_groups(rollout, chosen), rewards[chosen]
-        batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
-        batch = batch._replace(estimator_ids=self._estimator_ids(rollout))
-        if algo.overlong == "mask":
-            batch = batch._replace(trained=rollout.completions.finished)
-        return Collected(rollout, batch, metrics, tokens)
+        return Collected(rollout, training_batch(rollout, rewards, self.objective, lengths), metrics, tokens)
 
     def _sample_dynamically(
         self,
@@ -154,10 +151,9 @@ class Collector:
     def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
         """Returns which groups have different rewards and enough scored completions for their estimator."""
         scored = ~np.isnan(rewards)
-        return mixed_groups(rewards, scored) & self.objective.kept_groups(scored, self._estimator_ids(rollout))
-
-    def _estimator_ids(self, rollout: Rollout) -> Int[np.ndarray, "P"]:
-        return self.objective.estimator_ids([problem.columns.get("data_source") for problem in rollout.problems])
+        return mixed_groups(rewards, scored) & self.objective.kept_groups(
+            scored, estimator_ids(self.objective, rollout)
+        )
 
     def _draw(
         self, step: int, params: Any, lap: Callable[[str], None]
@@ -205,7 +201,7 @@ class Collector:
             total, lengths, algo, self.task.rollout_config.max_tokens_to_generate, self.task.success_threshold
         )
         scored = ~np.isnan(total)
-        ids = self._estimator_ids(rollout)
+        ids = estimator_ids(self.objective, rollout)
 
         def describe(group: int, sample: int) -> str:
             parts = {
@@ -219,6 +215,20 @@ class Collector:
             selected = scored & (ids == index)[:, None]
             check_rewards(estimator.name, estimator.params, rewards, selected, describe)
         return rewards
+
+
+def estimator_ids(objective: Objective, rollout: Rollout) -> Int[np.ndarray, "P"]:
+    """Returns the index in `objective.estimators` of each group's estimator."""
+    return objective.estimator_ids([problem.columns.get(SOURCE_COLUMN) for problem in rollout.problems])
+
+
+def training_batch(
+    rollout: Rollout, rewards: Float[np.ndarray, "P G"], objective: Objective, lengths: RolloutConfig
+) -> GroupBatch:
+    """Converts a rollout with its shaped rewards to the batch of a training step."""
+    batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
+    trained = rollout.completions.finished if objective.config.overlong == "mask" else None
+    return batch._replace(estimator_ids=estimator_ids(objective, rollout), trained=trained)
 
 
 def shape_rewards(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.rollout import decoding
@@ -113,16 +113,7 @@ class Sampler:
         key: Array,
         sampling: SamplingParams,
     ) -> Completions:
-        """Samples `num_generations` completions of each prompt.
-
-        Args:
-          params: weights of the decoder.
-          prompts: token ids, each at most `max_prompt_length` long and not empty.
-          numbers: one distinct number per prompt; the random numbers of its completions depend on it and on `key`.
-          num_generations: completions per prompt.
-          key: random key.
-          sampling: temperature, top-p and top-k.
-        """
+        """Samples `num_generations` completions of each prompt (see `types.Engine`)."""
         with scope(self.mesh):
             with progress.task("sampling", len(prompts) * num_generations) as advance:
                 return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish(advance)
@@ -304,7 +295,8 @@ class _Run:
         """Compacts the live rows into the smallest shape that holds them; a prompt may then be in several slots."""
         if not self._worth_moving():
             return
-        of_prompt = {p: np.flatnonzero(self._live_rows_of(p)) for p in dict.fromkeys(self.slot_prompt.tolist())}
+        live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())
+        of_prompt = {p: np.flatnonzero((self.slot_prompt[:, None] == p) & live) for p in prompts}
         fits = [
             (slots, width)
             for slots, width in self._smaller_shapes()
@@ -329,9 +321,6 @@ class _Run:
         live = self.ages[self.row_sample >= 0]
         room = self.sampler.max_tokens - int(live.min()) if live.size else 0
         return room >= WORTH_MOVING
-
-    def _live_rows_of(self, prompt: int) -> Bool[np.ndarray, "R"]:
-        return ((self.slot_prompt[:, None] == prompt) & (self.row_sample >= 0)).reshape(-1)
 
 
 def _rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:

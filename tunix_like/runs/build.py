@@ -12,40 +12,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.losses import loss_parameters
-from tunix_like.algorithms.objective import (
-    build_objective,
-    check_accepts_negative,
-    resolve,
-    trace_user_functions,
-)
+from tunix_like.algorithms.objective import build_objective, check_accepts_negative, resolve, trace_user_functions
 from tunix_like.algorithms.registry import find_estimator
-from tunix_like.config.schema import (
-    AlgorithmConfig,
-    Config,
-    EvalConfig,
-    ModelConfig,
-)
-from tunix_like.data import (
-    DataSource,
-    check_parts,
-    load_source,
-    source_estimators,
-    template_variables,
-)
+from tunix_like.config.schema import AlgorithmConfig, Config, EvalConfig, ModelConfig
+from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import (
-    check_fit,
-    load_abstract,
-    load_config,
-    load_model,
-)
-from tunix_like.models.lora import (
-    add_lora,
-    resolve_adapters,
-)
+from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model
+from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions

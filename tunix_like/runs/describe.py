@@ -5,13 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tunix_like.algorithms.objective import (
-    ESTIMATOR_KEYS,
-    LOSS_KEYS,
-)
-from tunix_like.config.schema import (
-    AlgorithmConfig,
-)
+from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
+from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction

@@ -20,7 +20,7 @@ from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.data.stream import Prompt, check_prompts
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope
+from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.sampler import length_bucket, pad_tokens
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.run_lock import owned
@@ -28,10 +28,9 @@ from tunix_like.training.forward import ForwardOptions, place_packed
 from tunix_like.training.guards import SkipWatch
 from tunix_like.training.loop import run
 from tunix_like.training.optimizer import updates_done
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import chunk_size
 from tunix_like.training.train_step import step_inputs
 from tunix_like.training.trainer import Trainer
+from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -152,12 +151,10 @@ class SFTTrainer(Trainer):
     def step(self, number: int) -> dict[str, Any] | None:
         with scope(self.mesh):
             batch = self._batch(next(self._batches))
-            widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
-            shape = self.config.batch_size, 1
-            size = chunk_size(self.training, self.model, shape, widths, mesh=self.mesh)
-            layout = choose_layout(1, self.config.batch_size, widths, size, prompt_parts(self.mesh))
-            packed = place_packed(pack(batch.completion_lengths, batch.scored, widths[1], layout), self.mesh)
-            inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(self.config.batch_size, bool), packed)
+            count = self.config.batch_size
+            packed = pack_update(self.training, self.model, self.mesh, batch, batch.scored, count)
+            placed = place_packed(packed, self.mesh)
+            inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(count, bool), placed)
             assert self.schedule is not None
             rate = float(self.schedule(updates_done(self.state.opt_state)))
             self.state, metrics, _ = self.programs.train_step(self.state, inputs, self.frozen)

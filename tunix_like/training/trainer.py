@@ -30,7 +30,7 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
 from tunix_like.storage.metrics import MetricsLog
 from tunix_like.training.forward import ForwardOptions
-from tunix_like.training.optimizer import build_optimizer, build_schedule, follows_total, init_optimizer
+from tunix_like.training.optimizer import build_optimizer, build_schedule, init_optimizer
 from tunix_like.training.step_programs import ProgramCache, StepPrograms, step_programs
 from tunix_like.training.train_step import StepObjective, StepSpec, TrainState
 
@@ -187,9 +187,10 @@ class Trainer:
         Args:
           optimizer: an `OptimizerConfig` or an optax transformation.
         """
-        self.rate_follows_total = follows_total(optimizer)
         shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
+        self.rate_follows_total = False
         if isinstance(optimizer, OptimizerConfig):
+            self.rate_follows_total = optimizer.schedule != "constant"
             updates = None if self.total is None else self.total * updates_per_step
             self.schedule = build_schedule(optimizer, updates)
             optimizer = build_optimizer(optimizer, updates)

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective
-from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.errors import UserError
+from tunix_like.models.decoder import Decoder
 from tunix_like.models.operations import update_operations
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
 from tunix_like.training.forward import place_packed
@@ -60,7 +62,7 @@ class Updates:
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
         old = self.logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
         kept = ref if self.objective.reference_in_loss else None
-        placed, placed_logprobs = self._place(batch), place_replicated((old, kept), trainer.mesh)
+        placed, *placed_logprobs = place_replicated((batch, old, kept), trainer.mesh)
         if trainer.schedule is not None:
             out["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
         rows: list[dict[str, Any]] = []
@@ -90,7 +92,8 @@ class Updates:
         """Computes the log-probabilities of the completions `rows` (None: of all), 0 elsewhere."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
-        logprobs = self.trainer.programs.logprobs(graphdef, params, self._place(batch), packed)
+        placed = place_replicated(batch, self.trainer.mesh)
+        logprobs = self.trainer.programs.logprobs(graphdef, params, placed, packed)
         return np.asarray(fetch(logprobs, self.trainer.mesh))
 
     def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
@@ -106,15 +109,8 @@ class Updates:
         return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
 
     def _pack(self, batch: GroupBatch, rows: np.ndarray, most_prompts: int) -> Packed:
-        trainer, widths = self.trainer, (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2])
-        shape = most_prompts, self.algo.num_generations
-        size = chunk_size(trainer.training, trainer.model, shape, widths, self.reference, trainer.mesh)
-        layout = choose_layout(self.algo.num_generations, most_prompts, widths, size, prompt_parts(trainer.mesh))
-        return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
-
-    def _place(self, batch: GroupBatch) -> GroupBatch:
-        """Replicates the batch over the mesh; it is small, and chunks gather rows from it."""
-        return place_replicated(batch, self.trainer.mesh)
+        trainer = self.trainer
+        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, self.reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns the completions that the model processes, and the fractions of those that it does not."""
@@ -141,6 +137,27 @@ class Updates:
             f"{group} (prompt {prompts[group]!r:.80}) with rewards {batch.rewards[group].tolist()}; it must return "
             "finite numbers. The weights are those before this step."
         )
+
+
+def pack_update(
+    training: RLTrainingConfig,
+    model: Decoder,
+    mesh: Mesh | None,
+    batch: GroupBatch,
+    rows: Bool[np.ndarray, "P G"],
+    most_prompts: int,
+    reference: bool = False,
+) -> Packed:
+    """Packs the completions `rows` of a batch, in chunks of the configured size.
+
+    Args:
+      most_prompts: maximum number of prompts of an update.
+      reference: whether a reference model is held in memory beside the policy.
+    """
+    widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
+    chunk = chunk_size(training, model, (most_prompts, size), widths, reference, mesh)
+    layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh))
+    return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
 
 
 def _aggregate(name: str, values: Sequence[Any]) -> float:
