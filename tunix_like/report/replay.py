@@ -31,17 +31,17 @@ SHOWN = 10
 """Maximum number of completions in the table."""
 
 
-class Found(NamedTuple):
+class Losses(NamedTuple):
     """Loss and gradient norm of the whole update, and `(group, sample, loss, norm)` of each single completion."""
 
     loss: float
     norm: float
-    alone: list[tuple[int, int, float, float]]
+    by_completion: list[tuple[int, int, float, float]]
 
     @property
     def non_finite(self) -> list[tuple[int, int, float, float]]:
         """The completions with a non-finite loss or gradient."""
-        return [row for row in self.alone if not np.isfinite(row[2:]).all()]
+        return [row for row in self.by_completion if not np.isfinite(row[2:]).all()]
 
 
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
@@ -61,7 +61,7 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Traine
     return skipped, open_trained(str(run / "checkpoints" / str(step)), overrides), step
 
 
-def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Found:
+def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Losses:
     """Computes the loss and gradient norm of the whole update and of each single completion.
 
     A single completion has the advantage and weight that it has in the whole update. The model's weights are unchanged.
@@ -77,7 +77,7 @@ def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None
         masks.append(np.zeros_like(live))
         masks[-1][index] = True
     (loss, norm), *alone = norms_of(skipped, trained, program_of(trained, objective), masks, on_progress)
-    return Found(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
+    return Losses(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
 
 
 def program_of(trained: Trained, objective: Objective) -> Any:
@@ -143,9 +143,9 @@ def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     with progress.task("completions", live + 1) as advance:
         result = replay(skipped, trained, advance)
     console.say(f"the whole update: loss {result.loss:.4g}, gradient norm {result.norm:.4g}")
-    rows = result.non_finite or sorted(result.alone, key=lambda row: -row[3])
+    rows = result.non_finite or sorted(result.by_completion, key=lambda row: -row[3])
     title = (
-        f"{len(result.non_finite)} of {len(result.alone)} completions have a non-finite loss or gradient"
+        f"{len(result.non_finite)} of {len(result.by_completion)} completions have a non-finite loss or gradient"
         if result.non_finite
         else "all single completions are finite; those with the largest gradients"
     )

@@ -26,11 +26,11 @@ FIRST_CACHE = 128
 """Initial number of cache columns; it doubles as needed. Each size is compiled separately."""
 
 FEWEST_ROWS = {"cpu": 8}
-ELSEWHERE = 64
-"""Minimum number of rows per device after compaction, by backend (`ELSEWHERE`: other backends). With fewer rows the
-cost of a step is dominated by reading the weights."""
+FEWEST_ROWS_ELSEWHERE = 64
+"""Minimum number of rows per device after compaction, by backend and on other backends. With fewer rows the cost of a
+step is dominated by reading the weights."""
 
-WORTH_MOVING = 16
+FEWEST_TOKENS_LEFT = 16
 """Rows are compacted only if some row may still grow by at least this many tokens."""
 
 
@@ -209,7 +209,7 @@ class _Run:
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
         fewer = self._smaller_shapes()
-        if not fewer or not self._worth_moving():
+        if not fewer or not self._worth_compacting():
             return 0
         target = fewer[0][0] * fewer[0][1]
         return target if live > target else max(0, live - max(1, target // 8))
@@ -286,14 +286,14 @@ class _Run:
         parts, shapes = prompt_parts(self.sampler.mesh), []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
             slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
-            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), ELSEWHERE):
+            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), FEWEST_ROWS_ELSEWHERE):
                 break
             shapes.append((slots, width))
         return shapes
 
     def _compact(self) -> None:
         """Compacts the live rows into the smallest shape that holds them; a prompt may then be in several slots."""
-        if not self._worth_moving():
+        if not self._worth_compacting():
             return
         live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())
         of_prompt = {p: np.flatnonzero((self.slot_prompt[:, None] == p) & live) for p in prompts}
@@ -317,10 +317,10 @@ class _Run:
         moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
         self.prompts, self.rows = self._placed(moved)
 
-    def _worth_moving(self) -> bool:
+    def _worth_compacting(self) -> bool:
         live = self.ages[self.row_sample >= 0]
         room = self.sampler.max_tokens - int(live.min()) if live.size else 0
-        return room >= WORTH_MOVING
+        return room >= FEWEST_TOKENS_LEFT
 
 
 def _rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:

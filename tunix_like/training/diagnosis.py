@@ -16,10 +16,10 @@ from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
 
-AGAIN = 10
+REPEAT_AFTER = 10
 """The warning is repeated after this many consecutive steps without a signal."""
 
-MOST = 0.9
+CAUSE_SHARE = 0.9
 """A property of the completions is reported as the cause if at least this fraction of them has it."""
 
 
@@ -41,20 +41,20 @@ class Diagnosis(NamedTuple):
 
 
 class SignalWatch:
-    """Warns after the first step of a run if it had no signal, and after every `AGAIN` consecutive such steps."""
+    """Warns of a first step without a signal, and after every `REPEAT_AFTER` consecutive steps without one."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.without = task, 0
+        self.task, self.steps_without = task, 0
 
     def __call__(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        self.without = 0 if has_signal(batch, advantages) else self.without + 1
-        if not self.without or not (step == 1 or self.without % AGAIN == 0):
+        self.steps_without = 0 if has_signal(batch, advantages) else self.steps_without + 1
+        if not self.steps_without or not (step == 1 or self.steps_without % REPEAT_AFTER == 0):
             return
         try:
             diagnosis = diagnose(self.task, rollout, batch, advantages)
-            text = format_diagnosis(diagnosis, step, self.without, rollout)
+            text = format_diagnosis(diagnosis, step, self.steps_without, rollout)
         except Exception as error:  # the functions that extract answers may be the user's
-            text = f"no training signal in {_since(step, self.without)}, and the search for the cause failed "
+            text = f"no training signal in {_since(step, self.steps_without)}, and the search for the cause failed "
             text += f"({type(error).__name__}: {_quoted(str(error), 300)})."
         logger.warning("%s", text)
 
@@ -168,7 +168,7 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
             f"rewards.success_threshold ({task.success_threshold:g}).",
             int(np.argmax(right)),
         )
-    if cut.sum() >= MOST * size:
+    if cut.sum() >= CAUSE_SHARE * size:
         return Diagnosis(
             "truncated",
             f"no group is solved, and {int(cut.sum())} of {size} completions were truncated at the length "
@@ -177,7 +177,7 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
             "rollout.eos_tokens and data.apply_chat_template, or fine-tune on answers first (sft.max_steps).",
             int(np.argmax(cut)),
         )
-    if unread is not None and unread.sum() >= MOST * size:
+    if unread is not None and unread.sum() >= CAUSE_SHARE * size:
         return Diagnosis(
             "unparsable",
             f"no group is solved, and in {int(unread.sum())} of {size} completions no answer is found{aside}.",

@@ -262,7 +262,7 @@ class Learner(Trainer):
         warn_shared(train_ds, eval_ds)
         evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
         check_best_metric(training, evaluator)
-        self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()
+        self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base_identity()
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")

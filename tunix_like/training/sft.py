@@ -144,7 +144,7 @@ class SFTTrainer(Trainer):
         self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True)
         self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
-        self.identity |= {"quantized": self.model.quantized} | self._base()
+        self.identity |= {"quantized": self.model.quantized} | self._base_identity()
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
         self._compile(_Likelihood(), options, self.config.optimizer)
 

@@ -17,7 +17,7 @@ from tunix_like.training.forward import batch_logprobs
 from tunix_like.training.train_step import StepSpec, jit_train_step
 from tunix_like.types import ById
 
-KEPT = 16
+MOST_PROGRAMS = 16
 """Number of cached programs per process; the least recently used one is dropped."""
 
 
@@ -60,6 +60,6 @@ def step_programs(spec: StepSpec, own: ProgramCache | None) -> StepPrograms:
     if key not in cache:
         cache[key] = StepPrograms(spec)
     cache.move_to_end(key)
-    if len(cache) > KEPT:
+    if len(cache) > MOST_PROGRAMS:
         cache.popitem(last=False)
     return cache[key]

@@ -235,7 +235,7 @@ class Trainer:
             self.done, self._stream = 0, None
             self.state = self.state._replace(opt_state=None)
 
-    def _base(self) -> dict[str, Any]:
+    def _base_identity(self) -> dict[str, Any]:
         """Returns the part of `identity` that identifies the frozen weights of a model with adapters."""
         if self.model.adapters is None:
             return {}
