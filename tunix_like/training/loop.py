@@ -84,11 +84,8 @@ def run(
             return files.last_row
         with progress.task(trainer.name, trainer.total, trainer.done) as advance:
             fresh = trainer.done == 0 and files.latest_step() is None
-            if (
-                fresh
-                and (start := trainer.evaluate_if_due(0, last=False))
-                and files.write({trainer.step_key: 0} | start)
-            ):
+            start = trainer.evaluate_if_due(0, last=False) if fresh else {}
+            if start and files.write({trainer.step_key: 0} | start):
                 files.save(over=False)
             with _stop_signals() as asked:
                 while not last:
@@ -111,7 +108,7 @@ def run(
                     if stop and (another_follows or not last):
                         files.end(stop)
             if not last:  # the data is exhausted, so the last step is known only now
-                evaluated = by_first(lambda: _evaluated(trainer, files.log))  # by the run that is resumed
+                evaluated = by_first(lambda: _evaluated(trainer, files.log))  # before this run was resumed
                 if not evaluated and (final := trainer.evaluate_if_due(trainer.done, last=True)):
                     files.write({trainer.step_key: trainer.done} | final)  # before a save, which may remove the best
                 if trainer.done and files.latest_step() != trainer.done:
