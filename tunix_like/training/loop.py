@@ -163,10 +163,11 @@ class _Files:
 def _opened(
     trainer: Trainer, on_row: Callable[[dict[str, Any]], None], before_save: Callable[[], None]
 ) -> Iterator[_Files]:
-    """Opens the checkpoints and the log of a trainer, and closes them when the weights are back in the model.
+    """Opens the checkpoints and the log of a trainer, and closes them at the end.
 
-    All processes are synchronised after an end that all of them reach: the loggers may keep process 0 busy for longer
-    than the other processes wait for it at their exit.
+    The weights are back in the model before the checkpoints are closed, because closing may be interrupted. All
+    processes are synchronised after an end that all of them reach: the loggers may keep process 0 busy for longer than
+    the other processes wait for it at their exit.
     """
     checkpoints = trainer.open_checkpoints()
     with checkpoints or contextlib.nullcontext(), trainer.running():
