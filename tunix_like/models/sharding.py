@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,6 +81,11 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
     if len(devices) == 1:
         return None
     return jax.make_mesh(shape, config.axis_names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
+    """Returns a mesh of the same devices, in the same order, with `shape` along `data`, `fsdp` and `tp`."""
+    return Mesh(mesh.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
