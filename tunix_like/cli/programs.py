@@ -44,11 +44,12 @@ from tunix_like.runs.build import check_batches, check_config, named_model, upda
 from tunix_like.runs.describe import describe_model
 from tunix_like.runtime import console
 from tunix_like.training.arguments import forward_options
+from tunix_like.training.device import Device, device_memory
 from tunix_like.training.forward import packed_shapes
 from tunix_like.training.memory import Phase, amount
 from tunix_like.training.optimizer import build_optimizer, state_shapes
 from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import Device, MemoryEstimate, device_memory, estimate_memory
+from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
 
