@@ -306,8 +306,8 @@ def test_the_choice_reaches_the_model():
 
 
 class Device:
-    def __init__(self, kind, capability="9.0"):
-        self.device_kind, self.compute_capability = kind, capability
+    def __init__(self, kind, capability="9.0", platform="gpu"):
+        self.device_kind, self.compute_capability, self.platform = kind, capability, platform
 
 
 @pytest.mark.parametrize(
@@ -324,13 +324,14 @@ class Device:
 def test_auto_takes_the_kernel_of_the_gpu(monkeypatch, device, dtype, head_dim, resolved):
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert resolve_attention("auto", jnp.dtype(dtype), head_dim) == resolved
+    monkeypatch.undo()
+    assert resolve_attention("auto", jnp.dtype(dtype), head_dim, [device]) == resolved
     if resolved == "auto":
         with pytest.raises(UserError, match=r"model\.attention: cudnn needs"):
-            resolve_attention("cudnn", jnp.dtype(dtype), head_dim)
+            resolve_attention("cudnn", jnp.dtype(dtype), head_dim, [device])
 
 
 @pytest.mark.parametrize(("devices", "resolved"), [(1, "splash"), (4, "auto")])
 def test_auto_takes_splash_attention_on_one_tpu(monkeypatch, devices, resolved):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    monkeypatch.setattr(jax, "devices", lambda: [Device("TPU v5 lite", platform="tpu")] * devices)
     assert resolve_attention("auto", jnp.bfloat16, 128) == resolved

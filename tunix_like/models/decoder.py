@@ -108,7 +108,11 @@ class Decoder(nnx.Module):
         return self._run_layers(run, self.embed_tokens(tokens), None, remat)
 
     def _run_layers(
-        self, run: Callable[[Layer, Array, Any, int], tuple[Array, Any]], x: Array, inputs: list[Any] | None, remat: bool
+        self,
+        run: Callable[[Layer, Array, Any, int], tuple[Array, Any]],
+        x: Array,
+        inputs: list[Any] | None,
+        remat: bool,
     ) -> tuple[Array, list[Any]]:
         """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order.
 
