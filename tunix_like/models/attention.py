@@ -47,7 +47,7 @@ def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[An
     if name not in ATTENTIONS:
         raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
     devices = jax.devices() if devices is None else devices
-    missing = {"cudnn": _cudnn_lacks(devices[0], dtype, head_dim), "splash": _splash_lacks(devices)}
+    missing = {"cudnn": _cudnn_lacks(devices[0], dtype, head_dim), "splash": _splash_lacks(devices[0])}
     if name == "auto":
         return next((kernel for kernel, lack in missing.items() if lack is None), "auto")
     if (lack := missing.get(name)) is not None:
@@ -65,11 +65,9 @@ def _cudnn_lacks(device: Any, dtype: Any, head_dim: int) -> str | None:
     return None
 
 
-def _splash_lacks(devices: Sequence[Any]) -> str | None:
-    if devices[0].platform != "tpu":
-        return f"a TPU, but this is {devices[0].device_kind}"
-    if len(devices) > 1:  # the compiler cannot partition a kernel over a mesh
-        return f"a single device, but there are {len(devices)}"
+def _splash_lacks(device: Any) -> str | None:
+    if device.platform != "tpu":
+        return f"a TPU, but this is {device.device_kind}"
     return None
 
 

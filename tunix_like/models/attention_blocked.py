@@ -8,7 +8,7 @@ the backward pass, each part needs only the log-sum-exp over all parts. Masks mu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,38 +27,33 @@ CAUSAL_BLOCKS, ALL_BLOCKS = "causal_blocks", "all_blocks"
 NOTHING = -1e30
 """Log-sum-exp of a query without visible keys. It is finite, so the difference of two is not NaN."""
 
-Forward = Callable[[Array, Part, float | None], tuple[Array, Array]]
-"""`forward(q [B N H h], part, cap) -> (out [B N H h], lse [B N H])`, float32: attention over one part and its
-log-sum-exp. For a query without keys, `lse` is at most `NOTHING` (or low enough for a weight of 0) and `out` finite."""
-
 
 def joined_attention(
-    q: Float[Array, "*B H h"], parts: Sequence[Part], forward: Forward | None = None, cap: float | None = None
-) -> Array:
+    q: Float[Array, "*B H h"], parts: Sequence[Part], cap: float | None = None
+) -> Float[Array, "*B H h"]:
     """Computes `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]` under one softmax, with described masks.
 
     Args:
       q: any leading axes; a part with `B` rows of keys reads it as `[B, N, H, h]`.
-      forward: computes one part; None: in blocks. The gradient is always computed in blocks.
       cap: scores become `cap tanh(scores / cap)`.
 
     Returns:
-      outputs of the shape and dtype of `q`; for a query without visible keys, 0 in blocks and finite otherwise.
+      outputs of the shape and dtype of `q`; 0 for a query without visible keys.
     """
-    return _joined(part_forward if forward is None else forward, cap, q, tuple(parts))
+    return _joined(cap, q, tuple(parts))
 
 
 def capped(scores: Float[Array, "*B"], cap: float | None) -> Float[Array, "*B"]:
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _joined(forward: Forward, cap: float | None, q: Array, parts: tuple[Part, ...]) -> Array:
-    return _joined_forward(forward, cap, q, parts)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _joined(cap: float | None, q: Array, parts: tuple[Part, ...]) -> Array:
+    return _joined_forward(cap, q, parts)[0]
 
 
-def _joined_forward(forward: Forward, cap: float | None, q: Array, parts: tuple[Part, ...]) -> tuple[Array, Any]:
-    results = [forward(_rows(q, part), part, cap) for part in parts]
+def _joined_forward(cap: float | None, q: Array, parts: tuple[Part, ...]) -> tuple[Array, Any]:
+    results = [part_forward(_rows(q, part), part, cap) for part in parts]
     part_lses = [part_lse.reshape(q.shape[:-1]) for _, part_lse in results]
     lse = functools.reduce(jnp.logaddexp, part_lses)
     out = jnp.zeros(q.shape, jnp.float32)
@@ -67,16 +62,13 @@ def _joined_forward(forward: Forward, cap: float | None, q: Array, parts: tuple[
     return out.astype(q.dtype), (q, parts, out.astype(q.dtype), lse)
 
 
-def _joined_backward(
-    forward: Forward, cap: float | None, saved: Any, cotangent: Array
-) -> tuple[Array, tuple[Part, ...]]:
+def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[Array, tuple[Part, ...]]:
     """Computes `dS = P (dO V^T - rowsum(dO O))`; `P = exp(S - lse)` is recomputed for each block."""
     q, parts, out, lse = saved
-    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
     for part in parts:
-        level, mean = (x.reshape(part.k.shape[0], -1, q.shape[-2]) for x in (lse, delta))
-        of_q, of_k, of_v = part_backward(_rows(q, part), _rows(cotangent, part), level, mean, part, cap)
+        level = lse.reshape(part.k.shape[0], -1, q.shape[-2])
+        of_q, of_k, of_v = part_backward(*(_rows(x, part) for x in (q, cotangent, out)), level, part, cap)
         total += of_q.reshape(q.shape)
         gradients.append(Part(of_k.astype(part.k.dtype), of_v.astype(part.v.dtype), None))  # type: ignore[arg-type]
     return total.astype(q.dtype), tuple(gradients)
@@ -141,14 +133,15 @@ def part_forward(
 def part_backward(
     q: Float[Array, "B N H h"],
     cotangent: Float[Array, "B N H h"],
+    out: Float[Array, "B N H h"],
     lse: Float[Array, "B N H"],
-    delta: Float[Array, "B N H"],
     part: Part,
     cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
-    """Computes the gradients (float32) of queries, keys and values; `lse` is that of the whole softmax over all parts,
-    `delta` is `rowsum(dO O)`."""
+    """Computes the gradients (float32) of queries, keys and values; `out` and `lse` are those of the whole softmax over
+    all parts."""
     work, blocks = _plan(q, part, cap)
+    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     cotangent, lse, delta = (
         padded(_fold(x, part.k.shape[1]), 3, blocks.query) for x in (cotangent, lse[..., None], delta[..., None])
     )

@@ -1,24 +1,30 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
 The kernels compute causal attention over one part and its gradient. They cannot describe the mask of completions (their
-prompt, and their own segment of a bin), so each function handles it in its own way with blocks as the fallback. Neither
+prompt, and their own segment of a bin), so each function handles it in its own way. Neither
 kernel supports caps, and splash attention supports no windows; the caller must not pass such calls.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Shaped
 
 from tunix_like.models.attention_blocked import joined_attention, padded
 from tunix_like.models.attention_parts import Causal, Lengths, Part, dense_mask, segment_ids
+from tunix_like.models.sharding import BATCH_AXES
 
 MASK_ELEMENTS = 2**28
 """Largest mask `[B, N, U]` that is materialised for cuDNN: 0.5 GB in bfloat16, and as much for its unused gradient."""
+
+INTERPRET = False
+"""Whether splash attention runs in its interpreter; set by tests, which have no TPU."""
 
 _TILE = 8  # jax.nn does not support training with cuDNN on odd lengths
 _LANES = 128
@@ -51,52 +57,138 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
 def splash_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
     """Computes attention over parts with described masks with splash attention.
 
-    Its log-sum-exp is float32, so parts are computed one by one and combined. The gradient is computed in blocks, since
-    that of the kernel supports one part only.
+    Its log-sum-exp is float32, so parts are computed one by one and combined, and so are their gradients. The keys of a
+    prompt are repeated for each of its rows, so that all parts have the layout in which the kernel returns its results.
     """
-    if len(parts) == 1 and parts[0].only_causal:
-        return _splash(q, parts[0], residuals=False)
-    return joined_attention(q, parts, _splash_forward)
+    rows = q.reshape(max(part.k.shape[0] for part in parts), -1, *q.shape[-2:])
+    causal = tuple(isinstance(part.mask, Causal) for part in parts)
+    keys = tuple((_repeated(part.k, len(rows)), _repeated(part.v, len(rows))) for part in parts)
+    ids = tuple(_splash_ids(part, *rows.shape[:2]) for part in parts)
+    assert not any(part.windowed for part in parts), "the kernel does not support windows"
+    return _splash(causal, rows, keys, ids).reshape(q.shape)
 
 
-def _splash_forward(
-    q: Float[Array, "B N H h"], part: Part, cap: float | None
-) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
-    """Computes output and log-sum-exp of one part, float32. For a query without keys, the log-sum-exp is near the
-    lowest float32."""
-    assert cap is None and not part.windowed, "the kernel supports neither caps nor windows"
-    out, lse = _splash(q, part, residuals=True)
-    return out.astype(jnp.float32), lse
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _splash(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any) -> Float[Array, "B N H h"]:
+    return _splash_forward(causal, q, keys, ids)[0]
 
 
-def _splash(q: Float[Array, "B N H h"], part: Part, residuals: bool) -> Any:
-    """Calls the kernel once per batch entry, on lengths padded to whole tiles."""
+def _splash_forward(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any) -> tuple[Array, Any]:
+    def forward(q: Array, keys: Any, ids: Any) -> tuple[Array, Array, Array]:
+        count, q = q.shape[1], _heads_first(q * q.shape[-1] ** -0.5)
+        outs, lses = [], []
+        for is_causal, (k, v), part_ids in zip(causal, keys, ids, strict=True):
+            kernel = _splash_kernel(is_causal, q, k.shape[-1], residuals=True)
+            out, (lse,) = jax.vmap(kernel)(q, *_tiled(k, v), part_ids)
+            outs.append(out.astype(jnp.float32))
+            lses.append(lse)
+        whole = functools.reduce(jnp.logaddexp, lses)
+        out = sum(jnp.exp(lse - whole)[..., None] * out for out, lse in zip(outs, lses, strict=True)).astype(q.dtype)
+        return out.swapaxes(1, 2)[:, :count], out, whole
+
+    result, out, lse = _per_device(forward, q, keys, ids, results=("queries", "heads", "heads"))
+    return result, (q, keys, ids, out, lse)
+
+
+def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Array, "B N H h"]) -> Any:
+    # The gradient of the public function is that of a single part, whose log-sum-exp it computes itself. The function
+    # behind it takes any output and log-sum-exp.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    q, keys, ids, out, lse = saved
+
+    def backward(q: Array, keys: Any, ids: Any, out: Array, lse: Array, cotangent: Array) -> tuple[Array, Any]:
+        count, scale = q.shape[1], q.shape[-1] ** -0.5
+        q, cotangent = _heads_first(q * scale), _heads_first(cotangent)
+        total, gradients = jnp.zeros(q.shape, jnp.float32), []
+        for is_causal, (k, v), part_ids in zip(causal, keys, ids, strict=True):
+            kernel = _splash_kernel(is_causal, q, k.shape[-1], residuals=False)
+
+            def one(q: Array, k: Array, v: Array, ids: Any, out: Array, lse: Array, cotangent: Array) -> Any:
+                saved = q, k, v, ids, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info  # noqa: B023
+                options = {**kernel.kwargs, "save_residuals": False}  # noqa: B023
+                return splash_attention_kernel._splash_attention_bwd(**options, res=saved, do=cotangent)[3:6]
+
+            of_q, of_k, of_v = jax.vmap(one)(q, *_tiled(k, v), part_ids, out, lse, cotangent)
+            total += of_q.astype(jnp.float32)
+            width = k.shape[-1]
+            gradients.append((of_k.swapaxes(2, 3)[..., :width].astype(k.dtype), of_v[:, :, :width].astype(v.dtype)))
+        return (total.swapaxes(1, 2)[:, :count] * scale).astype(q.dtype), tuple(gradients)
+
+    arrays = q, keys, ids, out, lse, cotangent
+    return *_per_device(backward, *arrays, results=("queries", "heads")), jax.tree.map(lambda _: None, ids)
+
+
+_splash.defvjp(_splash_forward, _splash_backward)
+
+
+def _heads_first(q: Float[Array, "B N H h"]) -> Float[Array, "B H M h"]:
+    return padded(q.swapaxes(1, 2), 2, _LANES)
+
+
+def _tiled(k: Float[Array, "B K h U"], v: Float[Array, "B K U h"]) -> tuple[Array, Array]:
+    """Returns keys and values `[B K W h]`, padded to whole tiles."""
+    return padded(k.swapaxes(2, 3), 2, _LANES), padded(v, 2, _LANES)
+
+
+def _repeated(x: Shaped[Array, "B ..."], rows: int) -> Shaped[Array, "R ..."]:
+    """Repeats each entry for the consecutive rows of its group. (The gradient of `jnp.repeat` is a scatter.)"""
+    wide = jnp.broadcast_to(x[:, None], (x.shape[0], rows // x.shape[0], *x.shape[1:]))
+    return wide.reshape(rows, *x.shape[1:])
+
+
+def _splash_ids(part: Part, rows: int, count: int) -> Any:
+    """Returns the segments of queries and keys of each row, padded to whole tiles; None for a plain causal mask."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    if part.only_causal:  # it already hides the trailing padding of the keys
+        return None
+    of_queries, of_keys = (_repeated(ids, rows) for ids in segment_ids(part, count))
+    return splash.SegmentIds(padded(of_queries, 1, _LANES, -2), padded(of_keys, 1, _LANES, -1))
+
+
+def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residuals: bool) -> Any:
     # Imported here, since only TPUs need it and the import takes 0.1 s.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    count = q.shape[1]
-    heads_first = padded((q * q.shape[-1] ** -0.5).swapaxes(1, 2), 2, _LANES)
-    k, v = padded(part.k.swapaxes(2, 3), 2, _LANES), padded(part.v, 2, _LANES)
-    shape, ids = (heads_first.shape[2], k.shape[2]), None
-    if not part.only_causal:  # a plain causal mask already hides the trailing padding of the keys
-        of_queries, of_keys = segment_ids(part, count)
-        ids = splash.SegmentIds(padded(of_queries, 1, _LANES, -2), padded(of_keys, 1, _LANES, -1))
-    mask = splash.CausalMask(shape) if isinstance(part.mask, Causal) else splash.FullMask(shape)
-    kernel = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([mask] * q.shape[2]),
+    shape = q.shape[2], -(-width // _LANES) * _LANES
+    mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+    return splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * q.shape[1]),
         block_sizes=splash.BlockSizes(**_tiles(*shape)),
         save_residuals=residuals,
-        interpret=jax.default_backend() == "cpu",
+        interpret=INTERPRET,
     )
-    result = jax.vmap(kernel)(heads_first, k, v, ids)
-    out, lse = (result[0], result[1][0]) if residuals else (result, None)
-    out = out[:, :, :count].swapaxes(1, 2)
-    return out if lse is None else (out, lse[:, :, :count].swapaxes(1, 2))
+
+
+def _per_device(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
+    """Calls `function(q, keys, ids, *more)` on each device with its own rows and heads; `more` are arrays with heads
+    first, and last, if any, one like `q`.
+
+    The compiler cannot partition a kernel over a mesh. An axis of the mesh that does not divide rows or heads is not
+    used.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function(q, keys, ids, *more)
+    rows = tuple(name for name in BATCH_AXES if name in mesh.shape)
+    rows = rows if q.shape[0] % math.prod(mesh.shape[name] for name in rows) == 0 else ()
+    heads = "tp" if "tp" in mesh.shape and keys[0][0].shape[1] % mesh.shape["tp"] == 0 else None
+    specs = {"queries": P(rows, None, heads), "heads": P(rows, heads)}
+    inputs = specs["queries"], specs["heads"], P(rows), *[specs["heads"]] * (len(more) - 1), specs["queries"]
+    run = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=inputs[: 3 + len(more)],
+        out_specs=tuple(specs[name] for name in results),
+        check_vma=False,
+    )
+    return run(q, keys, ids, *more)
 
 
 def _tiles(queries: int, keys: int) -> dict[str, Any]:
     """Returns the largest tile sizes up to 512 that divide the lengths, forward and backward."""
-    q, kv = (max(size for size in (512, 256, 128) if length % size == 0) for length in (queries, keys))
+    q, kv = (max(size for size in range(_LANES, 513, _LANES) if length % size == 0) for length in (queries, keys))
     return {f"block_{side}{of}": size for side, size in (("q", q), ("kv", kv)) for of in ("", "_dkv", "_dq")}
 
 

@@ -69,6 +69,22 @@ def _gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"]:
     """Applies the rotary embedding with the halves convention of Hugging Face (Su et al., arXiv 2104.09864)."""
+    return jax.lax.platform_dependent(x, *tables, tpu=_rotate_by_product, default=_rotate)
+
+
+def _rotate_by_product(
+    x: Float[Array, "... N h"], cosine: Float[Array, "... k"], sine: Float[Array, "... k"]
+) -> Float[Array, "... N h"]:
+    """Exchanges the halves with a permutation matrix: on a TPU, moving half of the lanes takes twice the time."""
+    width = x.shape[-1]
+    exchange = jnp.roll(jnp.eye(width, dtype=x.dtype), width // 2, axis=1)
+    other = jnp.matmul(x, exchange, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    both = jnp.concatenate([cosine, cosine], axis=-1), jnp.concatenate([-sine, sine], axis=-1)
+    cosine, sine = (table[..., None, :] for table in both)
+    return (x.astype(jnp.float32) * cosine + other * sine).astype(x.dtype)
+
+
+def _rotate(x: Float[Array, "... N h"], *tables: Float[Array, "... k"]) -> Float[Array, "... N h"]:
     cosine, sine = (table[..., None, :] for table in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.models.sharding import gather_batch, split_vocabulary, vocabulary_parts
 
@@ -23,25 +26,15 @@ def token_logprobs(
     The entropy has no gradient unless `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
     before the temperature.
 
-    Tokens are processed in pieces of about `chunk` tokens, which are recomputed in the backward pass, so the full
-    `[A, N, V]` array is never materialised. On a mesh that splits the vocabulary, a piece has `chunk` tokens for every
-    part of the vocabulary, so a device holds as many logits as a single device would.
+    Tokens are processed in pieces of about `chunk` tokens, whose logits are computed again in the backward pass, so the
+    full `[A, N, V]` array is never materialised. On a mesh that splits the vocabulary, a piece has `chunk` tokens for
+    every part of the vocabulary, so a device holds as many logits as a single device would.
     """
     parts = vocabulary_parts(head.shape[-1])
+    options = _Options(temperature, entropy_gradient, cap, parts > 1)
 
-    @jax.checkpoint
     def one(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        # The cast is inside the piece, so that the gradients of the pieces are accumulated in the dtype of the weights.
-        hidden = gather_batch(hidden) if parts > 1 else hidden
-        logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        logits = split_vocabulary(logits) if parts > 1 else logits
-        logits = (logits if cap is None else cap * jnp.tanh(logits / cap)) / temperature
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
-        chosen = _at(logits, targets, parts) - normaliser
-        seen, seen_normaliser = (
-            (logits, normaliser) if entropy_gradient else jax.lax.stop_gradient((logits, normaliser))
-        )
-        return chosen, seen_normaliser - (jax.nn.softmax(seen, axis=-1) * seen).sum(axis=-1)
+        return _piece(options, gather_batch(hidden) if options.split else hidden, head, targets)
 
     lanes, count = targets.shape
     pieces = min(count, -(-lanes * count // (chunk * parts)))
@@ -56,8 +49,66 @@ def token_logprobs(
     return chosen, entropy
 
 
-def _at(logits: Float[Array, "A N V"], targets: Int[Array, "A N"], parts: int) -> Float[Array, "A N"]:
-    """Returns the logits of the targets; if the vocabulary is split, each device looks up those of its own part."""
-    if parts == 1:
-        return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0.0).sum(axis=-1)
+class _Options(NamedTuple):
+    """Options of a piece; `split`: whether devices hold parts of the vocabulary."""
+
+    temperature: float
+    entropy_gradient: bool
+    cap: float | None
+    split: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
+    """Computes log-probabilities and entropies of one piece.
+
+    The gradient is written out, because it needs one pass over the recomputed logits instead of three: with the
+    log-sum-exp kept, `p = exp(logits - lse)` needs no maximum and no sum.
+    """
+    return _piece_forward(options, hidden, head, targets)[0]
+
+
+def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Any, Any]:
+    logits, _ = _logits(options, hidden, head)
+    top = logits.max(axis=-1, keepdims=True)
+    weights = jnp.exp(logits - top)
+    total = weights.sum(axis=-1)
+    lse = jnp.log(total) + top[..., 0]
+    mean = (weights * logits).sum(axis=-1) / total  # in the same pass over the logits as `total`
+    if options.split:  # each device looks up the targets of its own part
+        chosen = jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1)
+    else:
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (chosen - lse, lse - mean), (hidden, head, targets, lse, mean)
+
+
+def _piece_backward(options: _Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
+    """With logits `l` and `p = softmax(l)`, `d log p_t / dl = 1[t] - p` and `dH / dl = p (mean(l) - l)`."""
+    hidden, head, targets, lse, mean = saved
+    of_chosen, of_entropy = (x[..., None] for x in cotangents)
+    logits, slope = _logits(options, hidden, head)
+    probabilities = jnp.exp(logits - lse[..., None])
+    of_logits = of_chosen * (jnp.where(_is_target(logits, targets), 1.0, 0.0) - probabilities)
+    if options.entropy_gradient:
+        of_logits += of_entropy * probabilities * (mean[..., None] - logits)
+    of_logits = (of_logits * slope / options.temperature).astype(hidden.dtype)
+    of_hidden = jnp.matmul(of_logits, head.astype(hidden.dtype).T)
+    of_head = jnp.einsum("and,anv->dv", hidden, of_logits, preferred_element_type=jnp.float32)
+    return of_hidden, of_head.astype(head.dtype), None
+
+
+_piece.defvjp(_piece_forward, _piece_backward)
+
+
+def _logits(options: _Options, hidden: Array, head: Array) -> tuple[Float[Array, "A N V"], Array | float]:
+    """Returns logits (float32), and the derivative of the cap."""
+    logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits, slope = split_vocabulary(logits) if options.split else logits, 1.0
+    if options.cap is not None:
+        bounded = jnp.tanh(logits / options.cap)
+        logits, slope = options.cap * bounded, 1 - bounded**2
+    return logits / options.temperature, slope
+
+
+def _is_target(logits: Float[Array, "A N V"], targets: Int[Array, "A N"]) -> Bool[Array, "A N V"]:
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
