@@ -31,7 +31,8 @@ from tunix_like.training.sizes import SHARE, Device
 FAR = 1.25
 """A run whose weights, gradients and optimizer are estimated at more than this multiple of a device is not compiled."""
 
-_OUT_OF_MEMORY = re.compile(r"[Uu]sed ([\d.]+\w) of ([\d.]+\w)")
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w)|\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)")
+"""What the TPU compiler needs and has, in its two messages for programs that do not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ def compile_program(plan: Plan, program: Program) -> Compiled:
             compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "HbmOom" not in str(error) and "Ran out of memory" not in str(error):
-            raise
+            raise  # not about memory
         return Compiled(program, time.perf_counter() - start, refusal=refusal_of(str(error)))
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
     temporaries = memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
@@ -162,7 +163,9 @@ def compile_program(plan: Plan, program: Program) -> Compiled:
 def refusal_of(message: str) -> str:
     """Returns a short text for a compiler's message that a program does not fit into memory."""
     used = _OUT_OF_MEMORY.search(message)
-    return f"does not fit: used {used[1]} of {used[2]}" if used else "does not fit"
+    if used is None:
+        return "does not fit"
+    return f"does not fit: used {used[1] or used[3]} of {used[2] or used[4]}"
 
 
 def print_report(config: Config, devices: str, file: str | None = None) -> int:
@@ -236,10 +239,10 @@ def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
     ]
     if any(found):
         rows.append(row("memory traffic a step", [amount(compiled.costs.memory_bytes) for compiled in done]))
-        rows += [row(name, [_seconds(each, name) for each in found]) for name in Times._fields]
+        rows += [row(f"time by {name}", [_seconds(each, name) for each in found]) for name in Times._fields]
         rows += [
             row("bound", ["-" if each is None else f"{each.bound} ({each.share:.0%})" for each in found]),
-            row("predicted, a step", [_seconds(each, "predicted") for each in found]),
+            row("predicted time of a step", [_seconds(each, "predicted") for each in found]),
         ]
     rows.append(("seconds to compile", *(f"{compiled.seconds:.1f}" for compiled in done)))
     return rows
@@ -255,7 +258,9 @@ def _sum(compiled: Compiled, target: Target) -> str:
 
 def _seconds(found: Times | None, name: str) -> str:
     value = None if found is None else getattr(found, name)
-    return "-" if value is None else f"{value:.3g} s"
+    if value is None:
+        return "-"
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.sampler import slot_shape
 from tunix_like.runs.build import check_batches, check_config, named_model, updates_per_batch
+from tunix_like.runtime.accelerators import cudnn_installed
 from tunix_like.runtime.compiled_costs import Trips
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import CHUNKS, SETS, packed_shapes
@@ -49,6 +51,8 @@ from tunix_like.training.packing import Packed, choose_layout, pack
 from tunix_like.training.sizes import Device, Foreseen, device_memory, foresee
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
+
+logger = logging.getLogger("tunix_like")
 
 KERNELS = ("cudnn", "splash")
 """Attention kernels that the CPU backend does not support; in a simulation they are replaced by blocked attention."""
@@ -145,7 +149,11 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
 def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> str:
     """Returns the attention implementation for the devices of a plan."""
     name = "blocked" if devices is None and name in KERNELS else name
-    return resolve_attention(name, model.dtype, model.config.head_dim, devices)
+    resolved = resolve_attention(name, model.dtype, model.config.head_dim, devices)
+    if devices is not None and resolved == "cudnn" and not cudnn_installed():
+        logger.warning("cuDNN is not installed here, so attention in blocks is compiled instead of cudnn's")
+        return "blocked"
+    return resolved
 
 
 def update_program(plan: Plan) -> Program:

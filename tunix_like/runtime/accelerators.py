@@ -169,6 +169,11 @@ def compiler_of(kind: Accelerator) -> str | None:
     return None
 
 
+def cudnn_installed() -> bool:
+    """Returns whether cuDNN's package is installed, which jax needs to compile a program with a kernel of it."""
+    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+
+
 def described_devices(kind: Accelerator, number: int) -> Sequence[Any]:
     """Returns jax devices that programs can be compiled for, but that hold no arrays.
 
