@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tunix_like.algorithms.losses import aggregation_weights
-from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.config.schema import LOSS_AGG_MODES
+from tunix_like.models.log_probabilities import token_logprobs
 
 
 def slow_weights(mode: str, lengths: np.ndarray, counted: np.ndarray, max_tokens: int) -> np.ndarray:

@@ -81,7 +81,7 @@ def test_the_update_of_one_device(plan):
     weights = 3 * 4 * (matrices // 8 + parameter_count(plan.model.config) - matrices)
     assert weights < update.arguments < weights + 50_000, "a batch of 8 x 4 x 8 tokens"
     assert update.temporaries > matrices and 0.9 < 8 * update.costs.operations / update.program.operations < 8
-    assert update.program.foreseen is not None and update.program.foreseen.name in ("update", "optimizer")
+    assert update.program.estimate is not None and update.program.estimate.name in ("update", "optimizer")
     assert update.costs.network_bytes > 0 and not update.unknown and update.times(simulated(8)) is None
 
 
@@ -99,7 +99,7 @@ def test_each_program_is_described_alone(plan):
 
 
 def test_a_model_that_is_far_too_large_is_refused_before_it_is_compiled(plan):
-    fixed = max(phase.fixed for phase in plan.foreseen.phases)
+    fixed = max(phase.fixed for phase in plan.estimate.phases)
     target = dataclasses.replace(simulated(8), kind=dataclasses.replace(KINDS["v5e"], memory=fixed // 2))
     with pytest.raises(UserError, match=r"--devices v5e-8: .* By estimate v5e-32 or v5e-8 or .*8xh100 .* would fit"):
         programs.check_size(plan, target)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model, save_model
+from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.weights import hf_name
 from tunix_like.rollout.sampler import Sampler, pad_tokens
 from tunix_like.training.forward import ForwardOptions, batch_logprobs

@@ -124,7 +124,7 @@ def find_target(text: str) -> Target:
 
 def check_size(plan: Plan, target: Target) -> None:
     """Raises UserError if weights, gradients and optimizer are estimated far beyond the memory of a device."""
-    kind, fixed = target.kind, max(phase.fixed for phase in plan.foreseen.phases)
+    kind, fixed = target.kind, max(phase.fixed for phase in plan.estimate.phases)
     if kind is None or fixed <= FAR * kind.memory:
         return
     more = accelerators.at_least(kind, target.number * fixed / (SHARE * kind.memory))
@@ -189,7 +189,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
     mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
     console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}; attention {plan.model.attention}")
-    for name, value in plan.foreseen.lines():
+    for name, value in plan.estimate.lines():
         console.say(f"{name:>10}: {value}")
     programs = programs_of(plan)
     names = ", ".join(program.name for program in programs)
@@ -225,13 +225,13 @@ def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
             return "-"
         return f"{amount(costs.collectives[kind])} ({costs.numbers[kind]:,.0f})"
 
-    foreseen = [compiled.program.foreseen for compiled in done]
+    estimates = [compiled.program.estimate for compiled in done]
     needed = [compiled.program.operations / target.number for compiled in done]
     rows = [
         row("arguments", [amount(compiled.arguments) for compiled in done]),
         row("temporaries", [amount(compiled.temporaries) for compiled in done]),
         ("sum", *(_sum(compiled, target) for compiled in done)),
-        ("estimated (memory.py)", *("-" if phase is None else amount(phase.bytes) for phase in foreseen)),
+        ("estimated (memory.py)", *("-" if phase is None else amount(phase.bytes) for phase in estimates)),
         *(row(f"{kind} a step (number)", [sent(compiled.costs, kind) for compiled in done]) for kind in kinds),
         row("network a token", ["-" if c.token is None else amount(c.token.network_bytes) for c in done]),
         row("operations needed a step", [f"{number:.3g}" for number in needed]),
@@ -307,7 +307,7 @@ def _as_json(compiled: Compiled, target: Target) -> dict[str, Any]:
         "compile_seconds": compiled.seconds,
         "argument_bytes": compiled.arguments if fits else None,
         "temporary_bytes": compiled.temporaries if fits else None,
-        "estimated_bytes": None if program.foreseen is None else program.foreseen.bytes,
+        "estimated_bytes": None if program.estimate is None else program.estimate.bytes,
         "collective_bytes": None if costs is None else costs.network_bytes,
         **({} if program.token_loop is None else {"collective_bytes_per_token": _per_token(compiled)}),
         "flops": None if costs is None else costs.operations,

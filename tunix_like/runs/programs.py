@@ -48,7 +48,7 @@ from tunix_like.training.forward import CHUNKS, SETS, packed_shapes
 from tunix_like.training.memory import Phase
 from tunix_like.training.optimizer import build_optimizer, state_shapes
 from tunix_like.training.packing import Packed, choose_layout, pack
-from tunix_like.training.sizes import Device, Foreseen, device_memory, foresee
+from tunix_like.training.sizes import Device, MemoryEstimate, device_memory, estimate_memory
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
 
@@ -68,7 +68,7 @@ class Program:
         completions of full length. Recomputation and padding are not counted.
       calls: how often it runs in a training step.
       trips: trips of its loops whose number is data, for completions of full length.
-      foreseen: the phase with the highest memory as estimated by `memory.py`; None if there is no phase for it.
+      estimate: the phase with the highest memory as estimated by `memory.py`; None if there is no phase for it.
       token_loop: the loop of which one trip samples a token of every row.
     """
 
@@ -77,7 +77,7 @@ class Program:
     operations: float
     calls: float
     trips: Trips
-    foreseen: Phase | None = None
+    estimate: Phase | None = None
     token_loop: str | None = None
 
 
@@ -89,7 +89,7 @@ class Plan:
     device: Device
     model: Decoder
     mesh: Mesh | None
-    foreseen: Foreseen
+    estimate: MemoryEstimate
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class Plan:
 
     def phase(self, *names: str) -> Phase:
         """Returns the estimated phase with the highest memory among these names."""
-        return max((phase for phase in self.foreseen.phases if phase.name in names), key=lambda phase: phase.bytes)
+        return max((phase for phase in self.estimate.phases if phase.name in names), key=lambda phase: phase.bytes)
 
 
 def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | None = None) -> Plan:
@@ -143,7 +143,9 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_batches(config, mesh)
     device = device or Device("cpu", device_memory())
-    return Plan(config, device, model, mesh, foresee(config, model, mesh, slot_shape, device=device, refuse=False))
+    return Plan(
+        config, device, model, mesh, estimate_memory(config, model, mesh, slot_shape, device=device, refuse=False)
+    )
 
 
 def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> str:
@@ -194,7 +196,7 @@ def _packed(plan: Plan) -> Packed:
     """Packs the completions of an update, all of full length."""
     config, (prompts, group) = plan.config, plan.group
     most = min(config.training.mini_batch_size or prompts, prompts)
-    layout = choose_layout(group, most, plan.widths, plan.foreseen.micro_batch, prompt_parts(plan.mesh))
+    layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
     first = np.zeros((prompts, group), bool)
     first[:most] = True
     return pack(plan.lengths[1].astype(np.int32), first, plan.widths[1], layout, most)
@@ -227,7 +229,7 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
 
 def _slots(plan: Plan) -> tuple[int, int]:
     """Returns the number of slots of the sampler and of rows per slot, with all rows active."""
-    return slot_shape(*plan.group, plan.foreseen.rows, *plan.widths)
+    return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
 
 
 def _prompt_inputs(plan: Plan) -> tuple[Any, Any]:
