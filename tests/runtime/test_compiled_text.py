@@ -114,6 +114,18 @@ def test_a_loop_whose_trips_are_data(trips, cycles, unknown):
     assert counter.one_trip("chunks").cycles == 100 and counter.one_trip("sets").cycles == 0
 
 
+def test_attributes_over_several_lines():
+    """As those of a Pallas kernel, and of the copies of its results."""
+    broken = 'negate(%x), frontend_attributes={kernel_metadata={\n"metadata":"{\\"q\\": 1}"\n}}, backend_config='
+    text = COUNTED.replace("negate(%x), backend_config=", broken)
+    assert text != COUNTED and Counter(text, {}).total() == Counter(COUNTED, {}).total()
+
+
+def test_kernels_are_counted_only():
+    text = COUNTED.replace("negate(%x)", 'custom-call(%x), custom_call_target="tpu_custom_call"')
+    assert Counter(text, {}).total().kernels == 4 and Counter(COUNTED, {}).total().kernels == 0
+
+
 def test_collectives():
     """One of two fusions with the same channel, an asynchronous one once, and bytes that a device receives."""
     costs = Counter(COLLECTIVES, {}).total()

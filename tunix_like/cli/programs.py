@@ -184,7 +184,8 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
         raise UserError(f"--json {file}: the folder {Path(file).resolve().parent} does not exist; create it.")
     target = find_target(devices)
     kind = target.kind
-    plan = make_plan(config, kind and Device(kind.backend, kind.memory), target.described)
+    device = None if kind is None else Device(kind.backend, kind.memory)
+    plan = make_plan(config, device, target.described)
     check_size(plan, target)
     mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
@@ -237,6 +238,8 @@ def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
         row("operations needed a step", [f"{number:.3g}" for number in needed]),
         row("operations compiled a step", [f"{compiled.costs.operations:.3g}" for compiled in done]),
     ]
+    if any(compiled.costs.kernels for compiled in done):
+        rows.append(row("kernels a step", [f"{compiled.costs.kernels:,.0f}" for compiled in done]))
     if any(found):
         rows.append(row("memory traffic a step", [amount(compiled.costs.memory_bytes) for compiled in done]))
         rows += [row(f"time by {name}", [_seconds(each, name) for each in found]) for name in Times._fields]
@@ -278,8 +281,8 @@ def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:
     else:
         lines.append(
             "times: arithmetic, memory and network each alone at the data sheet's peak; cycles: the compiler's own "
-            "estimate, without collectives and kernels. Predicted: the largest, so network and device overlap; the "
-            "percentage is its part of the time if they do not."
+            "estimate, without collectives and kernels, so that a program with kernels takes longer. Predicted: the "
+            "largest, so network and device overlap; the percentage is its part of the time if they do not."
         )
     if names := sorted({name for compiled in done for name in compiled.unknown}):
         lines.append(f"loops that count once because their number of trips is data: {', '.join(names)}")

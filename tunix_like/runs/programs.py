@@ -179,7 +179,7 @@ def update_program(plan: Plan) -> Program:
         lower,
         done * config.algorithm.num_iterations,
         updates_per_batch(config),
-        {SETS: float(packed.sets), CHUNKS: float(packed.chunks.sum() / packed.sets)} | _block_trips(plan),
+        {SETS: float(packed.sets), CHUNKS: float(packed.chunks.sum() / packed.sets), **_block_trips(plan)},
         plan.phase("update", "optimizer"),
     )
 

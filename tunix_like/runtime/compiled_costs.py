@@ -26,6 +26,7 @@ _FREE = {
 """Opcodes that move no data themselves."""
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__cudnn\$)')
 _WINDOW = re.compile(r"(\w+)=([\dx_\-]+)")
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
@@ -40,6 +41,7 @@ class Costs:
       cycles: the compiler's estimate for its instructions; 0 if it gives none. Collectives and kernels are left out.
       collectives: bytes that the device receives from others, by kind of collective.
       numbers: collectives that run, by kind.
+      kernels: calls of kernels (Pallas, cuDNN), whose operations and cycles are not known.
     """
 
     operations: float = 0.0
@@ -47,6 +49,7 @@ class Costs:
     cycles: float = 0.0
     collectives: dict[str, float] = dataclasses.field(default_factory=dict)
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels: float = 0.0
 
     @property
     def network_bytes(self) -> float:
@@ -57,6 +60,7 @@ class Costs:
         self.operations += times * other.operations
         self.memory_bytes += times * other.memory_bytes
         self.cycles += times * other.cycles
+        self.kernels += times * other.kernels
         for mine, theirs in ((self.collectives, other.collectives), (self.numbers, other.numbers)):
             for kind, value in theirs.items():
                 mine[kind] = mine.get(kind, 0.0) + times * value
@@ -134,6 +138,7 @@ class Counter:
         A collective that overlaps with other work lies in several fusions, all with its channel, and counts once.
         """
         costs.operations += _products(computation, instruction)
+        costs.kernels += instruction.opcode == "custom-call" and bool(_KERNEL.search(instruction.attributes))
         kind = instruction.opcode.removesuffix("-start")
         channel = instruction.attribute("channel_id") or instruction.name
         if kind in COLLECTIVES and channel not in channels:

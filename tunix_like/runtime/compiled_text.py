@@ -19,6 +19,7 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SCOPE = re.compile(r'op_name="[^"]*?([\w.]+)\)*/while"')
+_BROKEN = re.compile(r'\n(?=["}][^\n])')  # attributes of kernels are written over several lines
 _PASSED_ON = ("copy", "bitcast", "convert")
 
 
@@ -135,7 +136,7 @@ class Module:
         self.computations: dict[str, Computation] = {}
         self.entry = ""
         name, lines = "", list[Instruction]()
-        for line in text.splitlines():
+        for line in _BROKEN.sub(" ", text).splitlines():
             if header := _HEADER.match(line):
                 name, lines = header[2], []
                 self.entry = name if header[1] else self.entry
