@@ -121,6 +121,12 @@ class Engine(Protocol):
     max_prompt_length: int
     row_steps: int
 
+    def place(self, params: Any) -> Any:
+        """Returns the trainer's weights in the form that `generate` takes; called once for several calls of it.
+
+        The result is freed before the next update.
+        """
+
     def generate(
         self,
         params: Any,
@@ -130,9 +136,10 @@ class Engine(Protocol):
         key: Array,
         sampling: SamplingParams,
     ) -> Completions:
-        """Samples `num_generations` completions of each prompt with the weights `params`.
+        """Samples `num_generations` completions of each prompt.
 
         Args:
+          params: the weights, from `place`.
           prompts: token ids, each prompt with 1 to `max_prompt_length` tokens.
           numbers: one distinct number per prompt. The random numbers of a completion depend only on this number, on
             the index of the completion in its group and on `key`.

@@ -85,5 +85,5 @@ def complete(
     if len(tokens) > limit:
         size = f"over {2 * limit}" if len(tokens) > 2 * limit else len(tokens)
         raise UserError(f"the prompt has {size} tokens; raise rollout.max_prompt_length ({limit}).")
-    out = engine.generate(params, [tokens], [0], 1, jax.random.key(seed), sampling)
+    out = engine.generate(engine.place(params), [tokens], [0], 1, jax.random.key(seed), sampling)
     return completion_texts(out, tokenizer)[0]

@@ -304,6 +304,11 @@ class RolloutConfig(_Checked):
         choices=("auto",),
         at_least=1,
     )
+    mesh: list[int] | str = key(
+        "auto",
+        doc="devices along data, fsdp and tp while sampling, e.g. [8, 1, 1]; auto: every device has all weights, or, "
+        "if they do not fit, as few as possible share them along tp, then fsdp",
+    )
     eos_tokens: list[int] | None = key(
         doc="token ids that end a completion; unset: those of the tokenizer and of generation_config.json"
     )

@@ -158,7 +158,7 @@ class Evaluator:
             later steps the metrics are NaN instead, and the run continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance:
-            return self._summary(*self._sampled(params, advance, rollouts, step))
+            return self._summary(*self._sampled(self.engine.place(params), advance, rollouts, step))
 
     def _sampled(
         self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int

@@ -88,6 +88,11 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     return jax.make_mesh(shape, config.axis_names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
+def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
+    """Returns a mesh of the same devices, in the same order, with `shape` along `data`, `fsdp` and `tp`."""
+    return Mesh(mesh.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """Returns a `NamedSharding` for every parameter of a pure dict of arrays or shapes.
 

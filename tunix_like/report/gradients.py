@@ -97,7 +97,7 @@ def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], rewards
     key = jax.random.fold_in(jax.random.key(config.training.seed), GRADIENT_KEY)
     params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     tokens, numbers = [problem.tokens for problem in problems], [problem.number for problem in problems]
-    completions = sampler.generate(trained.params, tokens, numbers, size, key, params)
+    completions = sampler.generate(sampler.place(trained.params), tokens, numbers, size, key, params)
     texts = completion_texts(completions, trained.tokenizer)
     return Rollout(problems, texts, completions, score_completions(rewards, problems, texts, size))
 

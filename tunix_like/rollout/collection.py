@@ -102,6 +102,8 @@ class Collector:
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
+        params = self.engine.place(params)
+        lap("reshard")
         drawn = self._draw(step, params, lap)
         if drawn is None:
             return None

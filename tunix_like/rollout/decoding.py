@@ -72,12 +72,17 @@ def _merge(graphdef: Any, params: Any) -> Decoder:
     The cast is done once here and not at every step of a loop. Quantised matrices stay quantised; the layers dequantise
     them.
     """
+    return nnx.merge(graphdef, cast_params(graphdef, params))
+
+
+def cast_params(graphdef: Any, params: Any) -> Any:
+    """Casts the matrices of a decoder to its compute dtype, except for quantised ones."""
     dtype = nnx.merge(graphdef, params).dtype
 
     def cast(path: Any, x: Array) -> Array:
         return x.astype(dtype) if x.ndim > 1 and path[-1].key not in QUANTIZED_LEAVES else x
 
-    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(cast, params))
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))

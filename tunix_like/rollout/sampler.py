@@ -4,11 +4,13 @@ A prompt is prefilled once and placed in one or more slots, each with some of it
 filled with waiting completions of the slot's prompt, and an empty slot with the next prompt. When no completions wait,
 live rows are compacted into fewer rows. The cache is a ring buffer that grows by powers of two. The tokens of a
 completion do not depend on the schedule, because its random numbers are `fold_in(key, problem number, sample,
-position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer.
+position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer; on a mesh,
+`place` lays them out once for several calls.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
+from tunix_like.models.sharding import fetch, parameter_shardings, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.rollout import decoding
 from tunix_like.runtime import progress
 from tunix_like.types import Completions, SamplingParams
@@ -103,6 +105,20 @@ class Sampler:
         self.max_concurrent_rows = max_concurrent_rows
         self.mesh = mesh
         self.row_steps = 0
+        self._place: Any = None
+
+    def place(self, params: Any) -> Any:
+        """Lays the weights out for sampling: over the sampler's mesh, matrices in the compute dtype.
+
+        Without a mesh, `params` itself, which the programs cast.
+        """
+        if self.mesh is None:
+            return params
+        if self._place is None:
+            shapes = jax.eval_shape(functools.partial(decoding.cast_params, self.graphdef), params)
+            shardings = parameter_shardings(shapes, self.mesh)
+            self._place = jax.jit(decoding.cast_params, static_argnums=0, out_shardings=shardings)
+        return jax.block_until_ready(self._place(self.graphdef, params))
 
     def generate(
         self,
@@ -114,7 +130,10 @@ class Sampler:
         sampling: SamplingParams,
     ) -> Completions:
         """Samples `num_generations` completions of each prompt (see `types.Engine`)."""
+        # A copy, because the key may have been made on the trainer's mesh.
+        data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
         with scope(self.mesh):
+            key = jax.random.wrap_key_data(data, impl=kind)
             with progress.task("sampling", len(prompts) * num_generations) as advance:
                 return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish(advance)
 

@@ -62,7 +62,7 @@ def identity_of(learner: Learner) -> dict[str, Any]:
     They are everything that the next step depends on, except state, data and code.
     """
     rollout = dataclasses.asdict(learner.rollout_config)
-    del rollout["max_concurrent_rows"]
+    del rollout["max_concurrent_rows"], rollout["mesh"]
     optimizer = learner.training.actor_optimizer or OptimizerConfig()
     adapters = learner.model.adapters
     return {

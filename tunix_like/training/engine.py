@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.rollout.sampler import Sampler, slot_shape
-from tunix_like.training.sizes import concurrent_rows
+from tunix_like.training.rollout_layout import concurrent_rows, rollout_mesh
 
 
 def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
@@ -20,14 +20,15 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
       graphdef: graph of a `Decoder` (`nnx.split(model)[0]`).
 
     Raises:
-      UserError: the device memory is too small for a single completion.
+      UserError: the device memory is too small for a single completion, or `rollout.mesh` does not fit.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # the module without weights
+    sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape)
     return Sampler(
         graphdef,
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
-        max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh),
-        mesh=mesh,
+        max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh),
+        mesh=sampling_mesh,
     )

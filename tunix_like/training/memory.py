@@ -96,6 +96,8 @@ class Work:
       filtered: whether sampling uses top-p or top-k.
       backend: the jax backend; the saving of `remat` depends on it.
       parts: number of shards of prompts and lanes.
+      rollout_share: the part of the weights on one device while sampling; None: `share`, without a copy.
+      rollout_parts: number of shards of slots while sampling, and of devices that share their heads; None: `parts`, 1.
     """
 
     model: DecoderConfig
@@ -117,6 +119,8 @@ class Work:
     filtered: bool = False
     backend: str = "cpu"
     parts: int = 1
+    rollout_share: Share | None = None
+    rollout_parts: tuple[int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -240,17 +244,18 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     Args:
       held: bytes by component of the arrays that are held all the time; by default those of a trainer.
     """
-    rows, slots = -(-rows // work.parts), -(-slots // work.parts)
+    parts, tp = work.rollout_parts or (work.parts, 1)
+    rows, slots = -(-rows // parts), -(-slots // parts)
     model, (prompt_width, width) = work.model, work.widths
-    cache = rows * _key_values(work, width) * model.num_layers
-    prompt_cache = slots * _key_values(work, prompt_width) * model.num_layers
+    cache = rows * _key_values(work, width) * model.num_layers // tp
+    prompt_cache = slots * _key_values(work, prompt_width) * model.num_layers // tp
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
-    logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4
-    scores = rows * model.num_heads * (prompt_width + width) * 4
-    cast, dequantized = _cast_weights(work), _dequantized(work, backward=False)
+    logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4 // tp
+    scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
+    cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
     sampling = {"cast weights": cast + dequantized, "logits": logits + scores}
     old = _room_before(width)
-    moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width), cache // 2)
+    moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp, cache // 2)
     tokens = slots * prompt_width
     prompt_scores = _scores_bytes(work, slots, prompt_width, prompt_width)
     forward = max(prompt_scores, WORKING_INNER * tokens * _inner(model) * work.size)
@@ -282,6 +287,14 @@ def _cast_weights(work: Work) -> int:
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0
+
+
+def _sampled_weights(work: Work) -> int:
+    """Returns the bytes of the weights in the sampler's layout; without one, those of `_cast_weights`."""
+    if (share := work.rollout_share) is None:
+        return _cast_weights(work)
+    transposed = share.embedding * work.size if work.model.tie_embeddings else 0
+    return share.plain * work.size + transposed
 
 
 def _dequantized(work: Work, backward: bool) -> int:

@@ -1,4 +1,4 @@
-"""Chooses the chunk size of updates and the number of concurrent completions, and estimates the memory of a run.
+"""Chooses the chunk size of updates, and estimates the memory of a run.
 
 A number in the config is used as it is. `auto` chooses the largest useful size that fits into device memory, by the
 estimates of `memory.py`. Nothing is allocated.
@@ -8,35 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig
 from tunix_like.errors import UserError
-from tunix_like.models.sharding import prompt_parts
-from tunix_like.models.shares import Share, parameter_shapes, share_of
-from tunix_like.runtime.processes import gather
+from tunix_like.training.device import LOWER, SHARE, Device, most_that_fits, this_device, too_large, work_of
 from tunix_like.training.memory import Phase, Work, amount, rollout_phase, update_phases
+from tunix_like.training.rollout_layout import SlotShape, concurrent_rows, rollout_mesh, with_layout
 
 if TYPE_CHECKING:
-    from tunix_like.models.config import DecoderConfig
     from tunix_like.models.decoder import Decoder
-    from tunix_like.models.layer_kinds import Adapters
-
-SHARE = 0.8
-"""Fraction of a device's memory that `auto` may use; estimates are accurate to about 20 %."""
-
-USUAL_GROUP = 8
-"""Assumed number of completions per prompt if the group size is not known."""
-
-MOST_ROWS = 1 << 16
-"""Maximum number of concurrent completions."""
 
 CHUNK_TOKENS = 512
 """Completion tokens of a chunk on CPU with `auto`. An update of 4096 tokens of a 42 M model took 5.1 s and 2.1 GB with
@@ -47,65 +31,6 @@ ACCELERATOR_CHUNK_TOKENS = 16384
 """Maximum completion tokens of a chunk on an accelerator. A matrix product with this number of rows does about 8,000
 operations per byte of bfloat16 weights that it reads. A few hundred saturate the arithmetic units, so larger chunks are
 not faster."""
-
-LOWER = {
-    "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
-    "training": "training.train_micro_batch_size, training.logprob_chunk_size, rollout.max_prompt_length or "
-    "rollout.max_tokens_to_generate",
-}
-"""The keys to lower if a phase does not fit into memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The device that sizes are chosen for.
-
-    Attributes:
-      backend: name of the jax backend.
-      memory: bytes of one device.
-      known: False if the device does not report its memory; `memory` is then that of the host.
-    """
-
-    backend: str
-    memory: int
-    known: bool = True
-
-
-SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
-"""`rollout.sampler.slot_shape`: returns the number of slots and of completions per slot."""
-
-
-@functools.cache
-def device_memory() -> int:
-    """Returns the bytes of one device.
-
-    If the device does not report its memory, this is the host's memory or its cgroup limit, divided by the number of
-    local devices. With several processes it is the minimum over them, because all must choose the same sizes.
-    """
-    return min(gather(_own_memory()))
-
-
-def _own_memory() -> int:
-    if (reported := _reported_memory()) is not None:
-        return reported
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
-        file = Path("/sys/fs/cgroup") / name
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            limits.append(int(text))
-    return min(limits) // jax.local_device_count()
-
-
-def _reported_memory() -> int | None:
-    """Returns the bytes of a device as it reports them, or None."""
-    stats = jax.local_devices()[0].memory_stats()
-    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
-
-
-def this_device() -> Device:
-    """Returns the backend and the memory of the current device."""
-    backend = jax.default_backend()
-    return Device(backend, device_memory(), known=backend == "cpu" or _reported_memory() is not None)
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
@@ -150,38 +75,12 @@ def update_work(
     """Returns the quantities that the memory of one update depends on; arguments as `chunk_size`."""
     chosen = training.actor_optimizer or OptimizerConfig()
     return dataclasses.replace(
-        _work(model, *shape, widths, mesh, device),
+        work_of(model, *shape, widths, mesh, device),
         clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
         reference=reference,
         remat=training.remat,
         logits_chunk=training.logprob_chunk_size,
     )
-
-
-def _work(
-    model: Decoder, prompts: int, group: int, widths: tuple[int, int], mesh: Mesh | None, device: Device | None
-) -> Work:
-    return Work(
-        model.config,
-        _share(model.config, model.param_dtype, model.adapters, model.quantized, mesh),
-        prompts,
-        group,
-        widths,
-        dtype=jnp.dtype(model.dtype),
-        param_dtype=model.param_dtype,
-        adapters=model.adapters,
-        quantized=model.quantized,
-        attention=model.attention,
-        backend=jax.default_backend() if device is None else device.backend,
-        parts=prompt_parts(mesh),
-    )
-
-
-@functools.lru_cache(64)
-def _share(
-    model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None, mesh: Mesh | None
-) -> Share:
-    return share_of(parameter_shapes(model, param_dtype, adapters, quantized), mesh)
 
 
 @functools.lru_cache(64)
@@ -194,72 +93,11 @@ def _chunk_size(setting: int | str, work: Work, available: int) -> int:
     def needed(size: int) -> int:
         return max(phase.bytes for phase in update_phases(work, size))
 
-    if size := _most(top, needed, SHARE * available):
+    if size := most_that_fits(top, needed, SHARE * available):
         return size
     alone, limit = max(phase.fixed for phase in update_phases(work, 1)), SHARE * available
     what, bytes_ = ("model", alone) if alone > limit else ("training", needed(1))
-    raise _too_large("training.train_micro_batch_size", bytes_, limit, what)
-
-
-def concurrent_rows(
-    model: Decoder,
-    rollout: RolloutConfig,
-    slot_shape: SlotShape,
-    mesh: Mesh | None = None,
-    device: Device | None = None,
-) -> int:
-    """Returns the maximum number of completions that are sampled at the same time.
-
-    With `auto` this is the number that fits beside a trainer's weights, moments and reference. If these do not fit, it
-    is the number that fits beside the weights, because then the model cannot be in training.
-
-    Raises:
-      UserError: with `auto`, a single completion does not fit beside the weights.
-    """
-    setting = rollout.max_concurrent_rows
-    if isinstance(setting, int):
-        return setting
-    device, widths = device or this_device(), (rollout.max_prompt_length, rollout.max_tokens_to_generate)
-    filtered = rollout.top_p < 1 or rollout.top_k is not None
-    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=True, filtered=filtered)
-
-    def needed(rows: int, held: dict[str, int] | None) -> int:
-        slots, _ = slot_shape(MOST_ROWS, USUAL_GROUP, rows, *widths)
-        return rollout_phase(work, rows, slots, held).bytes
-
-    alone, limit = {"weights": work.weights}, SHARE * device.memory
-    for held in (None, alone):
-        if rows := _most(MOST_ROWS, functools.partial(needed, held=held), limit):
-            return rows
-    raise _too_large("rollout.max_concurrent_rows", needed(1, alone), limit, "sampling")
-
-
-def _too_large(key: str, needed: int, limit: float, what: str) -> UserError:
-    need = f"about {amount(needed)}, but the limit is {amount(limit)} ({SHARE:.0%} of the device's memory)"
-    if what == "model":
-        return UserError(
-            f"model: weights, gradients and optimizer alone need {need}. Use a smaller model or more devices, or set "
-            f"{key}=1 to try it anyway."
-        )
-    return UserError(
-        f"{key}: one completion at a time needs {need}. Lower {LOWER[what].removeprefix(f'{key}, ')}, or use a "
-        f"smaller model or more devices, or set {key}=1 to try it anyway."
-    )
-
-
-def _most(top: int, needed: Callable[[int], int], limit: float) -> int:
-    """Returns the largest number up to `top` for which `needed` is within the limit; 0 if there is none.
-
-    This is a bisection. `needed` is not strictly monotonic, because the layout of chunks has steps, so the result may
-    be smaller than the maximum.
-    """
-    if needed(top) <= limit:
-        return top
-    low, high = 0, top
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= limit else (low, middle)
-    return low
+    raise too_large("training.train_micro_batch_size", bytes_, limit, what)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +194,8 @@ def estimate_memory(
     update = update_work(training, model, (most, group), widths, config.algorithm.beta > 0, mesh, device)
     size = chosen(lambda: _chunk_size(setting, update, device.memory))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, device))
+    sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape, device)
+    limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh, device))
     phases = []
     for name, prompts, samples in (
         ("rollout", data.batch_size, group),
@@ -365,6 +204,7 @@ def estimate_memory(
         rows = min(limit, prompts * samples)
         slots, _ = slot_shape(prompts, samples, rows, *widths)
         work = dataclasses.replace(update, filtered=rollout.top_p < 1 or rollout.top_k is not None)
+        work = with_layout(work, model, sampling_mesh)
         phases.append(dataclasses.replace(rollout_phase(work, rows, slots), name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:

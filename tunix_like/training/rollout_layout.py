@@ -1,0 +1,154 @@
+"""Chooses how weights and completions are laid out over the devices while sampling, apart from the training layout.
+
+Training shards weights over `fsdp` and gathers them layer by layer. In the decode loop that would move every weight
+over the network for every token. So the weights are laid out again before a rollout, once, in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh
+
+from tunix_like.config.schema import RolloutConfig
+from tunix_like.errors import UserError
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.sharding import AXES, check_divides, check_model, layout_mesh, prompt_parts
+from tunix_like.models.shares import parameter_shapes, share_of
+from tunix_like.training.device import SHARE, Device, most_that_fits, this_device, too_large, work_of
+from tunix_like.training.memory import Work, rollout_phase
+
+SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
+"""`rollout.sampler.slot_shape`: returns the number of slots and of completions per slot."""
+
+USUAL_GROUP = 8
+"""Assumed number of completions per prompt if the group size is not known."""
+
+MOST_ROWS = 1 << 16
+"""Maximum number of concurrent completions."""
+
+ROWS_PER_DEVICE = 16
+"""Completions per device for which `auto` requires memory if `rollout.max_concurrent_rows` is `auto` too."""
+
+
+def rollout_mesh(
+    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, slot_shape: SlotShape, device: Device | None = None
+) -> Mesh | None:
+    """Returns the mesh of the sampler: the same devices as `mesh`, with axes `data`, `fsdp` and `tp`; None without one.
+
+    `rollout.mesh: auto` replicates the weights if they fit beside the trainer's arrays and the cache: sampling then
+    needs no communication. Otherwise it splits them over as few devices along `tp` as fit, and at last over `fsdp`.
+
+    Raises:
+      UserError: `rollout.mesh` does not use every device, or does not divide the model.
+    """
+    if mesh is None:
+        return None
+    if isinstance(rollout.mesh, list):
+        return _checked(mesh, rollout.mesh, model)
+    if rollout.mesh != "auto":
+        raise UserError(f"rollout.mesh: expected auto or three numbers, got '{rollout.mesh}'.")
+    device = device or this_device()
+    limit = SHARE * device.memory
+    layouts = [(mesh.size // tp, 1, tp) for tp in _divisors(mesh, model)]
+    for layout in layouts:
+        chosen = layout_mesh(mesh, layout)
+        if _needed(model, rollout, mesh, chosen, slot_shape, device) <= limit:
+            return chosen
+    data, _, tp = layouts[-1]
+    return layout_mesh(mesh, (1, data, tp))
+
+
+def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
+    if len(shape) != len(AXES) or min(shape) < 1 or math.prod(shape) != mesh.size:
+        raise UserError(
+            f"rollout.mesh: {shape} must give the devices along data, fsdp and tp, {mesh.size} in all, e.g. "
+            f"[{mesh.size}, 1, 1]; or set auto."
+        )
+    chosen = layout_mesh(mesh, shape)
+    try:
+        check_model(chosen, model.config, parameter_shapes(model.config, model.param_dtype, None, None))
+    except UserError as error:
+        raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
+    return chosen
+
+
+def _divisors(mesh: Mesh, model: Decoder) -> list[int]:
+    """Returns the numbers of devices along `tp` that divide the model and the devices of a process, ascending."""
+    per_process = mesh.size // jax.process_count()
+    fitting = []
+    for tp in range(1, per_process + 1):
+        if per_process % tp:
+            continue
+        try:
+            check_divides(layout_mesh(mesh, (mesh.size // tp, 1, tp)), model.config)
+        except UserError:
+            continue
+        fitting.append(tp)
+    return fitting
+
+
+def _needed(
+    model: Decoder, rollout: RolloutConfig, mesh: Mesh, chosen: Mesh, slot_shape: SlotShape, device: Device
+) -> int:
+    """Returns the bytes of a device while sampling with this layout."""
+    rows = rollout.max_concurrent_rows
+    rows = rows if isinstance(rows, int) else ROWS_PER_DEVICE * mesh.size
+    work = with_layout(_rollout_work(model, rollout, mesh, device), model, chosen)
+    slots, _ = slot_shape(rows, USUAL_GROUP, rows, *work.widths)
+    return rollout_phase(work, rows, slots).bytes
+
+
+def _rollout_work(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, device: Device) -> Work:
+    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
+    filtered = rollout.top_p < 1 or rollout.top_k is not None
+    return dataclasses.replace(work_of(model, 1, 1, widths, mesh, device), reference=True, filtered=filtered)
+
+
+def with_layout(work: Work, model: Decoder, chosen: Mesh | None) -> Work:
+    """Returns the quantities of a rollout with the sampler's mesh."""
+    if chosen is None:
+        return work
+    shapes = parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
+    parts = prompt_parts(chosen), chosen.shape["tp"]
+    return dataclasses.replace(work, rollout_share=share_of(shapes, chosen), rollout_parts=parts)
+
+
+def concurrent_rows(
+    model: Decoder,
+    rollout: RolloutConfig,
+    slot_shape: SlotShape,
+    mesh: Mesh | None = None,
+    sampling_mesh: Mesh | None = None,
+    device: Device | None = None,
+) -> int:
+    """Returns the maximum number of completions that are sampled at the same time.
+
+    With `auto` this is the number that fits beside a trainer's weights, moments and reference. If these do not fit, it
+    is the number that fits beside the weights, because then the model cannot be in training.
+
+    Args:
+      mesh, sampling_mesh: the meshes of the trainer and of the sampler.
+
+    Raises:
+      UserError: with `auto`, a single completion does not fit beside the weights.
+    """
+    setting = rollout.max_concurrent_rows
+    if isinstance(setting, int):
+        return setting
+    device = device or this_device()
+    work = with_layout(_rollout_work(model, rollout, mesh, device), model, sampling_mesh)
+
+    def needed(rows: int, held: dict[str, int] | None) -> int:
+        slots, _ = slot_shape(MOST_ROWS, USUAL_GROUP, rows, *work.widths)
+        return rollout_phase(work, rows, slots, held).bytes
+
+    alone, limit = {"weights": work.weights}, SHARE * device.memory
+    for held in (None, alone):
+        if rows := most_that_fits(MOST_ROWS, functools.partial(needed, held=held), limit):
+            return rows
+    raise too_large("rollout.max_concurrent_rows", needed(1, alone), limit, "sampling")
