@@ -19,11 +19,11 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import UserError
 from tunix_like.models.sharding import place_params
-from tunix_like.runs.programs import PROGRAMS, decode_program, make_plan, update_program
+from tunix_like.runs.programs import decode_program, make_plan, programs_of, update_program
 from tunix_like.runtime.accelerators import KINDS
+from tunix_like.training.device import Device
 from tunix_like.training.memory import parameter_count
 from tunix_like.training.optimizer import build_optimizer, init_optimizer, state_shapes
-from tunix_like.training.sizes import Device
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def simulated(number, kind="v5e"):
 def test_the_update_of_one_device(plan):
     """A device has an eighth of every matrix and of its moments, and all else whole. Its products are those that the
     step needs, and some more: the heads of two key heads are not split over four devices."""
-    update = programs.compile_program(plan, update_program(plan))
+    update = programs.compile_program(update_program(plan))
     matrices = sum(x.size for x in jax.tree.leaves(plan.split[1]) if x.ndim > 1)
     weights = 3 * 4 * (matrices // 8 + parameter_count(plan.model.config) - matrices)
     assert weights < update.arguments < weights + 50_000, "a batch of 8 x 4 x 8 tokens"
@@ -88,14 +88,14 @@ def test_the_update_of_one_device(plan):
 def test_the_decoding_of_one_token(plan):
     """One trip of the loop over tokens, which runs as often as a completion has tokens."""
     program = decode_program(plan)
-    decode = programs.compile_program(plan, program)
+    decode = programs.compile_program(program)
     assert program.token_loop is not None and decode.token is not None and not decode.unknown
     trips = program.trips[program.token_loop]
     assert trips == plan.widths[1] and 0 < decode.token.operations * trips <= decode.costs.operations
 
 
 def test_each_program_is_described_alone(plan):
-    assert [describe(plan).name for describe in PROGRAMS] == ["update", "prefill", "decode"]
+    assert [program.name for program in programs_of(plan)] == ["update", "reshard", "prefill", "decode"]
 
 
 def test_a_model_that_is_far_too_large_is_refused_before_it_is_compiled(plan):
@@ -120,7 +120,7 @@ def test_what_the_compiler_refuses_is_a_row_of_the_table(plan, message, said):
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
     program = dataclasses.replace(decode_program(plan), lower=lower)
-    refused = programs.compile_program(plan, program)
+    refused = programs.compile_program(program)
     assert refused.refusal == f"does not fit: used {said}"
     rows = dict(row for row in programs.rows_of([refused], simulated(8)))
     assert rows["sum"] == refused.refusal and rows["arguments"] == "-"
@@ -133,7 +133,7 @@ def test_other_errors_of_the_compiler_are_not_about_memory(plan):
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
     with pytest.raises(jax.errors.JaxRuntimeError):
-        programs.compile_program(plan, dataclasses.replace(decode_program(plan), lower=lower))
+        programs.compile_program(dataclasses.replace(decode_program(plan), lower=lower))
 
 
 WITHOUT = (
@@ -155,14 +155,14 @@ def test_the_report_of_a_simulation(tmp_path):
     assert "v5e-8: fsdp 8, tp 1; 16 GB per device; bfloat16" in said
     for name in ("arguments", "temporaries", "sum", "estimated", "operations needed", "network a token", "seconds"):
         assert re.search(rf"{name}.*\d", said), name
-    for name in ("update", "prefill", "decode"):
+    for name in ("update", "reshard", "prefill", "decode"):
         assert re.search(rf"{name}: compiled, \d+\.\d s\n", said), name
     assert "upper bound" in said and "bound  " not in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["devices"] == "v5e-8" and report["compiler"].startswith("XLA:CPU")
-    assert [program["name"] for program in report["programs"]] == ["update", "prefill", "decode"]
+    assert [program["name"] for program in report["programs"]] == ["update", "reshard", "prefill", "decode"]
     assert "collective_bytes_per_token" not in report["programs"][0]
-    assert report["programs"][2]["collective_bytes_per_token"] > 0
+    assert report["programs"][3]["collective_bytes_per_token"] > 0
     assert all(program["predicted_seconds"] is None for program in report["programs"])
     again = [*argv[:3], "--devices", "v5e-4", "mesh.shape=[2, 1]"]
     done = python("-c", WITHOUT, *again, cwd=tmp_path)

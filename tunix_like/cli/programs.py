@@ -25,8 +25,8 @@ from tunix_like.runtime import accelerators, console
 from tunix_like.runtime.accelerators import Accelerator
 from tunix_like.runtime.compiled_costs import Costs, Counter
 from tunix_like.runtime.time_model import Times, times
+from tunix_like.training.device import SHARE, Device
 from tunix_like.training.memory import amount
-from tunix_like.training.sizes import SHARE, Device
 
 FAR = 1.25
 """A run whose weights, gradients and optimizer are estimated at more than this multiple of a device is not compiled."""
@@ -140,11 +140,11 @@ def check_size(plan: Plan, target: Target) -> None:
     )
 
 
-def compile_program(plan: Plan, program: Program) -> Compiled:
+def compile_program(program: Program) -> Compiled:
     """Compiles a program and adds up its costs."""
     start = time.perf_counter()
     try:
-        with scope(plan.mesh):
+        with scope(program.mesh):
             compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "HbmOom" not in str(error) and "Ran out of memory" not in str(error):
@@ -189,6 +189,9 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
     check_size(plan, target)
     mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
+    if plan.sampling_mesh is not None:
+        axes = ", ".join(f"{name} {size}" for name, size in plan.sampling_mesh.shape.items())
+        console.say(f"while sampling: {axes}")
     console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}; attention {plan.model.attention}")
     for name, value in plan.estimate.lines():
         console.say(f"{name:>10}: {value}")
@@ -197,7 +200,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
     console.say(f"compiling with {target.compiler}: {names}; a large model takes minutes")
     done = []
     for program in programs:
-        done.append(compile_program(plan, program))
+        done.append(compile_program(program))
         console.say(f"{program.name:>10}: {done[-1].refusal or 'compiled'}, {done[-1].seconds:.1f} s")
     columns = ("per device", *(compiled.program.name for compiled in done))
     console.table(f"compiled for {devices} with {target.compiler}", columns, rows_of(done, target))

@@ -39,16 +39,18 @@ from tunix_like.models.sharding import (
 )
 from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
-from tunix_like.rollout.sampler import slot_shape
+from tunix_like.rollout.sampler import jit_place, slot_shape
 from tunix_like.runs.build import check_batches, check_config, named_model, updates_per_batch
 from tunix_like.runtime.accelerators import cudnn_installed
 from tunix_like.runtime.compiled_costs import Trips
 from tunix_like.training.arguments import forward_options
+from tunix_like.training.device import Device, device_memory
 from tunix_like.training.forward import CHUNKS, SETS, packed_shapes
 from tunix_like.training.memory import Phase
 from tunix_like.training.optimizer import build_optimizer, state_shapes
 from tunix_like.training.packing import Packed, choose_layout, pack
-from tunix_like.training.sizes import Device, MemoryEstimate, device_memory, estimate_memory
+from tunix_like.training.rollout_layout import rollout_mesh
+from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
 
@@ -64,6 +66,7 @@ class Program:
 
     Attributes:
       lower: lowers it (`jax.stages.Lowered`).
+      mesh: the mesh that it runs on.
       operations: multiplications and additions that a training step needs of it, on all devices together, for
         completions of full length. Recomputation and padding are not counted.
       calls: how often it runs in a training step.
@@ -74,6 +77,7 @@ class Program:
 
     name: str
     lower: Callable[[], Any]
+    mesh: Mesh | None
     operations: float
     calls: float
     trips: Trips
@@ -89,6 +93,7 @@ class Plan:
     device: Device
     model: Decoder
     mesh: Mesh | None
+    sampling_mesh: Mesh | None
     estimate: MemoryEstimate
 
     @property
@@ -105,6 +110,20 @@ class Plan:
         """The graph definition, and the shapes of the parameters with their shardings."""
         graphdef, state = nnx.split(self.model)
         return graphdef, param_shapes(nnx.to_pure_dict(state), self.mesh)
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether the weights are laid out for sampling (`Sampler.place`)."""
+        return self.sampling_mesh is not None and self.sampling_mesh.size > 1
+
+    @functools.cached_property
+    def sampled(self) -> Any:
+        """The shapes of the parameters while sampling, with their shardings."""
+        graphdef, params = self.split
+        if not self.lays_out:
+            return params
+        shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
+        return param_shapes(shapes, self.sampling_mesh)
 
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -143,9 +162,9 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_batches(config, mesh)
     device = device or Device("cpu", device_memory())
-    return Plan(
-        config, device, model, mesh, estimate_memory(config, model, mesh, slot_shape, device=device, refuse=False)
-    )
+    estimate = estimate_memory(config, model, mesh, slot_shape, device=device, refuse=False)
+    sampling_mesh = rollout_mesh(model, config.rollout, mesh, slot_shape, device)
+    return Plan(config, device, model, mesh, sampling_mesh, estimate)
 
 
 def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> str:
@@ -177,6 +196,7 @@ def update_program(plan: Plan) -> Program:
     return Program(
         "update",
         lower,
+        plan.mesh,
         done * config.algorithm.num_iterations,
         updates_per_batch(config),
         {SETS: float(packed.sets), CHUNKS: float(packed.chunks.sum() / packed.sets), **_block_trips(plan)},
@@ -235,15 +255,23 @@ def _slots(plan: Plan) -> tuple[int, int]:
 def _prompt_inputs(plan: Plan) -> tuple[Any, Any]:
     slots, width = _slots(plan)[0], plan.widths[0]
     inputs = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
-    return slot_shapes(inputs, plan.mesh)
+    return slot_shapes(inputs, plan.sampling_mesh)
+
+
+def reshard_program(plan: Plan) -> Program | None:
+    """Describes the layout of the weights for sampling, once per step; None on one device, which needs none."""
+    if plan.sampling_mesh is None or not plan.lays_out:
+        return None
+    graphdef, params = plan.split
+    lower = functools.partial(jit_place(graphdef, params, plan.sampling_mesh).lower, graphdef, params)
+    return Program("reshard", lower, plan.mesh, 0.0, 1, {})
 
 
 def prefill_program(plan: Plan) -> Program:
     """Describes the prefill as in `rollout/sampler.py`, with a prompt in each slot."""
-    graphdef, params = plan.split
-    lower = functools.partial(decoding.prefill.lower, graphdef, params, *_prompt_inputs(plan))
+    lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan))
     calls = math.ceil(plan.group[0] / _slots(plan)[0])
-    return Program("prefill", lower, _prompt_operations(plan), calls, _block_trips(plan))
+    return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), calls, _block_trips(plan))
 
 
 def _prompt_operations(plan: Plan) -> float:
@@ -253,26 +281,33 @@ def _prompt_operations(plan: Plan) -> float:
 
 def decode_program(plan: Plan) -> Program:
     """Describes decoding as in `rollout/sampler.py`, with all rows active and the cache at its full size."""
-    (graphdef, params), (prompts, group), steps = plan.split, plan.group, plan.widths[1]
+    graphdef, params, (prompts, group), steps = plan.split[0], plan.sampled, plan.group, plan.widths[1]
     slots, size = _slots(plan)
     rollout = plan.config.rollout
     made = jax.eval_shape(functools.partial(decoding.prefill, graphdef), params, *_prompt_inputs(plan))
-    made = slot_shapes(made, plan.mesh)
+    made = slot_shapes(made, plan.sampling_mesh)
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[-1]
     empty = functools.partial(decoding.empty_rows, size=size, max_tokens=steps, room=steps, key_words=words)
-    rows = slot_shapes(jax.eval_shape(empty, made), plan.mesh)
+    rows = slot_shapes(jax.eval_shape(empty, made), plan.sampling_mesh)
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     ends = tuple(rollout.eos_tokens or (0,))
     lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
     operations = forward_operations(plan.model.config, *plan.lengths) - _prompt_operations(plan)
     trips = {decoding.TOKENS: float(steps * math.ceil(prompts * group / (slots * size)))}
-    return Program("decode", lower, operations, 1, trips, plan.phase("rollout"), decoding.TOKENS)
+    phase = plan.phase("rollout")
+    return Program("decode", lower, plan.sampling_mesh, operations, 1, trips, phase, decoding.TOKENS)
 
 
-PROGRAMS: tuple[Callable[[Plan], Program], ...] = (update_program, prefill_program, decode_program)
+PROGRAMS: tuple[Callable[[Plan], Program | None], ...] = (
+    update_program,
+    reshard_program,
+    prefill_program,
+    decode_program,
+)
 """The programs of a run, in the order of the report. Each is described without what the others return."""
 
 
 def programs_of(plan: Plan) -> list[Program]:
     """Describes all programs of a run."""
-    return [describe(plan) for describe in PROGRAMS]
+    found = (describe(plan) for describe in PROGRAMS)
+    return [program for program in found if program is not None]
