@@ -98,6 +98,18 @@ def test_each_program_is_described_alone(plan):
     assert [program.name for program in programs_of(plan)] == ["update", "reshard", "prefill", "decode"]
 
 
+def test_log_probabilities_where_they_are_needed():
+    """For several updates of a batch, and for a KL in the reward the reference's and the policy's."""
+    overrides = ["mesh.shape=[4, 2]", "algorithm.beta=0.1", "algorithm.kl_in_reward=true", "algorithm.num_iterations=2"]
+    overrides += ["algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=ppo_clip"]
+    plan = make_plan(load(YAML, [*SMALL, *overrides]), V5E)
+    found = {program.name: program for program in programs_of(plan)}
+    assert list(found) == ["update", "logprobs", "reshard", "prefill", "decode"]
+    assert (found["logprobs"].calls, found["update"].calls) == (3, 2)
+    compiled = programs.compile_program(found["logprobs"])
+    assert not compiled.unknown and compiled.costs.operations > 0.9 * found["logprobs"].operations / 8
+
+
 def test_a_model_that_is_far_too_large_is_refused_before_it_is_compiled(plan):
     fixed = max(phase.fixed for phase in plan.estimate.phases)
     target = dataclasses.replace(simulated(8), kind=dataclasses.replace(KINDS["v5e"], memory=fixed // 2))

@@ -45,7 +45,7 @@ from tunix_like.runtime.accelerators import cudnn_installed
 from tunix_like.runtime.compiled_costs import Trips
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.device import Device, device_memory
-from tunix_like.training.forward import CHUNKS, SETS, packed_shapes
+from tunix_like.training.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
 from tunix_like.training.memory import Phase
 from tunix_like.training.optimizer import build_optimizer, state_shapes
 from tunix_like.training.packing import Packed, choose_layout, pack
@@ -190,7 +190,8 @@ def update_program(plan: Plan) -> Program:
     state = TrainState(params, state_shapes(optimizer, params))
     options = forward_options(config.rollout, training, config.algorithm, plan.device.backend)
     step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh)))
-    packed = _packed(plan)
+    prompts = plan.group[0]
+    packed = _packed(plan, min(config.training.mini_batch_size or prompts, prompts))
     lower = functools.partial(step.lower, state, _step_inputs(plan, objective, packed), frozen)
     done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
     return Program(
@@ -199,9 +200,30 @@ def update_program(plan: Plan) -> Program:
         plan.mesh,
         done * config.algorithm.num_iterations,
         updates_per_batch(config),
-        {SETS: float(packed.sets), CHUNKS: float(packed.chunks.sum() / packed.sets), **_block_trips(plan)},
+        _packed_trips(plan, packed),
         plan.phase("update", "optimizer"),
     )
+
+
+def logprobs_program(plan: Plan) -> Program | None:
+    """Describes the log-probabilities of a batch without gradient, as in `training/updates.py`; None if not needed.
+
+    They are computed for several updates of a batch, for the KL, and once more for a KL in the reward.
+    """
+    config, algorithm = plan.config, plan.config.algorithm
+    calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
+    if not calls:
+        return None
+    options = forward_options(config.rollout, config.training, algorithm, plan.device.backend)
+    packed = _packed(plan, plan.group[0])
+    program = jax.jit(functools.partial(batch_logprobs, options=options), static_argnums=0)
+    lower = functools.partial(program.lower, *plan.split, _batch(plan), packed_shapes(packed, plan.mesh))
+    operations = calls * forward_operations(plan.model.config, *plan.lengths)
+    return Program("logprobs", lower, plan.mesh, operations, calls, _packed_trips(plan, packed))
+
+
+def _packed_trips(plan: Plan, packed: Packed) -> Trips:
+    return {SETS: float(packed.sets), CHUNKS: float(packed.chunks.sum() / packed.sets), **_block_trips(plan)}
 
 
 def _block_trips(plan: Plan) -> Trips:
@@ -212,38 +234,42 @@ def _block_trips(plan: Plan) -> Trips:
     return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
 
 
-def _packed(plan: Plan) -> Packed:
-    """Packs the completions of an update, all of full length."""
-    config, (prompts, group) = plan.config, plan.group
-    most = min(config.training.mini_batch_size or prompts, prompts)
+def _packed(plan: Plan, most: int) -> Packed:
+    """Packs the completions of the first `most` prompts, all of full length."""
+    prompts, group = plan.group
     layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
     first = np.zeros((prompts, group), bool)
     first[:most] = True
     return pack(plan.lengths[1].astype(np.int32), first, plan.widths[1], layout, most)
 
 
-def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs:
-    config, (prompts, group), (width, steps) = plan.config, plan.group, plan.widths
+def _batch(plan: Plan) -> GroupBatch:
+    """Returns the shapes of a rollout batch."""
+    (prompts, group), (width, steps) = plan.group, plan.widths
 
     def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(axes, dtype)
 
-    floats = shape(prompts, group, steps, dtype=jnp.float32)
     batch = GroupBatch(
         prompt_tokens=shape(prompts, width),
         prompt_lengths=shape(prompts),
         completion_tokens=shape(prompts, group, steps),
         completion_lengths=shape(prompts, group),
-        rollout_logprobs=floats,
+        rollout_logprobs=shape(prompts, group, steps, dtype=jnp.float32),
         rewards=shape(prompts, group, dtype=jnp.float32),
         scored=shape(prompts, group, dtype=jnp.bool_),
         trained=shape(prompts, group, dtype=jnp.bool_),
         estimator_ids=shape(prompts),
         token_mask=shape(prompts, group, steps, dtype=jnp.bool_),
     )
-    old = floats if updates_per_batch(config) > 1 else None
-    ref = floats if objective.reference_in_loss else None
-    batch, in_update, old, ref = replicated_shapes((batch, shape(prompts, dtype=jnp.bool_), old, ref), plan.mesh)
+    return replicated_shapes(batch, plan.mesh)
+
+
+def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs:
+    batch = _batch(plan)
+    in_update = replicated_shapes(jax.ShapeDtypeStruct(plan.group[:1], jnp.bool_), plan.mesh)
+    old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
+    ref = batch.rollout_logprobs if objective.reference_in_loss else None
     return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref)
 
 
@@ -300,6 +326,7 @@ def decode_program(plan: Plan) -> Program:
 
 PROGRAMS: tuple[Callable[[Plan], Program | None], ...] = (
     update_program,
+    logprobs_program,
     reshard_program,
     prefill_program,
     decode_program,
