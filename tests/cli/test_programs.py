@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import re
 
@@ -11,13 +13,17 @@ from flax import nnx
 
 from tests.process import ROOT, python
 from tests.tiny_model import HF
+from tunix_like.cli import main as cli
 from tunix_like.cli import programs
 from tunix_like.config.load import load
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import UserError
 from tunix_like.models.sharding import place_params
+from tunix_like.runs.programs import decode_program, make_plan, programs_of, update_program
+from tunix_like.runtime.accelerators import KINDS
+from tunix_like.training.device import Device
 from tunix_like.training.memory import parameter_count
-from tunix_like.training.optimizer import build_optimizer, init_optimizer
+from tunix_like.training.optimizer import build_optimizer, init_optimizer, state_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -34,32 +40,8 @@ MODEL = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+V5E = Device("tpu", 16 * 10**9)
 SMALL = (f"model.config={json.dumps(MODEL)}", "data.batch_size=8", "algorithm.num_generations=4", "sft.max_steps=0")
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "number"),
-    [("v5e-8", programs.KINDS["v5e"], 8), ("8xh100", programs.KINDS["h100"], 8), ("8xH100", programs.KINDS["h100"], 8),
-     ("4", None, 4)],
-)  # fmt: skip
-def test_devices(text, kind, number):
-    assert programs.parse_devices(text) == (kind, number)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("v9-8", "unknown kind 'v9'.*v5e"),
-        ("8xtoaster", "unknown kind 'toaster'.*h100"),
-        ("", "expected KIND-N"),
-        ("v5e", "expected KIND-N"),
-        ("0", "from 1 to 512"),
-        ("v5e-100000", "from 1 to 512"),
-    ],
-)
-def test_bad_devices(text, said):
-    with pytest.raises(UserError, match=f"--devices: .*{said}"):
-        programs.parse_devices(text)
 
 
 def test_a_backend_that_runs_already():
@@ -70,7 +52,7 @@ def test_a_backend_that_runs_already():
 
 @pytest.fixture(scope="module")
 def plan():
-    return programs.make_plan(load(YAML, [*SMALL, "mesh.shape=[4, 2]"]), programs.KINDS["v5e"])
+    return make_plan(load(YAML, [*SMALL, "mesh.shape=[4, 2]"]), V5E)
 
 
 def test_shapes_lie_where_a_run_puts_its_arrays(plan):
@@ -80,36 +62,142 @@ def test_shapes_lie_where_a_run_puts_its_arrays(plan):
     placed = place_params(made, plan.mesh)
     optimizer = build_optimizer(OptimizerConfig(), 1)
     state = init_optimizer(optimizer, placed)
-    found = params, programs.state_shapes(optimizer, params)
+    found = params, state_shapes(optimizer, params)
     assert jax.tree.structure(found) == jax.tree.structure((placed, state))
     for shape, array in zip(jax.tree.leaves(found), jax.tree.leaves((placed, state)), strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
 
 
+def simulated(number, kind="v5e"):
+    return programs.Target(f"{kind}-{number}", KINDS[kind], number, None, "a simulation")
+
+
 def test_the_update_of_one_device(plan):
-    """A device has an eighth of every matrix and of its moments, and all else whole. There is one chunk here, so that
-    XLA counts the whole step."""
-    update = programs.compile_update(plan)
+    """A device has an eighth of every matrix and of its moments, and all else whole. Its products are those that the
+    step needs, and some more: the heads of two key heads are not split over four devices."""
+    update = programs.compile_program(update_program(plan))
     matrices = sum(x.size for x in jax.tree.leaves(plan.split[1]) if x.ndim > 1)
     weights = 3 * 4 * (matrices // 8 + parameter_count(plan.model.config) - matrices)
     assert weights < update.arguments < weights + 50_000, "a batch of 8 x 4 x 8 tokens"
-    assert update.temporaries > matrices and 0.9 < 8 * update.flops / update.operations < 8
-    assert update.estimate is not None and update.estimate.name in ("update", "optimizer")
+    assert update.temporaries > matrices and 0.9 < 8 * update.costs.operations / update.program.operations < 8
+    assert update.program.estimate is not None and update.program.estimate.name in ("update", "optimizer")
+    assert update.costs.network_bytes > 0 and not update.unknown and update.times(simulated(8)) is None
 
 
-def test_the_report(tmp_path):
+def test_the_decoding_of_one_token(plan):
+    """One trip of the loop over tokens, which runs as often as a completion has tokens."""
+    program = decode_program(plan)
+    decode = programs.compile_program(program)
+    assert program.token_loop is not None and decode.token is not None and not decode.unknown
+    trips = program.trips[program.token_loop]
+    assert trips == plan.widths[1] and 0 < decode.token.operations * trips <= decode.costs.operations
+
+
+def test_each_program_is_described_alone(plan):
+    assert [program.name for program in programs_of(plan)] == ["update", "reshard", "prefill", "decode"]
+
+
+def test_log_probabilities_where_they_are_needed():
+    """For several updates of a batch, and for a KL in the reward the reference's and the policy's."""
+    overrides = ["mesh.shape=[4, 2]", "algorithm.beta=0.1", "algorithm.kl_in_reward=true", "algorithm.num_iterations=2"]
+    overrides += ["algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=ppo_clip"]
+    plan = make_plan(load(YAML, [*SMALL, *overrides]), V5E)
+    found = {program.name: program for program in programs_of(plan)}
+    assert list(found) == ["update", "logprobs", "reshard", "prefill", "decode"]
+    assert (found["logprobs"].calls, found["update"].calls) == (3, 2)
+    compiled = programs.compile_program(found["logprobs"])
+    assert not compiled.unknown and compiled.costs.operations > 0.9 * found["logprobs"].operations / 8
+
+
+def test_a_model_that_is_far_too_large_is_refused_before_it_is_compiled(plan):
+    fixed = max(phase.fixed for phase in plan.estimate.phases)
+    target = dataclasses.replace(simulated(8), kind=dataclasses.replace(KINDS["v5e"], memory=fixed // 2))
+    with pytest.raises(UserError, match=r"--devices v5e-8: .* By estimate v5e-32 or v5e-8 or .*8xh100 .* would fit"):
+        programs.check_size(plan, target)
+    programs.check_size(plan, simulated(8))
+    programs.check_size(plan, dataclasses.replace(target, kind=None))
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("CompileTimeHbmOom: Ran out of memory in memory space hbm. Used 15.97G of 15.75G hbm.", "15.97G of 15.75G"),
+        ("Ran out of memory on HBM, the total memory required for HLO temporaries (56.00G) exceeds available HBM "
+         "(15.75G).", "56.00G of 15.75G"),
+    ],
+)  # fmt: skip
+def test_what_the_compiler_refuses_is_a_row_of_the_table(plan, message, said):
+    def lower():
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
+
+    program = dataclasses.replace(decode_program(plan), lower=lower)
+    refused = programs.compile_program(program)
+    assert refused.refusal == f"does not fit: used {said}"
+    rows = dict(row for row in programs.rows_of([refused], simulated(8)))
+    assert rows["sum"] == refused.refusal and rows["arguments"] == "-"
+    found = programs._as_json(refused, simulated(8))
+    assert found["error"] == refused.refusal and found["argument_bytes"] is None and found["cycles"] is None
+
+
+def test_other_errors_of_the_compiler_are_not_about_memory(plan):
+    def lower():
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        programs.compile_program(dataclasses.replace(decode_program(plan), lower=lower))
+
+
+WITHOUT = (
+    "import sys; from tunix_like.runtime import accelerators; accelerators.compiler_of = lambda kind: None; "
+    "from tunix_like.cli.main import main; sys.exit(main())"
+)
+"""The command on a machine without the compilers of accelerators."""
+
+
+def test_the_report_of_a_simulation(tmp_path):
     """Eight devices, in a process of their own; a folder with config.json alone."""
     (tmp_path / "config.json").write_text(json.dumps(HF | {"num_attention_heads": 2}))
     argv = ["doctor", "--config", YAML, "--devices", "v5e-8", *SMALL[1:], "data.train_size=50"]
     own = ["model.config=null", f"model.path={tmp_path}", "model.init=pretrained", "rollout.max_tokens_to_generate=8"]
-    done = python("-m", "tunix_like", *argv, *own, cwd=tmp_path)
+    done = python("-c", WITHOUT, *argv, *own, "--json", "report.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = done.stdout
+    assert "pip install 'tunix-like[tpu]'" in said and "simulated CPU devices" in said
     assert "v5e-8: fsdp 8, tp 1; 16 GB per device; bfloat16" in said
-    for name in ("arguments", "temporaries", "sum", "estimated", "FLOPs by XLA", "FLOPs of a step", "seconds"):
+    for name in ("arguments", "temporaries", "sum", "estimated", "operations needed", "network a token", "seconds"):
         assert re.search(rf"{name}.*\d", said), name
-    assert "upper bound" in said and "the body of a loop counts once" in said
-    again = [*argv[:3], "--devices", "v5e-3", "mesh.shape=[2, 1]"]
-    done = python("-m", "tunix_like", *again, cwd=tmp_path)
-    assert done.returncode == 2 and re.fullmatch(r"error: mesh.shape: \[2, 1\] needs 2 .* there are 3.*\n", done.stderr)
+    for name in ("update", "reshard", "prefill", "decode"):
+        assert re.search(rf"{name}: compiled, \d+\.\d s\n", said), name
+    assert "upper bound" in said and "bound  " not in said
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["devices"] == "v5e-8" and report["compiler"].startswith("XLA:CPU")
+    assert [program["name"] for program in report["programs"]] == ["update", "reshard", "prefill", "decode"]
+    assert "collective_bytes_per_token" not in report["programs"][0]
+    assert report["programs"][3]["collective_bytes_per_token"] > 0
+    assert all(program["predicted_seconds"] is None for program in report["programs"])
+    again = [*argv[:3], "--devices", "v5e-4", "mesh.shape=[2, 1]"]
+    done = python("-c", WITHOUT, *again, cwd=tmp_path)
+    assert done.returncode == 2 and re.fullmatch(r"error: mesh.shape: \[2, 1\] needs 2 .* there are 4.*\n", done.stderr)
+
+
+def test_bad_options_end_before_anything_is_compiled(tmp_path, capsys):
+    for options, said in (
+        (["--devices", "v5e-3"], "no v5e slice of 3 chips"),
+        (["--devices", "v5e-8", "--json", str(tmp_path / "no" / "file")], r"--json .*does not exist"),
+        (["--json", "x"], "give both options or neither"),
+    ):
+        assert cli.main(["doctor", "--config", YAML, *options]) == 2
+        assert re.search(f"error: .*{said}", capsys.readouterr().err)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+def test_the_report_of_the_tpu_compiler(tmp_path):
+    argv = ["doctor", "--config", YAML, "--devices", "v5e-4", *SMALL, "--json", "report.json"]
+    done = python("-m", "tunix_like", *argv, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "XLA:TPU (libtpu" in done.stdout and "time by cycles" in done.stdout and "upper bound" not in done.stdout
+    assert "number of trips is data" not in done.stdout
+    for program in json.loads((tmp_path / "report.json").read_text())["programs"]:
+        assert program["predicted_seconds"] >= program["cycles"] / 1.5e9 * 0.999 > 0
+        assert min(program[key] for key in ("argument_bytes", "hbm_bytes", "flops", "collective_bytes")) > 0

@@ -329,8 +329,8 @@ def test_the_choice_reaches_the_model():
 
 
 class Device:
-    def __init__(self, kind, capability="9.0"):
-        self.device_kind, self.compute_capability = kind, capability
+    def __init__(self, kind, capability="9.0", platform="gpu"):
+        self.device_kind, self.compute_capability, self.platform = kind, capability, platform
 
 
 @pytest.mark.parametrize(
@@ -347,11 +347,15 @@ class Device:
 def test_auto_takes_the_kernel_of_the_gpu(monkeypatch, device, dtype, head_dim, resolved):
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert resolve_attention("auto", jnp.dtype(dtype), head_dim) == resolved
+    monkeypatch.undo()
+    assert resolve_attention("auto", jnp.dtype(dtype), head_dim, [device]) == resolved
     if resolved == "auto":
         with pytest.raises(UserError, match=r"model\.attention: cudnn needs"):
-            resolve_attention("cudnn", jnp.dtype(dtype), head_dim)
+            resolve_attention("cudnn", jnp.dtype(dtype), head_dim, [device])
 
 
 def test_auto_takes_splash_attention_on_tpus(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    tpus = [Device("TPU v5 lite", platform="tpu")] * 4
+    assert resolve_attention("auto", jnp.bfloat16, 128, tpus) == "splash"
+    monkeypatch.setattr(jax, "devices", lambda: tpus)
     assert resolve_attention("auto", jnp.bfloat16, 128) == "splash"

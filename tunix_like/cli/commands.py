@@ -159,12 +159,13 @@ def _add_checks(command: AddCommand) -> None:
     doctor = command(
         "doctor",
         "doctor:run",
-        "check versions, devices, memory and extras; with --config, estimate the memory of a run on devices that this "
-        "machine does not have",
+        "check versions, devices, memory and extras; with --config, compile the programs of a run for devices that "
+        "this machine does not have, and report memory, network and times",
         "doctor --config examples/gsm8k/qwen3_1.7b.yaml --devices v5e-8",
     )
     doctor.add_argument("--config", help="a YAML file whose programs are compiled from shapes, without weights")
     doctor.add_argument("--devices", help="KIND-N, NxKIND or N: v5e-8, 8xh100, 8")
+    doctor.add_argument("--json", metavar="FILE", help="with --config: also write the report as JSON")
     for sub in (rewards, doctor):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tunix_like.config.load import load
 from tunix_like.errors import UserError
-from tunix_like.runtime import console
+from tunix_like.runtime import accelerators, console
 
 CORE = {
     "jax": "jax",
@@ -164,14 +164,15 @@ def _cache(environment: Mapping[str, str]) -> Check:
 
 def run(arguments: argparse.Namespace) -> int:
     """Reports on this machine or, with `--config`, on the programs of a run on devices that this machine lacks."""
-    if arguments.config is None and arguments.devices is None and not arguments.overrides:
+    if arguments.config is None and arguments.devices is None and arguments.json is None and not arguments.overrides:
         return print_report()
     if arguments.config is None or arguments.devices is None:
         raise UserError(
             "doctor: give both options or neither: --config FILE --devices v5e-8 (or 8xh100, or 8) [a.b=value ...]."
         )
     config = load(arguments.config, arguments.overrides)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # the devices are simulated on the CPU backend
+    accelerators.parse_devices(arguments.devices)  # before jax is imported, which takes a second
+    accelerators.prepare()
     from tunix_like.cli import programs
 
-    return programs.print_report(config, arguments.devices)
+    return programs.print_report(config, arguments.devices, arguments.json)

@@ -1,90 +1,88 @@
-"""Compiles the programs of a run for devices that this machine does not have, and reports their memory and FLOPs.
+"""`doctor --config`: compiles the programs of a run for devices that this machine does not have, and reports on them.
 
-The update, the prefill and the decoding step are lowered from shapes for the same number of simulated CPU devices, with
-the sharding of the run. No arrays of the size of the model are allocated, and neither data nor weights are read.
+The compiler is that of the devices if it is installed (XLA:TPU comes with `libtpu`, XLA:GPU with a CUDA plugin), else
+that of the CPU for as many simulated devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.sharding import Mesh
 
-from tunix_like.algorithms.objective import Objective, build_objective
-from tunix_like.config.schema import Config, OptimizerConfig
-from tunix_like.data import load_source, source_estimators
-from tunix_like.errors import UserError, nearest
-from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import load_abstract
-from tunix_like.models.lora import add_lora, split_params
-from tunix_like.models.operations import forward_operations, update_operations
-from tunix_like.models.sharding import (
-    build_mesh,
-    check_model,
-    param_shapes,
-    prompt_parts,
-    replicated_shapes,
-    scope,
-    shardings_of,
-    slot_shapes,
-)
-from tunix_like.rollout import decoding
-from tunix_like.rollout.logits import SamplingParams
-from tunix_like.rollout.sampler import slot_shape
-from tunix_like.runs.build import check_batches, check_config, named_model, updates_per_batch
+from tunix_like.config.schema import Config
+from tunix_like.errors import NotSaved, UserError, one_line
+from tunix_like.models.sharding import scope
 from tunix_like.runs.describe import describe_model
-from tunix_like.runtime import console
-from tunix_like.training.arguments import forward_options
-from tunix_like.training.device import Device, device_memory
-from tunix_like.training.forward import packed_shapes
-from tunix_like.training.memory import Phase, amount
-from tunix_like.training.optimizer import build_optimizer, state_shapes
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import MemoryEstimate, estimate_memory
-from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
-from tunix_like.types import GroupBatch
+from tunix_like.runs.programs import Plan, Program, make_plan, programs_of
+from tunix_like.runtime import accelerators, console
+from tunix_like.runtime.accelerators import Accelerator
+from tunix_like.runtime.compiled_costs import Costs, Counter
+from tunix_like.runtime.time_model import Times, times
+from tunix_like.training.device import SHARE, Device
+from tunix_like.training.memory import amount
 
-KINDS = {
-    "v5e": Device("tpu", 16 * 10**9),
-    "v6e": Device("tpu", 32 * 10**9),
-    "a100": Device("gpu", 80 * 10**9),
-    "h100": Device("gpu", 80 * 10**9),
-    "h200": Device("gpu", 141 * 10**9),
-}
-"""Backend and memory in bytes of one device, from the vendors' data sheets."""
+FAR = 1.25
+"""A run whose weights, gradients and optimizer are estimated at more than this multiple of a device is not compiled."""
 
-MOST_DEVICES = 512
-"""Maximum number of simulated devices, since each has its own threads."""
-
-KERNELS = ("cudnn", "splash")
-"""Attention kernels that the CPU backend does not support; they are replaced by blocked attention."""
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w)|\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)")
+"""What the TPU compiler needs and has, in its two messages for programs that do not fit."""
 
 
-def parse_devices(text: str) -> tuple[Device | None, int]:
-    """Parses `v5e-8`, `8xh100` or `8` to a device and a number; the device of a bare number is None, the CPU of this
-    host.
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What programs are compiled for.
 
-    Raises:
-      UserError: the text has another form, the kind is unknown, or the number is out of range.
+    Attributes:
+      devices: as `--devices`.
+      kind: None for the CPU of this host.
+      described: devices of the kind's compiler; None for a simulation on the CPU.
+      compiler: name and version.
     """
-    match = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
-    if match is None:
-        raise UserError(f"--devices: expected KIND-N, NxKIND or N (v5e-8, 8xh100, 8), got '{text}'.")
-    kind, number = match["kind"] or match["other"], int(match["last"] or match["first"])
-    if kind is not None and kind not in KINDS:
-        raise UserError(f"--devices: unknown kind '{kind}'. {nearest(kind, KINDS)}")
-    if not 1 <= number <= MOST_DEVICES:
-        raise UserError(f"--devices: {number} devices; give a number from 1 to {MOST_DEVICES}.")
-    return (None if kind is None else KINDS[kind]), number
+
+    devices: str
+    kind: Accelerator | None
+    number: int
+    described: Sequence[Any] | None
+    compiler: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled program. Bytes and operations are per device; `costs` are those of a training step.
+
+    Attributes:
+      arguments: bytes of all inputs.
+      temporaries: bytes of temporary buffers, and of outputs that are not aliased to an input.
+      costs, token: costs of all calls of a step, and of one trip of the loop over tokens, if there is one.
+      unknown: loops that count once because their number of trips is data.
+      refusal: why the compiler refused the program for its memory; the other fields are 0 then.
+    """
+
+    program: Program
+    seconds: float
+    arguments: int = 0
+    temporaries: int = 0
+    costs: Costs = dataclasses.field(default_factory=Costs)
+    token: Costs | None = None
+    unknown: frozenset[str] = frozenset()
+    refusal: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.arguments + self.temporaries
+
+    def times(self, target: Target) -> Times | None:
+        """Returns the times of a step; None for a simulation, whose costs are those of another machine."""
+        if target.kind is None or target.described is None or self.refusal:
+            return None
+        return times(self.costs, self.program.operations / target.number, target.kind, target.number)
 
 
 def pretend(number: int) -> None:
@@ -102,223 +100,229 @@ def pretend(number: int) -> None:
         raise UserError(f"--devices: jax runs with {len(jax.devices())} devices already; {number} need a new process.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled program. Bytes and `flops` are per device; `operations` are those of a whole step on all devices.
-
-    Attributes:
-      arguments: bytes of all inputs.
-      temporaries: bytes of temporary buffers of XLA, and of outputs that are not aliased to an input.
-      flops: FLOPs as counted by XLA, which counts the body of a loop once.
-      operations: required multiplications and additions of the step for completions of full length.
-      estimate: the phase with the highest memory as estimated by `memory.py`, on the target device.
-      seconds: compile time on this machine.
-    """
-
-    name: str
-    arguments: int
-    temporaries: int
-    flops: float
-    operations: float
-    estimate: Phase | None
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A resolved config with its model, mesh and memory estimate for the target devices."""
-
-    config: Config
-    device: Device
-    model: Decoder
-    mesh: Mesh | None
-    estimate: MemoryEstimate
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.config.rollout.max_prompt_length, self.config.rollout.max_tokens_to_generate
-
-    @property
-    def group(self) -> tuple[int, int]:
-        """Prompts per step, and completions per prompt."""
-        return self.config.data.batch_size, self.config.algorithm.num_generations
-
-    @functools.cached_property
-    def split(self) -> tuple[Any, Any]:
-        """The graph definition, and the shapes of the parameters with their shardings."""
-        graphdef, state = nnx.split(self.model)
-        return graphdef, param_shapes(nnx.to_pure_dict(state), self.mesh)
-
-    @property
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the prompts and completions of a step, all of full length."""
-        (prompts, group), (width, steps) = self.group, self.widths
-        return np.full(prompts, width), np.full((prompts, group), steps)
-
-    def phase(self, *names: str) -> Phase:
-        """Returns the estimated phase with the highest memory among these names."""
-        return max((phase for phase in self.estimate.phases if phase.name in names), key=lambda phase: phase.bytes)
-
-
-def make_plan(config: Config, kind: Device | None) -> Plan:
-    """Resolves a config and builds its abstract model and mesh for all devices of the backend.
+def find_target(text: str) -> Target:
+    """Parses `--devices` and finds the compiler of the devices; without it, simulates them on the CPU and says so.
 
     Raises:
-      UserError: a key is invalid, config.json is missing, or the mesh does not fit the devices or parameters.
+      UserError: as `parse_devices` and `pretend`.
     """
-    config, _ = check_config(config)
-    section, device = config.model, kind or Device("cpu", device_memory())
-    incomplete = section.path is None and "vocab_size" not in (section.config or {})
-    what = named_model(section, load_source(config.data).tokenizer if incomplete else None)
-    dtype = section.dtype or ("float32" if kind is None else "bfloat16")
-    attention = "blocked" if section.attention in KERNELS else section.attention
-    kinds: dict[str, Any] = {
-        "dtype": jnp.dtype(dtype),
-        "param_dtype": jnp.dtype(section.param_dtype),
-        "quantize": section.quantize,
-    }
-    model, _, _ = load_abstract(what, init=section.init, attention=attention, **kinds)
-    model = model if config.lora.rank is None else add_lora(model, config.lora)
-    mesh = build_mesh(config.mesh)
-    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
-    check_batches(config, mesh)
-    return Plan(
-        config, device, model, mesh, estimate_memory(config, model, mesh, slot_shape, device=device, refuse=False)
-    )
-
-
-def compile_update(plan: Plan) -> Program:
-    """Compiles one optimizer update as in `training/updates.py`."""
-    config, graphdef = plan.config, plan.split[0]
-    params, frozen = split_params(plan.split[1])
-    own = source_estimators(config.data, config.algorithm)
-    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
-    training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
-    optimizer = training.actor_optimizer or OptimizerConfig()
-    if isinstance(optimizer, OptimizerConfig):
-        optimizer = build_optimizer(optimizer, training.max_steps or 1)
-    state = TrainState(params, state_shapes(optimizer, params))
-    options = forward_options(config.rollout, training, config.algorithm)
-    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh)))
-    lower = functools.partial(step.lower, state, _step_inputs(plan, objective), frozen)
-    done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
-    operations = done * config.algorithm.num_iterations
-    with scope(plan.mesh):
-        return _compiled("update", lower, operations, plan.phase("update", "optimizer"))[0]
-
-
-def _step_inputs(plan: Plan, objective: Objective) -> StepInputs:
-    config, (prompts, group), (width, steps) = plan.config, plan.group, plan.widths
-    most = min(config.training.mini_batch_size or prompts, prompts)
-    layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
-    lengths, first = np.full((prompts, group), steps, np.int32), np.zeros((prompts, group), bool)
-    first[:most] = True
-    packed = packed_shapes(pack(lengths, first, steps, layout, most), plan.mesh)
-
-    def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(axes, dtype)
-
-    floats = shape(prompts, group, steps, dtype=jnp.float32)
-    batch = GroupBatch(
-        prompt_tokens=shape(prompts, width),
-        prompt_lengths=shape(prompts),
-        completion_tokens=shape(prompts, group, steps),
-        completion_lengths=shape(prompts, group),
-        rollout_logprobs=floats,
-        rewards=shape(prompts, group, dtype=jnp.float32),
-        scored=shape(prompts, group, dtype=jnp.bool_),
-        trained=shape(prompts, group, dtype=jnp.bool_),
-        estimator_ids=shape(prompts),
-        token_mask=shape(prompts, group, steps, dtype=jnp.bool_),
-    )
-    old = floats if updates_per_batch(config) > 1 else None
-    ref = floats if objective.reference_in_loss else None
-    batch, in_update, old, ref = replicated_shapes((batch, shape(prompts, dtype=jnp.bool_), old, ref), plan.mesh)
-    return StepInputs(batch, in_update, packed, old, ref)
-
-
-def compile_sampling(plan: Plan) -> list[Program]:
-    """Compiles prefill and decoding as in `rollout/sampler.py`, with all rows active and the cache at its full size."""
-    (graphdef, params), (prompts, group), (width, steps) = plan.split, plan.group, plan.widths
-    rollout, phase = plan.config.rollout, plan.phase("rollout")
-    slots, size = slot_shape(prompts, group, plan.estimate.rows, width, steps)
-    inputs = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
-    lower = functools.partial(decoding.prefill.lower, graphdef, params, *slot_shapes(inputs, plan.mesh))
-    first = np.ones((prompts, 1), np.int32)  # a prompt predicts one token
-    operations = forward_operations(plan.model.config, np.full(prompts, width), first)
-    with scope(plan.mesh):
-        prefill, made = _compiled("prefill", lower, operations, None)
-    made = slot_shapes(made, plan.mesh)
-    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[-1]
-    empty = functools.partial(decoding.empty_rows, size=size, max_tokens=steps, room=steps, key_words=words)
-    rows = slot_shapes(jax.eval_shape(empty, made), plan.mesh)
-    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
-    ends = tuple(rollout.eos_tokens or (0,))
-    lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
-    with scope(plan.mesh):
-        decode = forward_operations(plan.model.config, *plan.lengths) - operations
-        return [prefill, _compiled("decode", lower, decode, phase)[0]]
-
-
-def _compiled(name: str, lower: Callable[[], Any], operations: float, estimate: Phase | None) -> tuple[Program, Any]:
-    """Compiles a program; returns it and the shapes of its outputs with their shardings."""
-    start = time.perf_counter()
-    lowered = lower()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
-    temporaries = memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
-    flops = float(costs.get("flops", float("nan")))
-    program = Program(name, memory.argument_size_in_bytes, temporaries, flops, operations, estimate, seconds)
-    outputs = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        lowered.out_info,
-        compiled.output_shardings,
-    )
-    return program, outputs
-
-
-def print_report(config: Config, devices: str) -> int:
-    """Compiles the programs of a config for `devices` and prints their memory and FLOPs. Returns the exit status, 0.
-
-    Raises:
-      UserError: as `parse_devices`, `pretend` and `make_plan`.
-    """
-    kind, number = parse_devices(devices)
+    kind, number = accelerators.parse_devices(text)
+    if kind is not None:
+        name, reason = accelerators.compiler_of(kind), "it is not installed"
+        if name is not None:
+            try:
+                return Target(text, kind, number, accelerators.described_devices(kind, number), name)
+            except Exception as error:  # a plugin that does not suit this machine or jax can raise anything
+                reason = one_line(error)
+        console.say(
+            f"the compiler of {kind.name} cannot be used ({reason}); install it with "
+            f"pip install {accelerators.EXTRAS[kind.backend]}. The programs are compiled for simulated CPU devices."
+        )
     pretend(number)
-    plan = make_plan(config, kind)
+    return Target(text, kind, number, None, f"XLA:CPU (jax {jax.__version__}), a simulation")
+
+
+def check_size(plan: Plan, target: Target) -> None:
+    """Raises UserError if weights, gradients and optimizer are estimated far beyond the memory of a device."""
+    kind, fixed = target.kind, max(phase.fixed for phase in plan.estimate.phases)
+    if kind is None or fixed <= FAR * kind.memory:
+        return
+    more = accelerators.at_least(kind, target.number * fixed / (SHARE * kind.memory))
+    same = [
+        accelerators.at_least(other, target.number)
+        for other in accelerators.KINDS.values()
+        if fixed <= SHARE * other.memory
+    ]
+    fits = [name for name in (more, *same) if name is not None]
+    raise UserError(
+        f"--devices {target.devices}: weights, gradients and optimizer need about {amount(fixed)} of a device, which "
+        f"has {amount(kind.memory)}. By estimate {' or '.join(fits) or 'only a smaller model'} would fit."
+    )
+
+
+def compile_program(program: Program) -> Compiled:
+    """Compiles a program and adds up its costs."""
+    start = time.perf_counter()
+    try:
+        with scope(program.mesh):
+            compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "HbmOom" not in str(error) and "Ran out of memory" not in str(error):
+            raise  # not about memory
+        return Compiled(program, time.perf_counter() - start, refusal=refusal_of(str(error)))
+    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    temporaries = memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    counter = Counter(compiled.as_text(), program.trips)
+    step = Costs()
+    step.add(counter.total(), program.calls)
+    token = None if program.token_loop is None else counter.one_trip(program.token_loop)
+    unknown = frozenset(counter.unknown)
+    return Compiled(program, seconds, memory.argument_size_in_bytes, temporaries, step, token, unknown)
+
+
+def refusal_of(message: str) -> str:
+    """Returns a short text for a compiler's message that a program does not fit into memory."""
+    used = _OUT_OF_MEMORY.search(message)
+    if used is None:
+        return "does not fit"
+    return f"does not fit: used {used[1] or used[3]} of {used[2] or used[4]}"
+
+
+def print_report(config: Config, devices: str, file: str | None = None) -> int:
+    """Compiles the programs of a config for `devices` and prints their memory, network and predicted times.
+
+    Args:
+      file: JSON file to write too; None for none.
+
+    Returns:
+      the exit status: 0, or 1 if a program does not fit into the devices.
+
+    Raises:
+      UserError: as `find_target`, `make_plan` and `check_size`, or the file cannot be written.
+    """
+    if file is not None and not Path(file).resolve().parent.is_dir():
+        raise UserError(f"--json {file}: the folder {Path(file).resolve().parent} does not exist; create it.")
+    target = find_target(devices)
+    kind = target.kind
+    device = None if kind is None else Device(kind.backend, kind.memory)
+    plan = make_plan(config, device, target.described)
+    check_size(plan, target)
     mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
-    console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
+    if plan.sampling_mesh is not None:
+        axes = ", ".join(f"{name} {size}" for name, size in plan.sampling_mesh.shape.items())
+        console.say(f"while sampling: {axes}")
+    console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}; attention {plan.model.attention}")
     for name, value in plan.estimate.lines():
         console.say(f"{name:>10}: {value}")
-    console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")
-    programs = [compile_update(plan), *compile_sampling(plan)]
-    console.table("compiled, per device", ("", *(program.name for program in programs)), _rows(programs, number))
-    for line in NOTES:
+    programs = programs_of(plan)
+    names = ", ".join(program.name for program in programs)
+    console.say(f"compiling with {target.compiler}: {names}; a large model takes minutes")
+    done = []
+    for program in programs:
+        done.append(compile_program(program))
+        console.say(f"{program.name:>10}: {done[-1].refusal or 'compiled'}, {done[-1].seconds:.1f} s")
+    columns = ("per device", *(compiled.program.name for compiled in done))
+    console.table(f"compiled for {devices} with {target.compiler}", columns, rows_of(done, target))
+    for line in notes_of(done, target):
         console.say(line)
-    return 0
+    if file is not None:
+        write_json(Path(file), done, target)
+    return int(any(compiled.refusal or too_large(compiled, target) for compiled in done))
 
 
-NOTES = (
-    "temporaries: for the CPU backend, which computes bfloat16 in float32 and undoes rematerialisation: an upper bound "
-    "for TPU and GPU",
-    "FLOPs by XLA: the body of a loop counts once; FLOPs of a step: computed from shapes, for completions of full "
-    "length, on all devices together",
-)
+def too_large(compiled: Compiled, target: Target) -> bool:
+    """Returns whether the real compiler needs more than a device has; a GPU's does not refuse such programs."""
+    return target.kind is not None and target.described is not None and compiled.bytes > target.kind.memory
 
 
-def _rows(programs: list[Program], number: int) -> list[tuple[str, ...]]:
-    def row(name: str, cell: Callable[[Program], str]) -> tuple[str, ...]:
-        return (name, *map(cell, programs))
+def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
+    """Returns the rows of the table: memory, collectives and operations of a step, and times."""
+    kinds = sorted({kind for compiled in done for kind in compiled.costs.collectives})
+    found = [compiled.times(target) for compiled in done]
 
-    return [
-        row("arguments", lambda p: amount(p.arguments)),
-        row("temporaries", lambda p: amount(p.temporaries)),
-        row("sum", lambda p: amount(p.arguments + p.temporaries)),
-        row("estimated (memory.py)", lambda p: "-" if p.estimate is None else amount(p.estimate.bytes)),
-        row("FLOPs by XLA", lambda p: f"{p.flops:.3g}"),
-        row("FLOPs of a step", lambda p: f"{p.operations:.3g}"),
-        row("FLOPs of a step, per device", lambda p: f"{p.operations / number:.3g}"),
-        row("seconds to compile", lambda p: f"{p.seconds:.1f}"),
+    def row(name: str, cells: list[str]) -> tuple[str, ...]:
+        return (name, *((compiled.refusal and "-") or cell for compiled, cell in zip(done, cells, strict=True)))
+
+    def sent(costs: Costs, kind: str) -> str:
+        if not costs.numbers.get(kind):
+            return "-"
+        return f"{amount(costs.collectives[kind])} ({costs.numbers[kind]:,.0f})"
+
+    estimates = [compiled.program.estimate for compiled in done]
+    needed = [compiled.program.operations / target.number for compiled in done]
+    rows = [
+        row("arguments", [amount(compiled.arguments) for compiled in done]),
+        row("temporaries", [amount(compiled.temporaries) for compiled in done]),
+        ("sum", *(_sum(compiled, target) for compiled in done)),
+        ("estimated (memory.py)", *("-" if phase is None else amount(phase.bytes) for phase in estimates)),
+        *(row(f"{kind} a step (number)", [sent(compiled.costs, kind) for compiled in done]) for kind in kinds),
+        row("network a token", ["-" if c.token is None else amount(c.token.network_bytes) for c in done]),
+        row("operations needed a step", [f"{number:.3g}" for number in needed]),
+        row("operations compiled a step", [f"{compiled.costs.operations:.3g}" for compiled in done]),
     ]
+    if any(compiled.costs.kernels for compiled in done):
+        rows.append(row("kernels a step", [f"{compiled.costs.kernels:,.0f}" for compiled in done]))
+    if any(found):
+        rows.append(row("memory traffic a step", [amount(compiled.costs.memory_bytes) for compiled in done]))
+        rows += [row(f"time by {name}", [_seconds(each, name) for each in found]) for name in Times._fields]
+        rows += [
+            row("bound", ["-" if each is None else f"{each.bound} ({each.share:.0%})" for each in found]),
+            row("predicted time of a step", [_seconds(each, "predicted") for each in found]),
+        ]
+    rows.append(("seconds to compile", *(f"{compiled.seconds:.1f}" for compiled in done)))
+    return rows
+
+
+def _sum(compiled: Compiled, target: Target) -> str:
+    if compiled.refusal:
+        return compiled.refusal
+    if too_large(compiled, target) and target.kind is not None:
+        return f"does not fit: used {amount(compiled.bytes)} of {amount(target.kind.memory)}"
+    return amount(compiled.bytes)
+
+
+def _seconds(found: Times | None, name: str) -> str:
+    value = None if found is None else getattr(found, name)
+    if value is None:
+        return "-"
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:
+    """Returns what a reader of the table has to know."""
+    lines = [
+        "a step: for completions of full length; needed: by arithmetic, without recomputation and padding; compiled: "
+        "the matrix products of the program, without those of kernels",
+        "collectives: bytes that a device receives, as many as it sends",
+    ]
+    if target.described is None:
+        lines.append(
+            "temporaries: for the CPU backend, which computes bfloat16 in float32 and undoes rematerialisation: an "
+            "upper bound for TPU and GPU. No times are predicted from it."
+        )
+    else:
+        lines.append(
+            "times: arithmetic, memory and network each alone at the data sheet's peak; cycles: the compiler's own "
+            "estimate, without collectives and kernels, so that a program with kernels takes longer. Predicted: the "
+            "largest, so network and device overlap; the percentage is its part of the time if they do not."
+        )
+    if names := sorted({name for compiled in done for name in compiled.unknown}):
+        lines.append(f"loops that count once because their number of trips is data: {', '.join(names)}")
+    return lines
+
+
+def write_json(file: Path, done: Sequence[Compiled], target: Target) -> None:
+    """Writes the report; values that there are none of are null. Raises NotSaved if the file cannot be written."""
+    content = {
+        "devices": target.devices,
+        "compiler": target.compiler,
+        "programs": [_as_json(compiled, target) for compiled in done],
+    }
+    try:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise NotSaved(f"--json {file}: {one_line(error)}") from error
+
+
+def _as_json(compiled: Compiled, target: Target) -> dict[str, Any]:
+    program, found, fits = compiled.program, compiled.times(target), compiled.refusal is None
+    costs = compiled.costs if fits else None
+    return {
+        "name": program.name,
+        "compile_seconds": compiled.seconds,
+        "argument_bytes": compiled.arguments if fits else None,
+        "temporary_bytes": compiled.temporaries if fits else None,
+        "estimated_bytes": None if program.estimate is None else program.estimate.bytes,
+        "collective_bytes": None if costs is None else costs.network_bytes,
+        **({} if program.token_loop is None else {"collective_bytes_per_token": _per_token(compiled)}),
+        "flops": None if costs is None else costs.operations,
+        "hbm_bytes": costs.memory_bytes if costs is not None and found is not None else None,
+        "cycles": costs.cycles if costs is not None and costs.cycles else None,
+        "predicted_seconds": None if found is None else found.predicted,
+        "error": _sum(compiled, target) if not fits or too_large(compiled, target) else None,
+    }
+
+
+def _per_token(compiled: Compiled) -> float | None:
+    return None if compiled.token is None else compiled.token.network_bytes

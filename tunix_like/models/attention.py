@@ -8,6 +8,7 @@ blocked implementation and the kernels of a device.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,8 +32,11 @@ training. Sequences for which blocks are faster exceed this at any practical bat
 _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
 
-def resolve_attention(name: str, dtype: Any, head_dim: int) -> str:
+def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None) -> str:
     """Selects the attention implementation: `name`, or for "auto" the device's kernel if it supports this model.
+
+    Args:
+      devices: the devices to select for; defaults to those of jax.
 
     Returns:
       one of `ATTENTIONS`; "auto" if the size of each call selects between the plain and the blocked implementation.
@@ -42,7 +46,8 @@ def resolve_attention(name: str, dtype: Any, head_dim: int) -> str:
     """
     if name not in ATTENTIONS:
         raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
-    missing = {"cudnn": _cudnn_lacks(dtype, head_dim), "splash": _splash_lacks()}
+    devices = jax.devices() if devices is None else devices
+    missing = {"cudnn": _cudnn_lacks(devices[0], dtype, head_dim), "splash": _splash_lacks(devices[0])}
     if name == "auto":
         return next((kernel for kernel, lack in missing.items() if lack is None), "auto")
     if (lack := missing.get(name)) is not None:
@@ -50,8 +55,7 @@ def resolve_attention(name: str, dtype: Any, head_dim: int) -> str:
     return name
 
 
-def _cudnn_lacks(dtype: Any, head_dim: int) -> str | None:
-    device = jax.devices()[0]
+def _cudnn_lacks(device: Any, dtype: Any, head_dim: int) -> str | None:
     if "NVIDIA" not in device.device_kind or float(device.compute_capability) < 8:
         return f"an NVIDIA GPU of compute capability 8.0 or later, but this is {device.device_kind}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -61,9 +65,9 @@ def _cudnn_lacks(dtype: Any, head_dim: int) -> str | None:
     return None
 
 
-def _splash_lacks() -> str | None:
-    if jax.default_backend() != "tpu":
-        return f"a TPU, but this is {jax.devices()[0].device_kind}"
+def _splash_lacks(device: Any) -> str | None:
+    if device.platform != "tpu":
+        return f"a TPU, but this is {device.device_kind}"
     return None
 
 

@@ -19,6 +19,9 @@ from tunix_like.models.decoder import Decoder, KeyValue, prompt_mask
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.rollout.logits import SamplingParams, choose
 
+TOKENS = "tokens"
+"""Name of the decoding loop in a compiled program; one trip samples a token of every row."""
+
 
 class Prompts(NamedTuple):
     """Prefilled prompts, one per slot: keys and values, and the hidden state that predicts the first token."""
@@ -208,7 +211,8 @@ def advance(
     def more(rows: Rows) -> Array:
         return (rows.live.sum() > stop_at) & (jnp.where(rows.live, rows.age, 0).max() < room)
 
-    return jax.lax.while_loop(more, body, rows)
+    with jax.named_scope(TOKENS):
+        return jax.lax.while_loop(more, body, rows)
 
 
 @functools.partial(jax.jit, static_argnames=("room",))

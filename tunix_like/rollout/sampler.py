@@ -73,6 +73,12 @@ def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_to
     return min(prompts * -(-size // width), at_once // width), width
 
 
+def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
+    """Compiles `Sampler.place` for parameters (arrays or shapes) as a function of graph and parameters."""
+    shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
+    return jax.jit(decoding.cast_params, static_argnums=0, out_shardings=parameter_shardings(shapes, mesh))
+
+
 class Sampler:
     """The in-process `Engine`: samples completions with a decoder's graph and the weights passed to `generate`.
 
@@ -115,9 +121,7 @@ class Sampler:
         if self.mesh is None:
             return params
         if self._place is None:
-            shapes = jax.eval_shape(functools.partial(decoding.cast_params, self.graphdef), params)
-            shardings = parameter_shardings(shapes, self.mesh)
-            self._place = jax.jit(decoding.cast_params, static_argnums=0, out_shardings=shardings)
+            self._place = jit_place(self.graphdef, params, self.mesh)
         return jax.block_until_ready(self._place(self.graphdef, params))
 
     def generate(

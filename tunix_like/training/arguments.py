@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from tunix_like.algorithms.objective import resolve
@@ -36,10 +37,23 @@ def check_arguments(**arguments: Any) -> None:
         check_type(f"metric_fns[{i}]", function, Callable, _TYPES["metric_fns"][1])  # type: ignore[arg-type]
 
 
-def forward_options(rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig) -> ForwardOptions:
-    """Returns the options of a learner's log-probability computation."""
-    entropy = algorithm.entropy_coef > 0
-    return ForwardOptions(rollout.temperature, training.logprob_chunk_size, training.remat, entropy_gradient=entropy)
+def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -> ForwardOptions:
+    """Returns the options of a computation of log-probabilities at temperature 1.
+
+    Args:
+      backend: the jax backend to choose for; defaults to the current one. Layers are stacked except on the CPU, where
+        slices of stacked weights are copies.
+    """
+    stacked = (backend or jax.default_backend()) != "cpu"
+    return ForwardOptions(1.0, training.logprob_chunk_size, training.remat, stacked=stacked)
+
+
+def forward_options(
+    rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig, backend: str | None = None
+) -> ForwardOptions:
+    """Returns the options of a learner's log-probability computation; `backend` as in `likelihood_options`."""
+    options = likelihood_options(training, backend)
+    return options._replace(temperature=rollout.temperature, entropy_gradient=algorithm.entropy_coef > 0)
 
 
 def identity_of(learner: Learner) -> dict[str, Any]:

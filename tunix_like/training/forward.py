@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
 
+SETS, CHUNKS = "sets", "chunks"
+"""Names of the loops over sets and chunks in a compiled program. Their numbers of trips are data, so that whoever reads
+the program has to know which loop is which."""
+
+
 class ForwardOptions(NamedTuple):
     """Options of the log-probability computation.
 
@@ -192,6 +197,8 @@ def batch_logprobs(
             group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # out of range: dropped
             return out.at[group, chunk.sample].set(logprobs, mode="drop")
 
-        return jax.lax.fori_loop(0, jnp.asarray(packed.chunks)[number], one_chunk, out)
+        with jax.named_scope(CHUNKS):
+            return jax.lax.fori_loop(0, jnp.asarray(packed.chunks)[number], one_chunk, out)
 
-    return jax.lax.fori_loop(0, packed.sets, one_set, jnp.zeros(shape, jnp.float32))
+    with jax.named_scope(SETS):
+        return jax.lax.fori_loop(0, packed.sets, one_set, jnp.zeros(shape, jnp.float32))

@@ -166,7 +166,7 @@ class Phase:
 
 def amount(size: float) -> str:
     """Formats a number of bytes with a decimal unit and three significant digits."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
     return f"{size / 1e3:.3g} kB"

@@ -24,7 +24,8 @@ from tunix_like.models.sharding import check_batch, fetch, place_replicated, sco
 from tunix_like.rollout.sampler import length_bucket, pad_tokens
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.run_lock import owned
-from tunix_like.training.forward import ForwardOptions, place_packed
+from tunix_like.training.arguments import likelihood_options
+from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
 from tunix_like.training.loop import run
 from tunix_like.training.optimizer import updates_done
@@ -145,8 +146,7 @@ class SFTTrainer(Trainer):
         self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
         self.identity |= {"quantized": self.model.quantized} | self._base_identity()
-        options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
-        self._compile(_Likelihood(), options, self.config.optimizer)
+        self._compile(_Likelihood(), likelihood_options(self.training), self.config.optimizer)
 
     def step(self, number: int) -> dict[str, Any] | None:
         with scope(self.mesh):

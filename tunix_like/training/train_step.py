@@ -20,7 +20,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens
 from tunix_like.models.lora import join_params
-from tunix_like.training.forward import Chunk, ForwardOptions, PromptStates, chunk_logprobs, chunk_of, prompt_states
+from tunix_like.training.forward import (
+    CHUNKS,
+    SETS,
+    Chunk,
+    ForwardOptions,
+    PromptStates,
+    chunk_logprobs,
+    chunk_of,
+    prompt_states,
+)
 from tunix_like.training.packing import Packed
 from tunix_like.training.working_weights import constrain_working, gradients_of, working_weights
 from tunix_like.types import GroupBatch
@@ -214,7 +223,8 @@ def gradient(
         grads, totals = carry
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), states)
         start = (grads, zeros, totals)
-        grads, cotangents, totals = jax.lax.fori_loop(0, packed.chunks[number], one_chunk, start)
+        with jax.named_scope(CHUNKS):
+            grads, cotangents, totals = jax.lax.fori_loop(0, packed.chunks[number], one_chunk, start)
         (prompts,) = pull_back(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, states))
         return add(grads, prompts), totals
 
@@ -226,7 +236,8 @@ def gradient(
     }
     # Constrained, because the compiler may otherwise replicate the sum of the gradients on every device.
     start = constrain_working(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), working))
-    sums, totals = jax.lax.fori_loop(0, sets, one_set, (start, totals))
+    with jax.named_scope(SETS):
+        sums, totals = jax.lax.fori_loop(0, sets, one_set, (start, totals))
     return gradients_of(sums, segments), totals
 
 

@@ -1,0 +1,195 @@
+"""Describes accelerators that this machine does not have, for their real compilers: figures, slices, jax devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tunix_like.errors import UserError, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """The figures of one device of a kind.
+
+    Attributes:
+      backend: name of the jax backend.
+      memory: bytes of main memory.
+      operations: bfloat16 multiplications and additions per second, dense.
+      memory_bytes: bytes per second of the main memory.
+      network_bytes: bytes per second that a device receives from others, with all of its links in use.
+      between_nodes: the same between nodes; None if all devices are connected alike.
+      clock: cycles per second of the unit that the TPU compiler's cycles count; None for a GPU.
+      slices: number of chips to the shape of the slice; empty for a GPU.
+      description: of a GPU, the fields that differ between kinds for XLA.
+    """
+
+    name: str
+    backend: str
+    memory: int
+    operations: float
+    memory_bytes: float
+    network_bytes: float
+    between_nodes: float | None = None
+    clock: float | None = None
+    slices: dict[int, str] = dataclasses.field(default_factory=dict, hash=False)
+    description: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+
+    def network(self, number: int) -> float:
+        """Returns the bytes per second that a device receives in a group of `number` devices."""
+        if self.between_nodes is not None and number > NODE:
+            return self.between_nodes
+        return self.network_bytes
+
+
+NODE = 8
+"""GPUs of a node."""
+
+MOST_DEVICES = 256
+"""Maximum number of devices, that of the largest v5e slice."""
+
+_FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+
+# Compute capability, processors, shared memory per processor and per block (opt-in), level-2 cache, clock in GHz: the
+# vendor's white papers of the A100 and the H100 and its table of compute capabilities.
+_AMPERE = {
+    "capability": "major: 8 minor: 0", "cores": "108", "units": "64", "shared": "167936", "optin": "166912",
+    "cache": "41943040", "clock": "1.41",
+}  # fmt: skip
+_HOPPER = {
+    "capability": "major: 9 minor: 0", "cores": "132", "units": "128", "shared": "233472", "optin": "232448",
+    "cache": "52428800", "clock": "1.98",
+}  # fmt: skip
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        # Memory, bfloat16 peak, memory bandwidth and interconnect (1,600 / 4,800 / 3,584 Gbit/s per chip): the pages of
+        # Cloud TPU for v5e, v5p and v6e. Clock: the peak divided by the operations per cycle of the matrix units, which
+        # are 4 of 128 x 128 (v5e), 2 x 4 of 128 x 128 (v5p) and 4 of 256 x 256 (v6e).
+        Accelerator("v5e", "tpu", 16 * 10**9, 197e12, 819e9, 200e9, clock=1.5e9, slices=_FLAT),
+        Accelerator("v5p", "tpu", 95 * 10**9, 459e12, 2765e9, 600e9, clock=1.75e9, slices=_CUBES),
+        Accelerator("v6e", "tpu", 32 * 10**9, 918e12, 1640e9, 448e9, clock=1.75e9, slices=_FLAT),
+        # Dense bfloat16 peak, memory and its bandwidth, and half of the NVLink bandwidth, which counts both directions:
+        # data sheets of the SXM modules. Between nodes: one adapter of 200 (A100) or 400 Gbit/s per GPU, as in the
+        # vendor's DGX systems.
+        Accelerator("a100", "gpu", 80 * 10**9, 312e12, 2039e9, 300e9, 25e9, description=_AMPERE),
+        Accelerator("h100", "gpu", 80 * 10**9, 989e12, 3350e9, 450e9, 50e9, description=_HOPPER),
+        Accelerator("h200", "gpu", 141 * 10**9, 989e12, 4800e9, 450e9, 50e9, description=_HOPPER),
+    )
+}
+
+PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin")}
+"""Packages with the compiler of a backend."""
+
+EXTRAS = {"tpu": "'tunix-like[tpu]'", "gpu": "'tunix-like[cuda12]'"}
+
+_TARGET = """
+gpu_device_info {{
+  cuda_compute_capability {{ {capability} }}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {optin}
+  core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} l2_cache_size: {cache}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {memory_bytes:.0f} device_memory_size: {memory}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA {name}"
+"""
+"""The description of a GPU for XLA, a text-format `GpuTargetConfigProto`."""
+
+
+def parse_devices(text: str) -> tuple[Accelerator | None, int]:
+    """Parses `v5e-8`, `8xh100` or `8` to a kind and a number; the kind of a bare number is None, the CPU of this host.
+
+    Raises:
+      UserError: the text has another form, the kind is unknown, or there is no such slice or number of devices.
+    """
+    match = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
+    if match is None:
+        raise UserError(f"--devices: expected KIND-N, NxKIND or N (v5e-8, 8xh100, 8), got '{text}'.")
+    name, number = match["kind"] or match["other"], int(match["last"] or match["first"])
+    if name is not None and name not in KINDS:
+        raise UserError(f"--devices: unknown kind '{name}'. {nearest(name, KINDS)}")
+    kind = None if name is None else KINDS[name]
+    if kind is not None and kind.slices and number not in (1, *kind.slices):
+        raise UserError(f"--devices: there is no {name} slice of {number} chips; the sizes are {sizes_of(kind)}.")
+    if not 1 <= number <= MOST_DEVICES:
+        raise UserError(f"--devices: {number} devices; give a number from 1 to {MOST_DEVICES}.")
+    if kind is not None and not kind.slices and number not in _nodes():
+        raise UserError(f"--devices: {number} GPUs; give 1 to {NODE}, or whole nodes of {NODE}.")
+    return kind, number
+
+
+def sizes_of(kind: Accelerator) -> str:
+    """Returns the sizes of a TPU kind's slices as text."""
+    return ", ".join(map(str, (1, *kind.slices)))
+
+
+def _nodes() -> tuple[int, ...]:
+    return (*range(1, NODE), *range(NODE, MOST_DEVICES + 1, NODE))
+
+
+def at_least(kind: Accelerator, number: float) -> str | None:
+    """Returns the smallest slice or group of at least `number` devices, as for `--devices`; None if there is none."""
+    sizes = (1, *kind.slices) if kind.slices else _nodes()
+    size = next((size for size in sizes if size >= number), None)
+    return None if size is None else f"{kind.name}-{size}" if kind.slices else f"{size}x{kind.name}"
+
+
+def prepare() -> None:
+    """Sets the environment that compilation for absent devices needs. Call it before jax is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # else jax looks for the devices for seconds, with a page of warnings
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1",  # the metadata server of a TPU host
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any; libtpu warns without one
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu has a lock file for a device that is not used here
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def compiler_of(kind: Accelerator) -> str | None:
+    """Returns the name and version of the installed compiler for a kind; None if there is none."""
+    for package in PLUGINS[kind.backend]:
+        if importlib.util.find_spec(package.replace("-", "_")) is not None:
+            return f"XLA:{kind.backend.upper()} ({package} {importlib.metadata.version(package)})"
+    return None
+
+
+def cudnn_installed() -> bool:
+    """Returns whether cuDNN's package is installed, which jax needs to compile a program with a kernel of it."""
+    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+
+
+def described_devices(kind: Accelerator, number: int) -> Sequence[Any]:
+    """Returns jax devices that programs can be compiled for, but that hold no arrays.
+
+    One chip is a part of the smallest slice, since there is no topology of one chip.
+
+    Raises:
+      RuntimeError: the compiler of the kind is not installed, or cannot be used.
+    """
+    from jax.experimental import topologies  # not at the top: `prepare` has to run first
+
+    if kind.slices:
+        name = f"{kind.name}:{kind.slices[max(number, min(kind.slices))]}"
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:number]
+    target = _TARGET.format(
+        name=kind.name.upper(), memory=kind.memory, memory_bytes=kind.memory_bytes, **kind.description
+    )
+    shape = f"1x{math.ceil(number / NODE)}x{min(number, NODE)}"
+    found = topologies.get_topology_desc(platform="cuda", topology_name=kind.name, topology=shape, target_config=target)
+    return found.devices

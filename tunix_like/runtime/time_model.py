@@ -1,0 +1,53 @@
+"""Predicts the time of a compiled program on an accelerator from its costs, and names what bounds it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tunix_like.runtime.accelerators import Accelerator
+from tunix_like.runtime.compiled_costs import Costs
+
+
+class Times(NamedTuple):
+    """Seconds of a program by resource, each as if it were alone; `cycles` is None where the compiler gives none."""
+
+    arithmetic: float
+    memory: float
+    network: float
+    cycles: float | None
+
+    @property
+    def device(self) -> float:
+        """Seconds without the network: the compiler's own estimate, but not less than arithmetic and memory need."""
+        return max(self.arithmetic, self.memory, self.cycles or 0.0)
+
+    @property
+    def predicted(self) -> float:
+        """Seconds if network and device work at the same time; the sum of both if they do not."""
+        return max(self.device, self.network)
+
+    @property
+    def bound(self) -> str:
+        """The resource that takes longest, by name."""
+        seconds = {name: value for name, value in self._asdict().items() if value is not None}
+        return max(seconds, key=lambda name: seconds[name])
+
+    @property
+    def share(self) -> float:
+        """The predicted time as a fraction of the time without any overlap of network and device."""
+        total = self.device + self.network
+        return self.predicted / total if total else 1.0
+
+
+def times(costs: Costs, needed: float, kind: Accelerator, number: int) -> Times:
+    """Returns the times of a program with these costs per device, on `number` devices.
+
+    Args:
+      needed: operations per device that the program is known to need; products inside kernels are not in the costs.
+    """
+    return Times(
+        arithmetic=max(costs.operations, needed) / kind.operations,
+        memory=costs.memory_bytes / kind.memory_bytes,
+        network=costs.network_bytes / kind.network(number),
+        cycles=costs.cycles / kind.clock if kind.clock and costs.cycles else None,
+    )
