@@ -49,8 +49,12 @@ for _name in LORA_TARGETS:  # adapters, and the arrays of a quantised kernel
     PARAMETER_AXES |= {f"{_name}.{leaf}": (_input, _output) for leaf in ("kernel_codes", SCALE)}
 
 
-def build_mesh(config: MeshConfig) -> Mesh | None:
+def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Builds the mesh of a config over all devices; returns None if there is only one device.
+
+    Args:
+      devices: described devices (`runtime/accelerators.py`) instead of those of jax; a single one also gets a mesh,
+        because programs are compiled for the devices of their shapes.
 
     Raises:
       UserError: an axis name is unknown, the shape does not use every device, or there are several processes that are
@@ -59,7 +63,8 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
     unknown = [name for name in config.axis_names if name not in AXES]
     if unknown or not config.axis_names or len(set(config.axis_names)) != len(config.axis_names):
         raise UserError(f"mesh.axis_names: expected distinct names out of {', '.join(AXES)}, not {config.axis_names}.")
-    devices = jax.devices()
+    here = devices is None
+    devices = jax.devices() if devices is None else devices
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise UserError(
             f"the devices belong to {jax.process_count()} processes that are not connected yet; add --distributed to "
@@ -78,9 +83,9 @@ def build_mesh(config: MeshConfig) -> Mesh | None:
             f"mesh.shape: {shape} needs {math.prod(shape)} devices, but there are {len(devices)}; set auto, or numbers "
             f"with the product {len(devices)}."
         )
-    if len(devices) == 1:
+    if len(devices) == 1 and here:
         return None
-    return jax.make_mesh(shape, config.axis_names, axis_types=(AxisType.Auto,) * len(shape))
+    return jax.make_mesh(shape, config.axis_names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
 def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
