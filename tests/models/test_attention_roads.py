@@ -17,7 +17,7 @@ from flax import nnx
 
 from tests.models.attention_oracle import oracle, seen_of
 from tests.tiny_model import HF
-from tunix_like.config.schema import Config, ModelConfig
+from tunix_like.config.schema import Config, MeshConfig, ModelConfig
 from tunix_like.errors import UserError
 from tunix_like.models import attention as roads
 from tunix_like.models import attention_blocked, attention_kernels
@@ -26,6 +26,7 @@ from tunix_like.models.attention_parts import Causal, Lengths, part_of
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model
+from tunix_like.models.sharding import build_mesh, place_prompts, scope
 from tunix_like.runs import build as runs
 
 pytestmark = pytest.mark.slow
@@ -162,6 +163,27 @@ def test_splash_attention_translates_for_tpus(monkeypatch):
         gradient = jax.jit(jax.grad(functools.partial(loss, mask), argnums=(0, 1, 2)))
         program = gradient.trace(q, k, k).lower(lowering_platforms=("tpu",)).as_text()
         assert program.count("tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]], ids=str)
+def test_splash_attention_on_a_mesh(shape):
+    """Each device runs the kernel for its own rows and heads; values and gradients are those of one device."""
+    mesh = build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
+    q, k, v = (normal(8, T, heads, WIDTH + shift)[..., :WIDTH] for heads, shift in ((H, 0), (K, 1), (K, 2)))
+    prompt_k, prompt_v = (normal(4, S, K, WIDTH + shift)[..., :WIDTH] for shift in (3, 4))
+    lengths, segments = jnp.asarray([6, 3, 1, 5]), jnp.asarray(np.tile(BINS, (2, 1)))
+
+    def run(q, k, v, prompt_k, prompt_v):
+        own = part_of(k, v, Causal(segments))
+        prompt = part_of(prompt_k, prompt_v, Lengths(lengths))
+        return group_attention(q.reshape(4, 2, T, H, WIDTH), prompt, own, kind="splash")
+
+    real = np.tile(BINS, (2, 1)).reshape(4, 2, T, 1, 1) >= 0
+    cotangent = np.where(real, normal(4, 2, T, H, WIDTH), 0)
+    expected = found_by(run, cotangent, q, k, v, prompt_k, prompt_v)
+    with scope(mesh):
+        found = found_by(run, cotangent, *(place_prompts(x, mesh, axis=0) for x in (q, k, v, prompt_k, prompt_v)))
+    assert_same([np.where(real, found[0], 0), *found[1:]], [np.where(real, expected[0], 0), *expected[1:]], 1e-5)
 
 
 def test_blocked_sees_nothing_as_zeros():

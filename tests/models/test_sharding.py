@@ -26,8 +26,10 @@ from tunix_like.models.sharding import (
     shardings_of,
 )
 from tunix_like.rollout import decoding, sampler
+from tunix_like.training.device import Device
 from tunix_like.training.forward import ForwardOptions, place_packed
 from tunix_like.training.packing import Layout, pack
+from tunix_like.training.rollout_layout import rollout_mesh
 from tunix_like.training.sft import _Likelihood
 from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
@@ -48,7 +50,7 @@ AXES = ["data", "fsdp", "tp"]
 MESHES = {"8 fsdp": [1, 8, 1], "8 tp": [1, 1, 8], "2 x 4": [1, 2, 4], "2 x 2 x 2": [2, 2, 2]}
 
 
-def make(mesh, seen, **rollout):
+def make(mesh, seen, /, **rollout):
     """Three steps; the rewards are the lengths' parity, so that groups differ."""
     return MaxRLLearner(
         model=Decoder(CONFIG, rngs=nnx.Rngs(0)),
@@ -63,7 +65,7 @@ def make(mesh, seen, **rollout):
     )
 
 
-def train(mesh, **rollout):
+def train(mesh, /, **rollout):
     seen = []
     learner = make(mesh, seen, **rollout)
     rows = [{"prompt": "UP " * (i % 5 + 1)} for i in range(16)]
@@ -89,6 +91,48 @@ def test_a_mesh_trains_like_one_device(alone, shape):
     kernel = learner.params["layers"][0]["mlp"]["up_proj"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (16 // shape[1], 32 // shape[2])
     assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
+
+
+@pytest.mark.parametrize("layout", [[8, 1, 1], [2, 1, 4], [1, 8, 1], [1, 2, 4]], ids=str)
+def test_every_rollout_layout_samples_the_same(alone, layout):
+    """The same tokens and losses with weights sharded over fsdp in training and any other way in sampling."""
+    expected, _, completions = alone
+    row, learner, seen = train(build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES)), mesh=layout)
+    assert seen == completions
+    assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+    assert list(learner.engine.mesh.shape.values()) == layout
+    kernel = learner.engine.place(learner.params)["layers"][0]["mlp"]["up_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (16 // layout[1], 32 // layout[2])
+    assert row["train/perf/programs_compiled"] == 0 and row["train/time/reshard"] > 0
+
+
+def test_weights_are_replicated_while_sampling_where_they_fit():
+    """With little memory, as few devices as possible share them."""
+    mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
+    model = Decoder(dataclasses.replace(CONFIG, intermediate_size=4096), rngs=nnx.Rngs(0))
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, max_concurrent_rows=8)
+
+    def chosen(memory: int) -> list[int]:
+        layout = rollout_mesh(model, rollout, mesh, sampler.slot_shape, Device("cpu", memory))
+        return list(layout.shape.values())
+
+    assert chosen(10**9) == [8, 1, 1]
+    whole, split = (next(memory for memory in range(10**5, 10**7, 10**4) if chosen(memory)[2] <= tp) for tp in (1, 2))
+    assert split < whole and chosen(split) == [4, 1, 2]
+    assert chosen(1000) == [1, 1, 8]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ([4, 1, 1], r"rollout.mesh: \[4, 1, 1\] must give .* 8 in all"),
+        ([8], "rollout.mesh: .* along data, fsdp and tp"),
+        ("replicated", "rollout.mesh: expected auto"),
+    ],
+)
+def test_a_wrong_rollout_layout_is_refused(layout, message):
+    with pytest.raises(UserError, match=message):
+        make(build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES)), [], mesh=layout)
 
 
 def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):

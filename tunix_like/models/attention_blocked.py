@@ -68,7 +68,8 @@ def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[A
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
     for part in parts:
         level = lse.reshape(part.k.shape[0], -1, q.shape[-2])
-        of_q, of_k, of_v = part_backward(*(_rows(x, part) for x in (q, cotangent, out)), level, part, cap)
+        q_rows, cotangent_rows, out_rows = (_rows(x, part) for x in (q, cotangent, out))
+        of_q, of_k, of_v = part_backward(q_rows, cotangent_rows, out_rows, level, part, cap)
         total += of_q.reshape(q.shape)
         gradients.append(Part(of_k.astype(part.k.dtype), of_v.astype(part.v.dtype), None))  # type: ignore[arg-type]
     return total.astype(q.dtype), tuple(gradients)

@@ -103,11 +103,11 @@ _piece.defvjp(_piece_forward, _piece_backward)
 def _logits(options: _Options, hidden: Array, head: Array) -> tuple[Float[Array, "A N V"], Array | float]:
     """Returns logits (float32), and the derivative of the cap."""
     logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    logits, slope = split_vocabulary(logits) if options.split else logits, 1.0
-    if options.cap is not None:
-        bounded = jnp.tanh(logits / options.cap)
-        logits, slope = options.cap * bounded, 1 - bounded**2
-    return logits / options.temperature, slope
+    logits = split_vocabulary(logits) if options.split else logits
+    if options.cap is None:
+        return logits / options.temperature, 1.0
+    bounded = jnp.tanh(logits / options.cap)
+    return options.cap * bounded / options.temperature, 1 - bounded**2
 
 
 def _is_target(logits: Float[Array, "A N V"], targets: Int[Array, "A N"]) -> Bool[Array, "A N V"]:

@@ -236,7 +236,7 @@ def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that sets the mesh for `split_batch`, `split_vocabulary` etc. in compilation."""
+    """Returns a context manager that sets the mesh for `split_batch` and similar functions during compilation."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 

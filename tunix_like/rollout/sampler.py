@@ -135,7 +135,7 @@ class Sampler:
     ) -> Completions:
         """Samples `num_generations` completions of each prompt (see `types.Engine`)."""
         # A copy, because the key may have been made on the trainer's mesh.
-        data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
+        data, kind = jax.device_get(jax.random.key_data(key)), jax.random.key_impl(key)
         with scope(self.mesh):
             key = jax.random.wrap_key_data(data, impl=kind)
             with progress.task("sampling", len(prompts) * num_generations) as advance:

@@ -62,7 +62,7 @@ DEQUANTIZED_COPIES = {False: 1, True: 2}
 """Float32 arrays of the size of the quantised matrices on CPU, without and with a backward pass (measured 0.99 and
 1.98). XLA removes the barriers that delay each dequantisation, and dequantises all matrices at the start."""
 
-LOGITS_COPIES = {"whole": 3, "pieces": 2}
+LOGITS_COPIES = {"whole": 2, "pieces": 2}
 """Float32 arrays [tokens, vocabulary] in the forward and backward pass of the log-probabilities, if all tokens are one
 piece, and if the pieces are processed in a loop."""
 
@@ -224,7 +224,7 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     copies = LANE_COPIES * lanes * _key_values(work, prompt_width) * work.model.num_layers
     held = _held(work)
     gradient = held | {
-        "gradients": GRADIENT_COPIES * work.trained,
+        "gradients": GRADIENT_COPIES * work.trained + _output_gradient(work),
         "cast weights": _cast_weights(work) + _dequantized(work, backward=True),
         "prompts": _kept(work, prompt_tokens, prompts * prompt_width**2 * heads),
         "chunk": _kept(work, tokens, scores) + copies,
@@ -287,6 +287,11 @@ def _cast_weights(work: Work) -> int:
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0
+
+
+def _output_gradient(work: Work) -> int:
+    """Returns the bytes of the gradient of the output matrix, if it is added to that of the embedding at the end."""
+    return 0 if work.adapters is not None or not work.model.tie_embeddings else 4 * work.share.embedding
 
 
 def _sampled_weights(work: Work) -> int:
