@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.models.sharding import gather_batch, split_vocabulary, vocabulary_parts
+from tunix_like.models.sharding import replicate, split_batch, split_vocabulary, vocabulary_parts
 
 
 def token_logprobs(
@@ -33,18 +33,17 @@ def token_logprobs(
     parts = vocabulary_parts(head.shape[-1])
     options = _Options(temperature, entropy_gradient, cap, parts > 1)
 
-    def one(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        return _piece(options, gather_batch(hidden) if options.split else hidden, head, targets)
-
     lanes, count = targets.shape
     pieces = min(count, -(-lanes * count // (chunk * parts)))
     if pieces == 1:
-        return one(hidden, targets)
+        return _piece(options, hidden, head, targets)
     even = -(-count // pieces)
     pad = pieces * even - count
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(lanes, pieces, even, -1)
     targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(lanes, pieces, even)
-    results = jax.lax.map(lambda xs: one(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
+    results = jax.lax.map(
+        lambda xs: _piece(options, xs[0], head, xs[1]), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1))
+    )
     chosen, entropy = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
     return chosen, entropy
 
@@ -69,7 +68,8 @@ def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tup
 
 
 def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Any, Any]:
-    logits, _ = _logits(options, hidden, head)
+    whole = replicate(hidden) if options.split else hidden
+    logits, _ = _logits(options, whole, head)
     top = logits.max(axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
     total = weights.sum(axis=-1)
@@ -86,6 +86,7 @@ def _piece_backward(options: _Options, saved: Any, cotangents: tuple[Array, Arra
     """With logits `l` and `p = softmax(l)`, `d log p_t / dl = 1[t] - p` and `dH / dl = p (mean(l) - l)`."""
     hidden, head, targets, lse, mean = saved
     of_chosen, of_entropy = (x[..., None] for x in cotangents)
+    hidden = replicate(hidden) if options.split else hidden  # again, rather than kept since the forward pass
     logits, slope = _logits(options, hidden, head)
     probabilities = jnp.exp(logits - lse[..., None])
     of_logits = of_chosen * (jnp.where(_is_target(logits, targets), 1.0, 0.0) - probabilities)
@@ -93,6 +94,7 @@ def _piece_backward(options: _Options, saved: Any, cotangents: tuple[Array, Arra
         of_logits += of_entropy * probabilities * (mean[..., None] - logits)
     of_logits = (of_logits * slope / options.temperature).astype(hidden.dtype)
     of_hidden = jnp.matmul(of_logits, head.astype(hidden.dtype).T)
+    of_hidden = split_batch(of_hidden) if options.split else of_hidden
     of_head = jnp.einsum("and,anv->dv", hidden, of_logits, preferred_element_type=jnp.float32)
     return of_hidden, of_head.astype(head.dtype), None
 

@@ -286,11 +286,9 @@ def gather_layer(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(gather, params)
 
 
-def gather_batch(x: jax.Array) -> jax.Array:
-    """Replicates, inside a compiled function, an array whose first dimension is sharded as by `split_batch`; its
-    gradient is scattered again."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else _moved(x, PartitionSpec(), _batch_spec(x, mesh))
+def replicate(x: jax.Array) -> jax.Array:
+    """Replicates, inside a compiled function, an array over the mesh."""
+    return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -326,12 +324,6 @@ def _vocabulary_axes(mesh: AbstractMesh, size: int) -> tuple[str, ...]:
         if size % math.prod(mesh.shape[name] for name in names) == 0:
             return names
     return ()
-
-
-def _batch_spec(x: jax.Array, mesh: AbstractMesh) -> PartitionSpec:
-    present = tuple(name for name in BATCH_AXES if name in mesh.shape)
-    divides = x.shape[0] % math.prod(mesh.shape[name] for name in present) == 0
-    return PartitionSpec(present) if present and divides else PartitionSpec()
 
 
 def _batch(mesh: Mesh) -> tuple[str, ...]:
