@@ -16,7 +16,7 @@ pytestmark = [
 
 MODEL = {
     "model_type": "qwen3",
-    "vocab_size": 1024,
+    "vocab_size": 256,
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 2,
@@ -79,14 +79,15 @@ def test_decoding_moves_no_weights(tmp_path, layout, moved):
     assert (share > 0.5) if moved else (share < 0.01)
 
 
-@pytest.mark.parametrize("remat", ["false", "true"])
-def test_a_chunk_of_the_update_moves_the_weights_three_times(tmp_path, remat):
-    """Gathered in the forward pass, gathered in the backward pass and the gradient scattered, in bfloat16.
+@pytest.mark.parametrize(("remat", "times"), [("false", 2), ("true", 3)])
+def test_what_a_chunk_of_the_update_moves(tmp_path, remat, times):
+    """The weights are gathered once, and once more for recomputation; their gradient is scattered.
 
-    The allowance is three times the hidden states of the chunk: the vocabulary is split over the devices, so that they
-    are gathered for the logits and their gradients scattered, and the embeddings are sent to the rows.
+    All is in bfloat16. The allowance is three times the hidden states of the chunk: the vocabulary is split over the
+    devices, so that they are gathered for the logits and their gradients scattered, and the embeddings are sent to the
+    rows.
     """
     report = compiled(tmp_path, "update_program", "chunks", f"training.remat={remat}")
     hidden = 2 * ROWS * TOKENS * MODEL["hidden_size"]
     moved = sum(report["collectives"].values())
-    assert report["weights"] < moved < 3 * report["weights"] + 3 * hidden, report
+    assert (times - 1) * report["weights"] < moved < times * report["weights"] + 3 * hidden, report
