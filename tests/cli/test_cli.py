@@ -299,6 +299,8 @@ def resumed(home, made):
 def test_a_finished_run_shows_its_table_and_how_to_go_on(resumed, first):
     again, before, _, _ = resumed
     assert not re.search(r"^(train|sft) \d", again, re.M), "nothing was trained"
+    said = "this run was already finished: nothing was trained\n"
+    assert again.count(said) == 1 and said not in first
     table = again[again.index("MaxRLLearner, 8 held-out") :]
     assert table == first[first.index("MaxRLLearner, 8 held-out") :]
     assert "raise training.max_steps" in table and "another training.output_dir" in table
@@ -322,12 +324,14 @@ def make_parts(source) -> Parts:
     return Parts(Config(), int, source, None, None, [], None)
 
 
-def test_the_closing_table_counts_the_problems_that_were_evaluated(capsys):
+def test_the_closing_table_counts_the_problems_that_were_evaluated(tmp_path, capsys):
     parts = make_parts(types.SimpleNamespace(eval=range(10)))
     for skipped, title in ((3, "7 held-out problems (3 prompts skipped)"), (0, "10 held-out problems,")):
-        row = {"step": 1, "eval/pass@1": 0.5, "eval/skipped_prompts": skipped}
-        screen._before_and_after(row, row, parts)
-        assert title in capsys.readouterr().out
+        row = {"step": 1, "eval/pass@1": 0.5, "eval/avg@3": 0.4, "eval/skipped_prompts": skipped}
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row | {'step': step})}\n" for step in (0, 1)))
+        screen.closing_table(tmp_path, parts)
+        said = capsys.readouterr().out
+        assert title in said and "3 samples each" in said and parts.config.eval.samples != 3
 
 
 def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):

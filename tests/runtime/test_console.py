@@ -36,6 +36,15 @@ def test_a_step_in_one_line():
     )
 
 
+def test_an_evaluation_in_a_line_has_its_number_of_samples():
+    for metrics, name in (
+        ({"eval/pass@1": 0.5, "eval/avg@4": 0.4}, "train"),
+        ({"sft/eval/pass@1": 0.5, "sft/eval/avg@1": 0}, "sft"),
+    ):
+        number = "4 samples" if name == "train" else "1 sample"
+        assert console.step_line(name, 0, 9, metrics) == f"{name} 0/9  eval/pass@1 50.0%  ({number} each)"
+
+
 def test_completions_without_a_reward_are_told_where_there_are_some():
     known = {"train/rewards/mean": 0.5, "train/reward/timeout_frac": 0.0}
     assert console.step_line("train", 1, 9, known) == "train 1/9  reward 0.500"

@@ -42,12 +42,18 @@ def _both_ends(values: str | list[int], most: int) -> str:
 
 
 class StepLines:
-    """Prints a line for each row of metrics, with the samples of a step below its line."""
+    """Prints a line for each row of metrics, with the samples of a step below its line.
+
+    Attributes:
+      phases: the phases (`sft`, `train`) of the rows so far; a phase that was finished before has none.
+    """
 
     def __init__(self) -> None:
+        self.phases: set[str] = set()
         self._samples: list[tuple[int, Samples]] = []
 
     def on_row(self, row: dict[str, Any], total: int | None) -> None:
+        self.phases.add("train" if "step" in row else "sft")
         if (step := row.get("sft/step")) is None:
             console.say(console.step_line("train", row["step"], total, row))
         elif step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
@@ -104,14 +110,19 @@ def _say_best(folder: Path, metric: str) -> None:
 
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
-    limit, settings = len(parts.source.eval), parts.config.eval
+    limit = len(parts.source.eval)
     first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
     rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
     skipped = int(after.get("eval/skipped_prompts", 0))  # a row of an earlier version has no count
-    size = min(settings.max_problems or limit, limit - skipped)
+    size = min(parts.config.eval.max_problems or limit, limit - skipped)
     number = console.problems(size, skipped, "held-out problems")
-    title = f"{parts.learner.__name__}, {number}, {console.samples_each(settings.samples)}, with 95% intervals"
-    console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
+    samples = console.evaluated_samples(after)
+    each = "" if samples is None else f"{console.samples_each(samples)}, "  # not those of the config, which may change
+    console.table(
+        f"{parts.learner.__name__}, {number}, {each}with 95% intervals",
+        ["", f"step {before['step']}", f"step {after['step']}"],
+        rows,
+    )
 
 
 def picture(parts: Parts, learner: Learner) -> None:

@@ -82,13 +82,20 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
     ]
     if "step_time_sec" in numbers:
         parts.append(f"{numbers['step_time_sec']:.2f} s{_time_shares(numbers)}")
-    parts += [f"{key} {value:.1%}" for key, value in numbers.items() if key.startswith("eval/pass@")]
-    return "  ".join(parts)
+    passes = [f"{key} {value:.1%}" for key, value in numbers.items() if key.startswith("eval/pass@")]
+    if passes and (number := evaluated_samples(numbers)) is not None:
+        passes.append(f"({samples_each(number)})")  # evaluations of SFT have one, those of RL eval.samples
+    return "  ".join(parts + passes)
 
 
 def samples_each(number: int) -> str:
     """Formats the number of samples per problem."""
     return f"{number} sample{'s' * (number != 1)} each"
+
+
+def evaluated_samples(metrics: Mapping[str, Any]) -> int | None:
+    """Returns the number of samples per problem of an evaluation, the n of its metric `eval/avg@n`; None if unknown."""
+    return next((int(name.removeprefix("eval/avg@")) for name in metrics if name.startswith("eval/avg@")), None)
 
 
 def problems(number: int, skipped: int, name: str = "problems") -> str:
