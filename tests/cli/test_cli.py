@@ -112,6 +112,7 @@ def made(home, first):
         "generate": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
         "generate greedy": ["generate", RUN, "--prompt", "abc>", "--greedy"],
         "generate sampled": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0.5", "rollout.top_p=0.9"],
+        "generate empty": ["generate", RUN, "--prompt", "abc>", f"rollout.eos_tokens={list(range(13))}"],
         "export": ["export", RUN, "exported"],
         "eval exported": [
             "eval", "exported", "data.name=reverse_text", "data.eval_size=8", "data.train_size=50", "eval.samples=4",
@@ -269,6 +270,8 @@ def test_generate_says_on_stderr_how_it_sampled(home, made):
     code, said, error = made["generate sampled"]
     assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
     assert "sampled at temperature 0.5, top-p 0.9, seed 0; --greedy takes the most likely token" in error
+    note = "the completion is empty"
+    assert made["generate empty"][:2] == (0, "\n") and note in made["generate empty"][2] and note not in error
     model, tokenizer = tunix_like.load_model(home / "exported")
     tokens = list(tokenizer.encode("abc>"))
     prompt = len(tokens)

@@ -276,7 +276,9 @@ def _compiled(name: str, lower: Callable[[], Any], operations: float, foreseen: 
 
 
 def print_report(config: Config, devices: str) -> int:
-    """Compiles the programs of a config for `devices` and prints their memory and FLOPs. Returns the exit status, 0.
+    """Compiles the programs of a config for `devices` and prints their memory and FLOPs.
+
+    Returns the exit status: 1 if the run is estimated not to fit, else 0.
 
     Raises:
       UserError: as `parse_devices`, `pretend` and `make_plan`.
@@ -294,7 +296,7 @@ def print_report(config: Config, devices: str) -> int:
     console.table("compiled, per device", ("", *(program.name for program in programs)), _rows(programs, number))
     for line in NOTES:
         console.say(line)
-    return 0
+    return 1 if plan.foreseen.problems() else 0
 
 
 NOTES = (
