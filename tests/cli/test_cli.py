@@ -136,6 +136,7 @@ def test_what_a_run_says(first):
         "learner: MaxRLLearner (maxrl)",
         "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
         "batch: 8 prompts x 4 completions = 32 per step, 1 optimizer update(s)",
+        "devices: one device\n",
         f"folder: {RUN}",
         "training: 50 prompts",
         "evaluation: 8 prompts",

@@ -41,7 +41,7 @@ from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.sampler import slot_shape
 from tunix_like.runs.build import check_batches, check_config, named_model, updates_per_batch
-from tunix_like.runs.describe import describe_model
+from tunix_like.runs.describe import describe_devices, describe_model
 from tunix_like.runtime import console
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
@@ -286,8 +286,9 @@ def print_report(config: Config, devices: str) -> int:
     kind, number = parse_devices(devices)
     pretend(number)
     plan = make_plan(config, kind)
-    mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
-    console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
+    console.say(
+        f"{devices}: {describe_devices(plan.mesh)}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products"
+    )
     console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
     for name, value in plan.foreseen.lines():
         console.say(f"{name:>10}: {value}")
