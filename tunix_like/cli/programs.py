@@ -286,9 +286,8 @@ def print_report(config: Config, devices: str) -> int:
     kind, number = parse_devices(devices)
     pretend(number)
     plan = make_plan(config, kind)
-    console.say(
-        f"{devices}: {describe_devices(plan.mesh)}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products"
-    )
+    memory = f"{amount(plan.device.memory)} per device"
+    console.say(f"{devices}: {describe_devices(plan.mesh)}; {memory}; {plan.model.dtype} matrix products")
     console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
     for name, value in plan.foreseen.lines():
         console.say(f"{name:>10}: {value}")
