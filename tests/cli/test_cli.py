@@ -456,7 +456,7 @@ def documented_statuses():
 
 
 def test_every_command_is_asked_for_its_help():
-    actions = cli._parser()._subparsers._group_actions
+    actions = cli.build_parser()._subparsers._group_actions
     assert sorted(COMMANDS) == sorted(actions[0].choices)
 
 

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
-from tests.tiny_model import HF
+from tests.tiny_model import HF, letters_backend
 from tunix_like import (
     LEARNERS,
     AlgorithmConfig,
@@ -84,21 +84,25 @@ def make(algo=None, *, learner=MaxRLLearner, reward=long_or_short, model=None, r
     """A learner small in everything; `training` are fields of its RLTrainingConfig, or further arguments of its own."""
     arguments = {name: training.pop(name) for name in OWN if name in training}
     settings = {"max_steps": 2, "actor_optimizer": SGD} | training
-    return learner(
+    listeners = [arguments.pop("on_row", lambda row, total: None)]
+    made = learner(
         model=make_model() if model is None else model,
         tokenizer=arguments.pop("tokenizer", TOKENIZER),
         reward_fns=reward,
         algo_config=MaxRLConfig(num_generations=4) if algo is None else algo,
         rollout_config=rollout or RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
         training_config=RLTrainingConfig(**settings),
+        on_row=lambda row, total: listeners[0](row, total),
         **arguments,
     )
+    made.listeners = listeners  # a test replaces the one that is there
+    return made
 
 
 def collect(learner, data=ROWS, eval_ds=None, **arguments):
     """Trains, and returns all rows of metrics."""
     found = []
-    learner._on_row = lambda row, total: found.append(dict(row))
+    learner.listeners[0] = lambda row, total: found.append(dict(row))
     learner.train(data, eval_ds, **{"batch_size": 4} | arguments)
     return found
 
@@ -320,7 +324,7 @@ def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
     learner = make(
         GRPOConfig(num_generations=4), learner=GRPOLearner, reward=reward, max_steps=5, actor_optimizer=optimizer
     )
-    learner._on_row = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
+    learner.listeners[0] = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
     learner.train(ROWS, batch_size=4)
     rows = [row for row, _ in weights]
     empty = [row["train/update/empty"] for row in rows]
@@ -615,7 +619,7 @@ def test_a_bad_estimator_changes_no_weight(function, tmp_path):
         checkpoint_every_n_steps=1,
     )  # fmt: skip
     weights = [jax.tree.map(np.asarray, learner.params)]
-    learner._on_row = lambda row, total: weights.append(jax.tree.map(np.asarray, learner.params))
+    learner.listeners[0] = lambda row, total: weights.append(jax.tree.map(np.asarray, learner.params))
     with pytest.raises(UserError, match=BAD_ESTIMATORS[function]) as error:
         learner.train(ROWS, batch_size=4)
     file = tmp_path / "run" / "rollouts" / f"step_00000{len(calls)}.jsonl"
@@ -903,8 +907,9 @@ CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_p
 
 
 def test_messages_go_through_the_chat_template():
-    backend = reverse_text.tokenizer()._backend
-    tokenizer = Tokenizer(backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=CHAT)
+    tokenizer = Tokenizer(
+        letters_backend(), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=CHAT
+    )
     seen = []
 
     def score(prompts, completions, answer):
