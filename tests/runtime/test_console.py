@@ -60,7 +60,7 @@ def test_what_is_absent_or_no_number_is_left_out():
 
 def test_say_prints_the_text_as_it_is(capsys):
     text = "[bold]x[/bold] :smile: [1, 2] " + "long " * 60
-    console.say(text)
+    console.print_text(text)
     assert capsys.readouterr().out == text + "\n"
 
 
@@ -84,7 +84,7 @@ SHOWN = "a\\x1b]0;title\\x07\\x1b[2J\\r\\x9b\\u202eb\\u2066\\u200f\\u2028\\x7fc\
 def test_nothing_that_is_said_commands_the_terminal(capsys, monkeypatch):
     """A line, a table, a log record, the error that ends a command, a completion on a terminal; one for a file is what
     the model wrote."""
-    console.say(f"{HOSTILE}\n\t\u3000\xa0\u00e9")
+    console.print_text(f"{HOSTILE}\n\t\u3000\xa0\u00e9")
     console.table(f"t {HOSTILE}", (HOSTILE, "n"), [(HOSTILE, "1")])
     record = logging.LogRecord("tunix_like", logging.WARNING, "", 0, "%s", (HOSTILE,), None)
     console.LogHandler().emit(record)

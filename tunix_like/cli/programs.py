@@ -287,15 +287,15 @@ def print_report(config: Config, devices: str) -> int:
     pretend(number)
     plan = make_plan(config, kind)
     memory = f"{amount(plan.device.memory)} per device"
-    console.say(f"{devices}: {describe_devices(plan.mesh)}; {memory}; {plan.model.dtype} matrix products")
-    console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
+    console.print_text(f"{devices}: {describe_devices(plan.mesh)}; {memory}; {plan.model.dtype} matrix products")
+    console.print_text(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
     for name, value in plan.foreseen.lines():
-        console.say(f"{name:>10}: {value}")
-    console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")
+        console.print_text(f"{name:>10}: {value}")
+    console.print_text("compiling the update, the prefill and the decoding steps; a large model takes minutes")
     programs = [compile_update(plan), *compile_sampling(plan)]
     console.table("compiled, per device", ("", *(program.name for program in programs)), _rows(programs, number))
     for line in NOTES:
-        console.say(line)
+        console.print_text(line)
     return 1 if plan.foreseen.problems() else 0
 
 

@@ -37,7 +37,7 @@ def train(arguments: argparse.Namespace) -> None:
     lines = screen.StepLines()
     trained = recipe.train(parts, folder, lines.on_row, lines.on_samples, on_claim)
     if "train" not in lines.phases:
-        console.say("this run was already finished: nothing was trained")
+        console.print_text("this run was already finished: nothing was trained")
     screen.closing_table(folder, parts)
     screen.picture(parts, trained.learner)
     if trained.unsaved is not None:
@@ -70,5 +70,5 @@ def sft(arguments: argparse.Namespace) -> None:
     if unsaved is not None:
         raise unsaved
     if not lines.phases:
-        console.say("this run was already finished: nothing was trained")
-    console.say(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")
+        console.print_text("this run was already finished: nothing was trained")
+    console.print_text(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")

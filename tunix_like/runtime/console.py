@@ -38,7 +38,7 @@ def silence() -> None:
     _CONSOLE.quiet = True
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Prints a text without markup or wrapping, above the progress line if there is one.
 
     Non-printable characters are escaped (`visible`).
@@ -144,7 +144,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     console = _CONSOLE
     if not _is_on_terminal():
         console = _Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet, emoji=False)
-    say(title)  # a title of the rich table would be wrapped to the width of the table
+    print_text(title)  # a title of the rich table would be wrapped to the width of the table
     console.print(grid)
     output.check()
 
@@ -173,8 +173,8 @@ def terminal() -> rich.console.Console:
     return _CONSOLE
 
 
-def last_said() -> float:
-    """Returns the `time.monotonic` time of the last `say`; 0 before the first one."""
+def last_printed() -> float:
+    """Returns the `time.monotonic` time of the last `print_text`; 0 before the first one."""
     return _last_printed
 
 
