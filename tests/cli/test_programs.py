@@ -113,3 +113,12 @@ def test_the_report(tmp_path):
     again = [*argv[:3], "--devices", "v5e-3", "mesh.shape=[2, 1]"]
     done = python("-m", "tunix_like", *again, cwd=tmp_path)
     assert done.returncode == 2 and re.fullmatch(r"error: mesh.shape: \[2, 1\] needs 2 .* there are 3.*\n", done.stderr)
+
+
+@pytest.mark.parametrize(("memory", "status"), [(10**12, 0), (10**5, 1)])
+def test_a_config_that_does_not_fit_is_a_problem(monkeypatch, capsys, memory, status):
+    monkeypatch.setitem(programs.KINDS, "v5e", programs.Device("tpu", memory))
+    monkeypatch.setattr(programs, "compile_sampling", lambda plan: [])
+    monkeypatch.setattr(programs, "compile_update", lambda plan: programs.Program("update", 0, 0, 0.0, 0.0, None, 0.0))
+    assert programs.print_report(load(YAML, SMALL), f"v5e-{len(jax.devices())}") == status
+    assert ("warning: " in capsys.readouterr().out) == bool(status)

@@ -123,6 +123,14 @@ def test_a_change_is_short(name):
     assert len(added) - sum("import" in line or line == "+" for line in added) <= MOST_LINES
 
 
+@pytest.mark.parametrize("name", ["A data source", "A logger", "A model family", "A metric"])
+def test_what_is_registered_takes_one_line_beside_its_own_code(name):
+    existing = [lines for file, lines in changes(SECTIONS[name][0]) if (ROOT / file).exists()]
+    assert len(existing) == 1 and not any(line.startswith("-") for line in existing[0])
+    entries = [line for line in existing[0] if re.match(r'\+( +"\w|\w+\[)', line)]  # of a mapping, or its assignment
+    assert len(entries) == 1
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The run of a copy of the package with all changes of the page."""

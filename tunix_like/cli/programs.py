@@ -41,7 +41,7 @@ from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.sampler import slot_shape
 from tunix_like.runs.build import check_batches, check_config, named_model, updates_per_batch
-from tunix_like.runs.describe import describe_model
+from tunix_like.runs.describe import describe_devices, describe_model
 from tunix_like.runtime import console
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
@@ -278,7 +278,9 @@ def _compiled(name: str, lower: Callable[[], Any], operations: float, estimate: 
 
 
 def print_report(config: Config, devices: str) -> int:
-    """Compiles the programs of a config for `devices` and prints their memory and FLOPs. Returns the exit status, 0.
+    """Compiles the programs of a config for `devices` and prints their memory and FLOPs.
+
+    Returns the exit status: 1 if the run is estimated not to fit, else 0.
 
     Raises:
       UserError: as `parse_devices`, `pretend` and `make_plan`.
@@ -286,17 +288,17 @@ def print_report(config: Config, devices: str) -> int:
     kind, number = parse_devices(devices)
     pretend(number)
     plan = make_plan(config, kind)
-    mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
-    console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
-    console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
+    memory = f"{amount(plan.device.memory)} per device"
+    console.print_text(f"{devices}: {describe_devices(plan.mesh)}; {memory}; {plan.model.dtype} matrix products")
+    console.print_text(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
     for name, value in plan.estimate.lines():
-        console.say(f"{name:>10}: {value}")
-    console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")
+        console.print_text(f"{name:>10}: {value}")
+    console.print_text("compiling the update, the prefill and the decoding steps; a large model takes minutes")
     programs = [compile_update(plan), *compile_sampling(plan)]
     console.table("compiled, per device", ("", *(program.name for program in programs)), _rows(programs, number))
     for line in NOTES:
-        console.say(line)
-    return 0
+        console.print_text(line)
+    return 1 if plan.estimate.problems() else 0
 
 
 NOTES = (

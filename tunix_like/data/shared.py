@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain.python as grain
@@ -18,6 +20,8 @@ logger = logging.getLogger("tunix_like")
 
 MOST_COMPARED = 1_000_000
 """Maximum number of training rows, and of held-out rows, to compare. A row takes about 20 microseconds to parse."""
+
+_compared = contextvars.ContextVar("compared", default=False)
 
 
 class Shared(NamedTuple):
@@ -37,8 +41,12 @@ class Shared(NamedTuple):
 
 
 def warn_shared(train: Any, held_out: Any) -> None:
-    """Logs a warning if held-out prompts are also in the training data. In a run of several processes, the first one
-    compares."""
+    """Logs a warning if held-out prompts are also in the training data, except within `compared_once`.
+
+    In a run of several processes, the first one compares.
+    """
+    if _compared.get():
+        return
     with progress.task("comparing training and evaluation prompts"):
         result = by_first(lambda: shared_prompts(train, held_out))
     if result is None or not (shared := Shared(*result)).both:
@@ -53,6 +61,17 @@ def warn_shared(train: Any, held_out: Any) -> None:
         "Remove them from one of the two.",
         shared.both, shared.held_out, part,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def compared_once(train: Any, held_out: Any) -> Iterator[None]:
+    """Calls `warn_shared`, and disables it within the block: SFT and RL of one run use the same rows."""
+    warn_shared(train, held_out)
+    token = _compared.set(True)
+    try:
+        yield
+    finally:
+        _compared.reset(token)
 
 
 def shared_prompts(train: Any, held_out: Any) -> Shared | None:

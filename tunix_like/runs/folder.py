@@ -31,6 +31,7 @@ CHANGEABLE = (
     "training.profile_steps",
     "training.train_micro_batch_size",
     "rollout.max_concurrent_rows",
+    "data.overlong_prompts",
     "rewards.workers",
     "rewards.timeout_seconds",
     "rewards.memory_gb",

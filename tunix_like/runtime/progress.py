@@ -121,8 +121,8 @@ class _Display:
         """Prints the plain line if nothing was printed for `every` seconds and a task has run for as long."""
         now = time.monotonic()
         with contextlib.suppress(IndexError):  # the last task ended meanwhile
-            if now - max(console.last_said(), self.tasks[0].began) >= self.every:
-                console.say(self.line(now))
+            if now - max(console.last_printed(), self.tasks[0].began) >= self.every:
+                console.print_text(self.line(now))
 
     def _tick_periodically(self) -> None:
         while not self._over.wait(min(1.0, self.every)):
