@@ -206,7 +206,7 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
     fields = dict(section.config or {})
     if own is None and "vocab_size" not in fields:
         raise UserError(
-            f"model.config: it has no vocab_size, and the data source has no tokenizer either. {_TOKENIZER}"
+            f"model.config: it has no vocab_size, and the data source has no tokenizer. {_TOKENIZER}"
         )
     return fields if own is None else {"vocab_size": own.vocab_size} | fields
 
