@@ -20,7 +20,7 @@ MOST_COMPARED = 1_000_000
 """Maximum number of training rows, and of held-out rows, to compare. A row takes about 20 microseconds to parse."""
 
 
-class Shared(NamedTuple):
+class Overlap(NamedTuple):
     """The result of a comparison of held-out and training prompts.
 
     Attributes:
@@ -41,7 +41,7 @@ def warn_shared(train: Any, held_out: Any) -> None:
     compares."""
     with progress.task("comparing training and evaluation prompts"):
         result = by_first(lambda: shared_prompts(train, held_out))
-    if result is None or not (shared := Shared(*result)).both:
+    if result is None or not (shared := Overlap(*result)).both:
         return
     part = (
         ""
@@ -55,7 +55,7 @@ def warn_shared(train: Any, held_out: Any) -> None:
     )  # fmt: skip
 
 
-def shared_prompts(train: Any, held_out: Any) -> Shared | None:
+def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
     """Counts the held-out rows whose prompt is identical to the prompt of a training row.
 
     Rows without a prompt, and rows that raise a UserError, are not counted.
@@ -75,7 +75,7 @@ def shared_prompts(train: Any, held_out: Any) -> Shared | None:
         key = _key(train, i)
         if key is not None:
             count += left.pop(key, 0)
-    return Shared(count, held, compared, len(train))
+    return Overlap(count, held, compared, len(train))
 
 
 def _key(rows: Any, place: int) -> int | None:

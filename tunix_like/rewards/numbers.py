@@ -105,7 +105,11 @@ def written_out(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Returns `written_out(text)` with LaTeX styles and spacing as spaces and integer fractions as ` 1/2 `."""
+    r"""Converts LaTeX to plain text, after `written_out`.
+
+    A style such as `\text{...}` becomes its content between spaces, spacing commands become spaces, and a fraction of
+    integers becomes ` 1/2 `. A power of a unit (`cm^2`) loses its exponent. `\%` and `\$` lose their backslash.
+    """
     text = _STYLED.sub(r" \1 ", written_out(text))
     text = _FRACTION.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]} ", text)
     text = _SPACING.sub(" ", text).replace("\\%", "%").replace("\\$", "$")

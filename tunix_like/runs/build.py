@@ -205,9 +205,7 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
         raise UserError("model.init: model.config has no weights to load; set model.init=random.")
     fields = dict(section.config or {})
     if own is None and "vocab_size" not in fields:
-        raise UserError(
-            f"model.config: it has no vocab_size, and the data source has no tokenizer. {_TOKENIZER}"
-        )
+        raise UserError(f"model.config: it has no vocab_size, and the data source has no tokenizer. {_TOKENIZER}")
     return fields if own is None else {"vocab_size": own.vocab_size} | fields
 
 
