@@ -54,9 +54,9 @@ class Number(NamedTuple):
     """A plain number.
 
     Attributes:
-      value: the exact value; for a percentage, the number in front of the sign.
-      percent: whether a percent sign, or the word, follows the number.
-      quotient: whether it is a fraction with an integer value (`36/2`), that is, an unevaluated division.
+      value: the exact value; 50 for `50%`.
+      percent: whether `%` or `percent` follows the number.
+      quotient: True for a fraction whose value is an integer (`36/2`): a division that was not carried out.
     """
 
     value: Fraction

@@ -45,7 +45,7 @@ class PooledFunction:
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
-        """Scores `count` completions group by group; a group for which the function fails is scored one by one."""
+        """Scores `count` completions, one call per group. If a call fails, each of its completions gets its own."""
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
