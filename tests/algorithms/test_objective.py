@@ -246,7 +246,7 @@ def test_the_reference_is_in_the_loss_only_when_asked():
 )
 def test_terms_without_the_advantage(changes, extra, looks):
     objective = make(**changes)
-    assert objective.extra_term is extra and objective.looks_for_zeros is looks
+    assert objective.extra_term is extra and objective.skips_zero_advantages is looks
 
 
 @pytest.mark.parametrize("weight", [0.5, -0.5, 0.0])
@@ -303,7 +303,7 @@ def test_what_is_left_out_has_advantage_zero(name):
     assert not values[~live].any() and live.sum() < scored.sum()
     finer = objective.live_rows(rewards, scored, ids, values)
     np.testing.assert_array_equal(finer, values != 0)
-    assert finer.sum() < live.sum() or not objective.looks_for_zeros
+    assert finer.sum() < live.sum() or not objective.skips_zero_advantages
 
 
 def slow_weights(mode: str, counted: np.ndarray) -> np.ndarray:

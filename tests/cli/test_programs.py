@@ -95,7 +95,7 @@ def test_the_update_of_one_device(plan):
     weights = 3 * 4 * (matrices // 8 + parameter_count(plan.model.config) - matrices)
     assert weights < update.arguments < weights + 50_000, "a batch of 8 x 4 x 8 tokens"
     assert update.temporaries > matrices and 0.9 < 8 * update.flops / update.operations < 8
-    assert update.foreseen is not None and update.foreseen.name in ("update", "optimizer")
+    assert update.estimate is not None and update.estimate.name in ("update", "optimizer")
 
 
 def test_the_report(tmp_path):

@@ -101,7 +101,7 @@ DEFAULTS = {
     "opo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "reinforce_pp": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
 }
-TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # the others train in tests/training/test_learner.py
+TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # the others train in tests/training/test_learner_algorithms.py
 
 
 def test_reverse_text_trains_by_every_learner(tmp_path):

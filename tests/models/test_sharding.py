@@ -94,7 +94,7 @@ def test_a_mesh_trains_like_one_device(alone, shape):
 def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):
     mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "WORTH_MOVING", 1)
+        patch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1)
         patch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
         moved = train(mesh)
     waiting = train(mesh, max_concurrent_rows=8)
@@ -115,7 +115,7 @@ def test_what_the_sampler_works_on_is_never_whole_on_a_device(monkeypatch):
 
     monkeypatch.setattr(decoding, "advance", spy)
     monkeypatch.setattr(sampler, "FIRST_CACHE", 16)
-    monkeypatch.setattr(sampler, "WORTH_MOVING", 1)
+    monkeypatch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1)
     monkeypatch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
     config = dataclasses.replace(CONFIG, num_layers=1)
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))

@@ -151,7 +151,7 @@ MANY, PROMPTS, NUMBERS = 6, (A, B, C, LONG), (3, 8, 1, 7)
 def ragged():
     """Six completions of four prompts, from one token to all 80, all of them in work at once and never moved."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "WORTH_MOVING", 1000)
+        patch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1000)
         found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
     assert found.lengths.min() < 5 and (found.lengths == 80).any() and len(np.unique(found.lengths)) > 8
     return found
@@ -192,7 +192,7 @@ def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
 
 def test_moved_rows_change_nothing(ragged, monkeypatch):
     """Gathered into fewer rows as they finish, one prompt in several slots, then the cache grown."""
-    monkeypatch.setattr(sampler, "WORTH_MOVING", 1)
+    monkeypatch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1)
     monkeypatch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
     monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
     seen = events(monkeypatch)
@@ -298,7 +298,7 @@ def test_useful_share_of_the_work(ragged, monkeypatch):
     made = {
         rows: Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=80, max_concurrent_rows=rows) for rows in (1, 24)
     }
-    monkeypatch.setattr(sampler, "WORTH_MOVING", 1000)
+    monkeypatch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1000)
     for one in made.values():
         one.generate(PARAMS, PROMPTS, NUMBERS, MANY, KEY, WARM)
     assert made[1].row_steps == ragged.lengths.sum(), "one row is live until it is done"

@@ -146,8 +146,9 @@ kernel = model.layers[0].mlp.up_proj.kernel[...]
 told["parts"] = [list(shard.data.shape) for shard in kernel.addressable_shards]
 told["whole"] = fetch(kernel, mesh).tolist()
 
-import time, types
+import time
 from pathlib import Path
+from tests.training.test_loop import Counting, run
 from tunix_like.training import loop
 
 class Slow(loop.MetricsLog):
@@ -161,9 +162,10 @@ def ended():
 
 for name, kind in (("end", None), ("stop", loop.Stopped)):
     begin = (lambda step: None) if kind is None else (lambda step: ended())
-    phase = types.SimpleNamespace(total=0, done=0, step_key="step", cut=begin)
+    phase = Counting(0)
+    phase.cut = begin
     try:
-        loop.run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1, on_row=None)
+        run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1, on_row=None)
     except loop.Stopped:
         pass
     told[name] = Path(folder, name).exists()

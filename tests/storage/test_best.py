@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.training.test_loop import Counting
+from tests.training.test_loop import Counting, run
 from tunix_like.cli import main as cli
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.storage import checkpoint_files, checksums
 from tunix_like.storage.best import Best
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog, rows
-from tunix_like.training.loop import run
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +154,7 @@ def test_a_kill_while_the_best_step_is_evaluated(tmp_path, when):
     assert saved(tmp_path) == [1] and rows(tmp_path)[-1]["count/step"] == (2 if when == "before the row" else 3)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         best = Best("eval/x", "count/step")
-        best.learn(rows(tmp_path))
+        best.add(rows(tmp_path))
         assert best.among(checkpoints.steps()) == 1, "what is not saved is not the best"
     again = Measured(values)
     go(again, tmp_path)

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tunix_like
 from tests.tiny_model import HF
-from tests.training.test_loop import Counting, fail
+from tests.training.test_loop import Counting, fail, run
 from tunix_like import EvalConfig, MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.config.load import load
 from tunix_like.config.schema import SFTConfig
@@ -24,7 +24,6 @@ from tunix_like.storage import loggers
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import open_metrics, trackers
 from tunix_like.storage.metrics import MetricsLog, rows
-from tunix_like.training.loop import run
 from tunix_like.training.sft import SFTTrainer
 
 SETTINGS = {"algorithm": {"k": 2}, "training": {"seed": 7}}

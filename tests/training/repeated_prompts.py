@@ -236,6 +236,11 @@ EVERYONE = jnp.ones(PROMPTS, bool)
 class Reinforce:
     """Any objective will do; this one takes any shape of group."""
 
+    built_in = False
+
+    def key(self):
+        return "reinforce"
+
     def advantages(self, rewards, scored, lengths, ids):
         return rewards
 

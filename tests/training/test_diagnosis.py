@@ -14,7 +14,7 @@ from tunix_like.rewards import REWARDS, Scores
 from tunix_like.rollout.rollouts import Rollout, Task, to_batch
 from tunix_like.rollout.samples import pick_samples
 from tunix_like.training import diagnosis
-from tunix_like.training.diagnosis import AGAIN, SignalWatch, diagnose, has_signal
+from tunix_like.training.diagnosis import REPEAT_AFTER, SignalWatch, diagnose, has_signal
 from tunix_like.types import Completions, Problem
 
 LIMIT = 20
@@ -116,7 +116,7 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
         with caplog.at_level(logging.WARNING, "tunix_like"):
             watch(step, *(something if step == 13 else nothing))
         said += [step] if caplog.messages else []
-    assert said == [1, AGAIN, 13 + AGAIN, 13 + 2 * AGAIN]
+    assert said == [1, REPEAT_AFTER, 13 + REPEAT_AFTER, 13 + 2 * REPEAT_AFTER]
 
     caplog.clear()
     SignalWatch(task_of())(1, *nothing)
@@ -132,18 +132,18 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
 def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_only(caplog, monkeypatch):
     asked = []
 
-    def told_answers(*args):
+    def extract_answers(*args):
         asked.append(args)
         raise IndexError("no \x1b answer")
 
-    monkeypatch.setattr(diagnosis, "told_answers", told_answers)
+    monkeypatch.setattr(diagnosis, "extract_answers", extract_answers)
     watch = SignalWatch(task_of())
-    for step in range(1, AGAIN + 2):
+    for step in range(1, REPEAT_AFTER + 2):
         watch(step, *made(TIED))
     assert len(asked) == 2
     assert caplog.messages == [
         f'no training signal in {since}, and the search for the cause failed (IndexError: "no \\x1b answer").'
-        for since in ("step 1", f"the last {AGAIN} steps")
+        for since in ("step 1", f"the last {REPEAT_AFTER} steps")
     ]
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.training.test_learner import ROWS, assert_same, collect, make, params_of, varied
+from tests.training.small_learner import ROWS, assert_same, collect, make, params_of, varied
 from tunix_like import EvalConfig, UserError
 from tunix_like.types import Completions
 

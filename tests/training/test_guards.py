@@ -6,7 +6,7 @@ import resource
 import numpy as np
 import pytest
 
-from tests.training.test_learner import TEXTS, make, varied
+from tests.training.small_learner import TEXTS, make, varied
 from tunix_like import UserError
 from tunix_like.cli import main as cli
 from tunix_like.data import reverse_text
@@ -69,9 +69,9 @@ def test_what_is_kept_is_what_is_read(tmp_path):
     mask = np.zeros(BATCH.rewards.shape, bool)
     mask[1, 2] = True
     given = Skipped(12, 1, BATCH, mask, mask.any(axis=1), None, BATCH.rollout_logprobs)
-    file = guards.keep(tmp_path / "skipped", given)
+    file = guards.write_skipped(tmp_path / "skipped", given)
     assert file.name == "step_000012_update_1.npz"
-    found = guards.read(file)
+    found = guards.read_skipped(file)
     assert (found.step, found.update, found.old_logprobs) == (12, 1, None)
     for name in ("live", "in_update", "ref_logprobs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(given, name))
@@ -87,7 +87,7 @@ def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, cap
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         update = Skipped(1, 0, BATCH, mask, mask.any(axis=1), None, None)
-        guards.guard(told(1), [update], watch, GapWatch(None), tmp_path)
+        guards.check_updates(told(1), [update], watch, GapWatch(None), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "cannot write the inputs of the skipped update" in caplog.text and watch.in_a_row == 1
@@ -97,14 +97,14 @@ def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, cap
 @pytest.mark.parametrize(("last", "left"), [(-1, []), (2, ["000001", "000002"]), (11, ["000001", "000002", "000011"])])
 def test_files_of_steps_that_will_be_done_again_are_removed(tmp_path, last, left):
     """Completions and skipped updates; what else is there stays. A folder that is not there is no error."""
-    guards.cut_run(tmp_path, last)
+    guards.remove_files_after(tmp_path, last)
     names = {"rollouts": "step_{}.jsonl", "skipped": "step_{}_update_1.npz"}
     for folder, name in names.items():
         (tmp_path / folder).mkdir()
         for step in ("000001", "000002", "000011", "000012"):
             (tmp_path / folder / name.format(step)).touch()
     (tmp_path / "rollouts" / "reward_failure.txt").touch()
-    guards.cut_run(tmp_path, last)
+    guards.remove_files_after(tmp_path, last)
     for folder, name in names.items():
         kept = {"reward_failure.txt"} if folder == "rollouts" else set()
         assert {path.name for path in (tmp_path / folder).iterdir()} == kept | {name.format(step) for step in left}
@@ -116,7 +116,7 @@ def test_a_file_that_is_no_skipped_update(tmp_path, content):
     file.parent.mkdir()
     file.write_bytes(content)
     with pytest.raises(UserError, match="not a skipped update"):
-        guards.read(file)
+        guards.read_skipped(file)
 
 
 LOSS = """
@@ -150,8 +150,8 @@ def test_a_skipped_update_is_replayed(monkeypatch, tmp_path, capsys):
     assert cli.main(["train", "c.yaml"]) == 2
     said = capsys.readouterr()
     first, second = sorted((tmp_path / "run" / "skipped").iterdir())  # in a row
-    kept = guards.read(first)
-    assert guards.read(second).step == kept.step + 1
+    kept = guards.read_skipped(first)
+    assert guards.read_skipped(second).step == kept.step + 1
     assert "was not finite in 2 consecutive updates" in said.err and f"step_{kept.step + 1:06d}.jsonl" in said.err
     assert [row["train/update/skipped"] for row in rows("run") if "train/loss" in row][-1] == 1.0
     assert cli.main(["replay", str(first)]) == 0

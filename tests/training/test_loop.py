@@ -17,10 +17,11 @@ from tunix_like.errors import NotSaved, UserError
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog, rows
 from tunix_like.training import loop
-from tunix_like.training.loop import EXIT_STOPPED, Interrupted, Stopped, run
+from tunix_like.training.loop import EXIT_STOPPED, Interrupted, Stopped
+from tunix_like.training.trainer import Trainer
 
 
-class Counting:
+class Counting(Trainer):
     """Adds the step's number to a sum; `at` maps a step to what happens within it."""
 
     name, step_key, iterator, rate_follows_total = "count", "count/step", None, False
@@ -29,6 +30,9 @@ class Counting:
         self.total, self.at, self.data, self.done = total, at or {}, data, 0
         self.evaluate_every, self.end_at, self.identity = evaluate_every, end_at, {"seed": 1, "lr": 0.1} | identity
         self.sum, self.seen, self.loaded, self.cut_after = jnp.zeros(()), [], None, None
+
+    def running(self):
+        return contextlib.nullcontext()
 
     def to_save(self):
         return {"sum": self.sum}
@@ -54,6 +58,14 @@ class Counting:
 
     def finished(self, row):
         return bool(row["count/sum"] == self.end_at)
+
+
+def run(phase, *, checkpoints, log, checkpoint_every, on_row, **more) -> int:
+    """Runs a phase with these files; the number of its last step."""
+    phase.open_checkpoints, phase.open_log = lambda: checkpoints, lambda: log
+    phase.training = types.SimpleNamespace(checkpoint_every_n_steps=checkpoint_every)
+    loop.run(phase, on_row, **more)
+    return phase.done
 
 
 class Watched(Checkpoints):

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
+from tests.tiny_model import HF
 from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora
 from tunix_like.config.schema import MeshConfig, RLTrainingConfig, SFTConfig
 from tunix_like.models.lora import check_base, fingerprint, join_params, split_params
@@ -35,7 +36,7 @@ from .repeated_prompts import (
     plain_step,
     repeated,
 )
-from .test_learner import HF, ROWS, TOKENIZER, assert_same, collect, differ, make, varied
+from .small_learner import ROWS, TOKENIZER, assert_same, collect, differ, make, varied
 
 pytestmark = pytest.mark.slow
 

@@ -344,13 +344,13 @@ def test_rows_take_what_fits(memory):
     assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), in_pairs) == 9
 
 
-def foreseen() -> sizes.Foreseen:
+def foreseen() -> sizes.MemoryEstimate:
     config = Config(
         data=DataConfig(batch_size=4),
         algorithm=AlgorithmConfig(advantage_estimator="grpo", num_generations=8),
         rollout=RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64, max_concurrent_rows=16),
     )
-    return sizes.foresee(config, decoder(), None, sampler.slot_shape)
+    return sizes.estimate_memory(config, decoder(), None, sampler.slot_shape)
 
 
 def test_what_is_foreseen_is_said(memory):

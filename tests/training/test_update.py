@@ -179,7 +179,7 @@ def test_what_has_no_signal_can_be_left_out(name, live):
     batch = BATCH._replace(rewards=SPARSE, estimator_ids=ids)
     whole, _, advantages = gradient_of(data_of(BY_GROUP, batch=batch), objective="mixed")
     rows = objective.live_rows(SPARSE, BATCH.scored, ids, advantages)
-    assert objective.looks_for_zeros and rows.sum(axis=1).tolist() == live
+    assert objective.skips_zero_advantages and rows.sum(axis=1).tolist() == live
     assert (rows == (advantages != 0)).all()
     left, *_ = gradient_of(data_of(BY_GROUP, batch=batch, rows=rows), objective="mixed")
     assert difference(left, whole) <= 1e-6

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.algorithms.registry import own_parameters
-from tunix_like.errors import UserError, nearest
-from tunix_like.runtime.user_code import is_place, load_function
+from tunix_like.algorithms.registry import check_new_name, find_registered, own_parameters
+from tunix_like.errors import UserError
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this value before `exp`, so that neither the value nor the gradient overflows."""
@@ -85,12 +84,7 @@ def register_policy_loss_fn(
     """
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        if name in POLICY_LOSSES:
-            raise UserError(f"policy loss '{name}' is already registered; choose another name.")
-        if is_place(name):
-            raise UserError(
-                f"policy loss '{name}': names with '.' or ':' are reserved for files and modules; choose another name."
-            )
+        check_new_name("policy loss", name, POLICY_LOSSES)
         if behaviour not in ("trainer", "rollout"):
             raise UserError(f"policy loss '{name}': behaviour must be 'trainer' or 'rollout', got '{behaviour}'.")
         POLICY_LOSSES[name] = PolicyLoss(function, behaviour, extra_term)
@@ -107,17 +101,8 @@ def find_policy_loss(name: str) -> PolicyLoss:
     Raises:
       UserError: the name is unknown (the message lists the known names), or the file or module has no such function.
     """
-    if name not in POLICY_LOSSES and is_place(name):
-        function = load_function(name, "algorithm.policy_loss_fn")
-        registered = [loss for loss in POLICY_LOSSES.values() if loss.function is function]
-        POLICY_LOSSES[name] = registered[0] if registered else PolicyLoss(function, "trainer", True)
-    if name not in POLICY_LOSSES:
-        names = [loss_name for loss_name in POLICY_LOSSES if not is_place(loss_name)]
-        raise UserError(
-            f"algorithm.policy_loss_fn: unknown loss '{name}'. {nearest(name, names)} "
-            "For your own function write path/to/file.py:function."
-        )
-    return POLICY_LOSSES[name]
+    unknown = "algorithm.policy_loss_fn: unknown loss"
+    return find_registered(name, POLICY_LOSSES, unknown, lambda function: PolicyLoss(function, "trainer", True))
 
 
 def loss_parameters(name: str) -> dict[str, Any]:

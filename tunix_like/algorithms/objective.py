@@ -119,7 +119,7 @@ class Objective:
         return self.reference_in_loss or self.config.entropy_coef > 0 or extra
 
     @property
-    def looks_for_zeros(self) -> bool:
+    def skips_zero_advantages(self) -> bool:
         """True when advantages should be computed before the update, to skip completions with advantage 0."""
         return not self.extra_term and any(estimator.registered.sparse for estimator in self.estimators)
 
@@ -234,7 +234,7 @@ class Objective:
         return loss, metrics
 
 
-def trace_own(objective: Objective, groups: int, group_size: int) -> None:
+def trace_user_functions(objective: Objective, groups: int, group_size: int) -> None:
     """Traces the user's own estimators and loss with abstract shapes, to find errors before the training step.
 
     Raises:
@@ -371,12 +371,12 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
             "Set algorithm.kl_in_reward=false."
         )
     if in_reward:
-        check_takes_negative(objective, "algorithm.kl_in_reward", "algorithm.kl_in_reward=false")
+        check_accepts_negative(objective, "algorithm.kl_in_reward", "algorithm.kl_in_reward=false")
     if config.overlong == "penalty":
-        check_takes_negative(objective, "algorithm.overlong=penalty", "algorithm.binarize=true")
+        check_accepts_negative(objective, "algorithm.overlong=penalty", "algorithm.binarize=true")
 
 
-def check_takes_negative(objective: Objective, cause: str, cure: str) -> None:
+def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
     """Raises if the setting `cause` makes rewards negative, an estimator rejects them, and they are not binarized.
 
     Raises:

@@ -90,13 +90,7 @@ def register_advantage_estimator(
     """
 
     def register(function: AdvantageEstimator) -> AdvantageEstimator:
-        if name in ADVANTAGE_ESTIMATORS:
-            raise UserError(f"advantage estimator '{name}' is already registered; choose another name.")
-        if is_place(name):
-            raise UserError(
-                f"advantage estimator '{name}': names with '.' or ':' are reserved for files and modules; choose "
-                "another name."
-            )
+        check_new_name("advantage estimator", name, ADVANTAGE_ESTIMATORS)
         if isinstance(takes, str) and takes not in REWARD_KINDS:
             raise UserError(f"advantage estimator '{name}': takes='{takes}'. {nearest(takes, REWARD_KINDS)}")
         ADVANTAGE_ESTIMATORS[name] = Estimator(
@@ -120,20 +114,41 @@ def find_estimator(name: str) -> Estimator:
     Raises:
       UserError: the name is unknown (the message lists the known names), or the file or module has no such function.
     """
-    if name not in ADVANTAGE_ESTIMATORS and is_place(name):
-        function = load_function(name, "algorithm.advantage_estimator")
-        registered = [estimator for estimator in ADVANTAGE_ESTIMATORS.values() if estimator.function is function]
-        if not registered:
-            _check_signature(name, function)
-        plain = Estimator(function, lambda params: False, lambda params: "any", {}, 0, False)
-        ADVANTAGE_ESTIMATORS[name] = registered[0] if registered else plain
-    if name not in ADVANTAGE_ESTIMATORS:
-        names = [estimator_name for estimator_name in ADVANTAGE_ESTIMATORS if not is_place(estimator_name)]
+
+    def unregistered(function: Callable[..., Any]) -> Estimator:
+        _check_signature(name, function)
+        return Estimator(function, lambda params: False, lambda params: "any", {}, 0, False)
+
+    return find_registered(name, ADVANTAGE_ESTIMATORS, "algorithm.advantage_estimator: unknown estimator", unregistered)
+
+
+def find_registered(name: str, registry: dict[str, Any], unknown: str, unregistered: Callable[[Any], Any]) -> Any:
+    """Returns the entry of a registered name, or that of the function that a file or module has under `name`.
+
+    Args:
+      unknown: start of the error message for an unknown name: the config key and the kind of entry.
+      unregistered: returns the entry of a function that is not registered.
+    """
+    if name not in registry and is_place(name):
+        function = load_function(name, unknown.partition(":")[0])
+        registered = [entry for entry in registry.values() if entry.function is function]
+        registry[name] = registered[0] if registered else unregistered(function)
+    if name not in registry:
+        names = [registered_name for registered_name in registry if not is_place(registered_name)]
         raise UserError(
-            f"algorithm.advantage_estimator: unknown estimator '{name}'. {nearest(name, names)} "
-            "For your own function write path/to/file.py:function."
+            f"{unknown} '{name}'. {nearest(name, names)} For your own function write path/to/file.py:function."
         )
-    return ADVANTAGE_ESTIMATORS[name]
+    return registry[name]
+
+
+def check_new_name(what: str, name: str, registry: dict[str, Any]) -> None:
+    """Raises UserError if a name is registered already or looks like a file or a module."""
+    if name in registry:
+        raise UserError(f"{what} '{name}' is already registered; choose another name.")
+    if is_place(name):
+        raise UserError(
+            f"{what} '{name}': names with '.' or ':' are reserved for files and modules; choose another name."
+        )
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:

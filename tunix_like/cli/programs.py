@@ -48,7 +48,7 @@ from tunix_like.training.forward import place_packed
 from tunix_like.training.memory import Phase, amount
 from tunix_like.training.optimizer import build_optimizer, state_shapes
 from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import Device, Foreseen, device_memory, foresee
+from tunix_like.training.sizes import Device, MemoryEstimate, device_memory, estimate_memory
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
 
@@ -110,7 +110,7 @@ class Program:
       temporaries: bytes of temporary buffers of XLA, and of outputs that are not aliased to an input.
       flops: FLOPs as counted by XLA, which counts the body of a loop once.
       operations: required multiplications and additions of the step for completions of full length.
-      foreseen: the phase with the highest memory as estimated by `memory.py`, on the target device.
+      estimate: the phase with the highest memory as estimated by `memory.py`, on the target device.
       seconds: compile time on this machine.
     """
 
@@ -119,7 +119,7 @@ class Program:
     temporaries: int
     flops: float
     operations: float
-    foreseen: Phase | None
+    estimate: Phase | None
     seconds: float
 
 
@@ -131,7 +131,7 @@ class Plan:
     device: Device
     model: Decoder
     mesh: Mesh | None
-    foreseen: Foreseen
+    estimate: MemoryEstimate
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class Plan:
 
     def phase(self, *names: str) -> Phase:
         """Returns the estimated phase with the highest memory among these names."""
-        return max((phase for phase in self.foreseen.phases if phase.name in names), key=lambda phase: phase.bytes)
+        return max((phase for phase in self.estimate.phases if phase.name in names), key=lambda phase: phase.bytes)
 
 
 def make_plan(config: Config, kind: Device | None) -> Plan:
@@ -181,7 +181,9 @@ def make_plan(config: Config, kind: Device | None) -> Plan:
     mesh = build_mesh(config.mesh)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_batches(config, mesh)
-    return Plan(config, device, model, mesh, foresee(config, model, mesh, slot_shape, device=device, refuse=False))
+    return Plan(
+        config, device, model, mesh, estimate_memory(config, model, mesh, slot_shape, device=device, refuse=False)
+    )
 
 
 def compile_update(plan: Plan) -> Program:
@@ -207,7 +209,7 @@ def compile_update(plan: Plan) -> Program:
 def _step_inputs(plan: Plan, objective: Objective) -> StepInputs:
     config, (prompts, group), (width, steps) = plan.config, plan.group, plan.widths
     most = min(config.training.mini_batch_size or prompts, prompts)
-    layout = choose_layout(group, most, plan.widths, plan.foreseen.micro_batch, prompt_parts(plan.mesh))
+    layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
     lengths, first = np.full((prompts, group), steps, np.int32), np.zeros((prompts, group), bool)
     first[:most] = True
     packed = place_packed(pack(lengths, first, steps, layout, most), plan.mesh)  # small index arrays
@@ -238,7 +240,7 @@ def compile_sampling(plan: Plan) -> list[Program]:
     """Compiles prefill and decoding as in `rollout/sampler.py`, with all rows active and the cache at its full size."""
     (graphdef, params), (prompts, group), (width, steps) = plan.split, plan.group, plan.widths
     rollout, phase = plan.config.rollout, plan.phase("rollout")
-    slots, size = slot_shape(prompts, group, plan.foreseen.rows, width, steps)
+    slots, size = slot_shape(prompts, group, plan.estimate.rows, width, steps)
     inputs = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
     lower = functools.partial(decoding.prefill.lower, graphdef, params, *slot_shapes(inputs, plan.mesh))
     first = np.ones((prompts, 1), np.int32)  # a prompt predicts one token
@@ -257,7 +259,7 @@ def compile_sampling(plan: Plan) -> list[Program]:
         return [prefill, _compiled("decode", lower, decode, phase)[0]]
 
 
-def _compiled(name: str, lower: Callable[[], Any], operations: float, foreseen: Phase | None) -> tuple[Program, Any]:
+def _compiled(name: str, lower: Callable[[], Any], operations: float, estimate: Phase | None) -> tuple[Program, Any]:
     """Compiles a program; returns it and the shapes of its outputs with their shardings."""
     start = time.perf_counter()
     lowered = lower()
@@ -266,7 +268,7 @@ def _compiled(name: str, lower: Callable[[], Any], operations: float, foreseen: 
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     temporaries = memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     flops = float(costs.get("flops", float("nan")))
-    program = Program(name, memory.argument_size_in_bytes, temporaries, flops, operations, foreseen, seconds)
+    program = Program(name, memory.argument_size_in_bytes, temporaries, flops, operations, estimate, seconds)
     outputs = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         lowered.out_info,
@@ -287,7 +289,7 @@ def print_report(config: Config, devices: str) -> int:
     mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
     console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
     console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}")
-    for name, value in plan.foreseen.lines():
+    for name, value in plan.estimate.lines():
         console.say(f"{name:>10}: {value}")
     console.say("compiling the update, the prefill and the decoding steps; a large model takes minutes")
     programs = [compile_update(plan), *compile_sampling(plan)]
@@ -313,7 +315,7 @@ def _rows(programs: list[Program], number: int) -> list[tuple[str, ...]]:
         row("arguments", lambda p: amount(p.arguments)),
         row("temporaries", lambda p: amount(p.temporaries)),
         row("sum", lambda p: amount(p.arguments + p.temporaries)),
-        row("estimated (memory.py)", lambda p: "-" if p.foreseen is None else amount(p.foreseen.bytes)),
+        row("estimated (memory.py)", lambda p: "-" if p.estimate is None else amount(p.estimate.bytes)),
         row("FLOPs by XLA", lambda p: f"{p.flops:.3g}"),
         row("FLOPs of a step", lambda p: f"{p.operations:.3g}"),
         row("FLOPs of a step, per device", lambda p: f"{p.operations / number:.3g}"),

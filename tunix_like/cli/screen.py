@@ -13,7 +13,7 @@ from tunix_like.runs.describe import describe
 from tunix_like.runtime import console, processes, progress
 from tunix_like.storage import metrics
 from tunix_like.storage.best import best_of
-from tunix_like.storage.checkpoint_files import whole_steps
+from tunix_like.storage.checkpoint_files import complete_steps
 from tunix_like.training.learner import Learner
 from tunix_like.types import SamplingParams
 
@@ -96,11 +96,11 @@ def closing_table(folder: Path, parts: Parts) -> None:
 def _say_best(folder: Path, metric: str) -> None:
     """Prints which checkpoint is kept as the best."""
     best = best_of(folder, metric)
-    kept = best.among(whole_steps(folder / "checkpoints"))  # `Checkpoints.steps` would wait for the other processes
+    kept = best.among(complete_steps(folder / "checkpoints"))  # `Checkpoints.steps` would wait for the other processes
     if kept is None:
         console.say(f"best: there is no checkpoint of a step with {metric}")
     else:
-        console.say(f"best: {best.said(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
+        console.say(f"best: {best.describe(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
 
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:

@@ -25,7 +25,7 @@ from tunix_like.rollout.rollouts import (
     WeightedReward,
     completion_texts,
     groups_by_source,
-    nothing_scored,
+    nothing_scored_message,
     saved_on_failure,
     score_completions,
     succeeds,
@@ -180,14 +180,14 @@ class Evaluator:
             with saved_on_failure(rollouts, step, part, flat):
                 scores = score_completions(self.rewards, part, flat, config.samples)
                 if step == 0 and not parts and (scores.timeouts | scores.errors).all():
-                    raise UserError(f"evaluation: {nothing_scored(scores)}")
+                    raise UserError(f"evaluation: {nothing_scored_message(scores)}")
             self.first_failure(scores, rollouts)
             texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
             parts.append((out, scores))
             advance(len(part))
         scores = functools.reduce(Scores.join, [part_scores for _, part_scores in parts])
         if step == 0 and not scores.scored.any():
-            raise UserError(f"evaluation: {nothing_scored(scores)}")
+            raise UserError(f"evaluation: {nothing_scored_message(scores)}")
         lengths = np.concatenate([out.lengths for out, _ in parts])
         finished = np.concatenate([out.finished for out, _ in parts])
         return scores, lengths, finished, texts
@@ -212,7 +212,7 @@ class Evaluator:
         total: np.ndarray = scores.total.reshape(lengths.shape)
         known = ~np.isnan(total)
         succeeded = known & succeeds(np.nan_to_num(total, nan=-np.inf), self.success_threshold)
-        answers = told_answers(self.rewards, self.problems, texts)
+        answers = extract_answers(self.rewards, self.problems, texts)
         values = problem_values(total, succeeded, answers, ks_of(self.config))
         metrics = {f"eval/{name}": mean_known(per_problem) for name, per_problem in values.items()}
         metrics |= {
@@ -232,7 +232,7 @@ class Evaluator:
         return Evaluation(metrics, values, texts, total, succeeded, answers)
 
 
-def told_answers(
+def extract_answers(
     rewards: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[Sequence[str]]
 ) -> list[list[Hashable] | None]:
     """Extracts the answer of each completion, by the first reward that extracts answers (`rewards.ANSWERS`).

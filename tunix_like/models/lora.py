@@ -200,7 +200,7 @@ def _digest(sums: Mapping[str, int]) -> str:
 
 
 def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Checks that two identities (`loop.Phase.identity`) have the same fingerprint under `base`; an identity without a
+    """Checks that two identities (`Trainer.identity`) have the same fingerprint under `base`; an identity without a
     fingerprint passes.
 
     Raises:

@@ -24,8 +24,8 @@ from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.models.loading import check_fit
 from tunix_like.report.replay import norms_of, program_of
-from tunix_like.rollout.collection import shape_rewards
-from tunix_like.rollout.rollouts import Rollout, completion_texts, score_completions, succeeds, to_batch
+from tunix_like.rollout.collection import estimator_ids, shape_rewards, training_batch
+from tunix_like.rollout.rollouts import Rollout, completion_texts, score_completions, succeeds
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runs.build import WeightedReward, check_config
 from tunix_like.runs.reward_functions import reward_functions
@@ -104,16 +104,13 @@ def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], rewards
 
 def _update(config: Config, rollout: Rollout, objective: Objective) -> Skipped:
     """Builds the inputs of one optimizer update from the rollout, as a training step does."""
-    limits = config.rollout.max_prompt_length, config.rollout.max_tokens_to_generate
-    lengths = rollout.completions.lengths
+    lengths, most = rollout.completions.lengths, config.rollout.max_tokens_to_generate
     total = rollout.scores.total.reshape(lengths.shape)
-    shaped = shape_rewards(total, lengths, objective.config, limits[1], config.rewards.success_threshold)
-    ids = objective.estimator_ids([problem.columns.get("data_source") for problem in rollout.problems])
-    batch = to_batch(rollout, shaped, *limits)._replace(estimator_ids=ids)
-    live = objective.live_rows(batch.rewards, batch.scored, ids)
-    if objective.config.overlong == "mask":
-        batch = batch._replace(trained=rollout.completions.finished)
-        live = live & rollout.completions.finished
+    shaped = shape_rewards(total, lengths, objective.config, most, config.rewards.success_threshold)
+    batch = training_batch(rollout, shaped, objective, config.rollout)
+    live = objective.live_rows(batch.rewards, batch.scored, estimator_ids(objective, rollout))
+    if batch.trained is not None:
+        live = live & batch.trained
     return Skipped(0, 0, batch, live, np.ones(len(live), bool), None, None)
 
 

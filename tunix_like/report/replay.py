@@ -16,33 +16,32 @@ from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.data import source_estimators
 from tunix_like.errors import UserError
 from tunix_like.models.lora import split_params
-from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
+from tunix_like.models.sharding import fetch, place_replicated, scope
 from tunix_like.runs.build import check_config, updates_per_batch
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, progress
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import FOLDER, Skipped, read
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import chunk_size
+from tunix_like.training.guards import FOLDER, Skipped, read_skipped
 from tunix_like.training.train_step import StepSpec, gradient, step_inputs
+from tunix_like.training.updates import pack_update
 
 SHOWN = 10
 """Maximum number of completions in the table."""
 
 
-class Found(NamedTuple):
+class Losses(NamedTuple):
     """Loss and gradient norm of the whole update, and `(group, sample, loss, norm)` of each single completion."""
 
     loss: float
     norm: float
-    alone: list[tuple[int, int, float, float]]
+    by_completion: list[tuple[int, int, float, float]]
 
     @property
-    def guilty(self) -> list[tuple[int, int, float, float]]:
+    def non_finite(self) -> list[tuple[int, int, float, float]]:
         """The completions with a non-finite loss or gradient."""
-        return [row for row in self.alone if not np.isfinite(row[2:]).all()]
+        return [row for row in self.by_completion if not np.isfinite(row[2:]).all()]
 
 
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
@@ -54,7 +53,7 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Traine
     Raises:
       UserError: the file is not a saved update, or its run has no checkpoint.
     """
-    skipped, run = read(file), file.parent.parent
+    skipped, run = read_skipped(file), file.parent.parent
     if file.parent.name != FOLDER:
         raise UserError(f"{file}: give a file in the folder of its run, RUN/{FOLDER}/..., with its checkpoints.")
     with Checkpoints(run / "checkpoints") as checkpoints:
@@ -65,7 +64,7 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Traine
     return skipped, open_trained(str(run / "checkpoints" / str(step)), overrides), step
 
 
-def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Found:
+def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Losses:
     """Computes the loss and gradient norm of the whole update and of each single completion.
 
     A single completion has the advantage and weight that it has in the whole update. The model's weights are unchanged.
@@ -81,7 +80,7 @@ def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None
         masks.append(np.zeros_like(live))
         masks[-1][index] = True
     (loss, norm), *alone = norms_of(skipped, trained, program_of(trained, objective), masks, on_progress)
-    return Found(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
+    return Losses(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
 
 
 def program_of(trained: Trained, objective: Objective) -> Any:
@@ -119,14 +118,11 @@ def norms_of(
     """
     config, batch, mesh = trained.config, update.batch, trained.mesh
     params, frozen = split_params(trained.params)
-    widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
-    most, size = int(update.in_update.sum()), batch.rewards.shape[1]
-    chunk = chunk_size(config.training, trained.model, (most, size), widths, mesh=mesh)
-    layout = choose_layout(size, most, widths, chunk, prompt_parts(mesh))
+    model, most = trained.model, int(update.in_update.sum())
     whole = place_replicated((batch, update.old_logprobs, update.ref_logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:
-        packed = place_packed(pack(batch.completion_lengths, rows, widths[1], layout, most), mesh)
+        packed = place_packed(pack_update(config.training, model, mesh, batch, rows, most), mesh)
         data = step_inputs(whole[0], update.in_update, packed, *whole[1:])
         loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)
@@ -150,10 +146,10 @@ def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     with progress.task("completions", live + 1) as advance:
         result = replay(skipped, trained, advance)
     console.say(f"the whole update: loss {result.loss:.4g}, gradient norm {result.norm:.4g}")
-    rows = result.guilty or sorted(result.alone, key=lambda row: -row[3])
+    rows = result.non_finite or sorted(result.by_completion, key=lambda row: -row[3])
     title = (
-        f"{len(result.guilty)} of {len(result.alone)} completions have a non-finite loss or gradient"
-        if result.guilty
+        f"{len(result.non_finite)} of {len(result.by_completion)} completions have a non-finite loss or gradient"
+        if result.non_finite
         else "all single completions are finite; those with the largest gradients"
     )
     batch = skipped.batch

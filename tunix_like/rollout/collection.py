@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
-from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
+from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
@@ -28,7 +29,7 @@ from tunix_like.rollout.rollouts import (
     completion_texts,
     join_rollouts,
     mixed_groups,
-    nothing_scored,
+    nothing_scored_message,
     pick_groups,
     rollout_metrics,
     saved_on_failure,
@@ -106,19 +107,15 @@ class Collector:
             return None
         rollout, rewards = drawn
         if algo.dynamic_sampling:
-            rollout, rewards, metrics = self._further(step, params, rollout, rewards, lap)
+            rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
         tokens = int(rollout.completions.lengths.sum())
         if len(rollout.problems) > self.batch_size:
-            chosen = np.sort(np.argsort(~self._teaches(rollout, rewards), kind="stable")[: self.batch_size])
+            chosen = np.sort(np.argsort(~self._has_signal(rollout, rewards), kind="stable")[: self.batch_size])
             rollout, rewards = pick_groups(rollout, chosen), rewards[chosen]
-        batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
-        batch = batch._replace(estimator_ids=self._estimator_ids(rollout))
-        if algo.overlong == "mask":
-            batch = batch._replace(trained=rollout.completions.finished)
-        return Collected(rollout, batch, metrics, tokens)
+        return Collected(rollout, training_batch(rollout, rewards, self.objective, lengths), metrics, tokens)
 
-    def _further(
+    def _sample_dynamically(
         self,
         step: int,
         params: Any,
@@ -131,7 +128,7 @@ class Collector:
         This is dynamic sampling (DAPO, arXiv 2503.14476). Returns all groups that were sampled.
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
-        while (short := self.batch_size - int(self._teaches(rollout, rewards).sum())) > 0 and extra < cap:
+        while (short := self.batch_size - int(self._has_signal(rollout, rewards).sum())) > 0 and extra < cap:
             drawn = self._draw(step, params, lap)
             if drawn is None:
                 break
@@ -151,13 +148,12 @@ class Collector:
         counts = {"extra_batches": extra, "short_groups": max(short, 0), "unused_groups": max(-short, 0)}
         return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
-    def _teaches(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
+    def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
         """Returns which groups have different rewards and enough scored completions for their estimator."""
         scored = ~np.isnan(rewards)
-        return mixed_groups(rewards, scored) & self.objective.kept_groups(scored, self._estimator_ids(rollout))
-
-    def _estimator_ids(self, rollout: Rollout) -> Int[np.ndarray, "P"]:
-        return self.objective.estimator_ids([problem.columns.get("data_source") for problem in rollout.problems])
+        return mixed_groups(rewards, scored) & self.objective.kept_groups(
+            scored, estimator_ids(self.objective, rollout)
+        )
 
     def _draw(
         self, step: int, params: Any, lap: Callable[[str], None]
@@ -192,7 +188,7 @@ class Collector:
             sampled = Rollout(problems, texts, completions, scores)
             rewards = self._rewards(sampled)
             if problems[0].number == 0 and not scores.scored.any():
-                raise UserError(nothing_scored(scores))
+                raise UserError(nothing_scored_message(scores))
         self.first_failure(scores, self.rollouts)
         lap("reward")
         return sampled, rewards
@@ -205,7 +201,7 @@ class Collector:
             total, lengths, algo, self.task.rollout_config.max_tokens_to_generate, self.task.success_threshold
         )
         scored = ~np.isnan(total)
-        ids = self._estimator_ids(rollout)
+        ids = estimator_ids(self.objective, rollout)
 
         def describe(group: int, sample: int) -> str:
             parts = {
@@ -219,6 +215,20 @@ class Collector:
             selected = scored & (ids == index)[:, None]
             check_rewards(estimator.name, estimator.params, rewards, selected, describe)
         return rewards
+
+
+def estimator_ids(objective: Objective, rollout: Rollout) -> Int[np.ndarray, "P"]:
+    """Returns the index in `objective.estimators` of each group's estimator."""
+    return objective.estimator_ids([problem.columns.get(SOURCE_COLUMN) for problem in rollout.problems])
+
+
+def training_batch(
+    rollout: Rollout, rewards: Float[np.ndarray, "P G"], objective: Objective, lengths: RolloutConfig
+) -> GroupBatch:
+    """Converts a rollout with its shaped rewards to the batch of a training step."""
+    batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
+    trained = rollout.completions.finished if objective.config.overlong == "mask" else None
+    return batch._replace(estimator_ids=estimator_ids(objective, rollout), trained=trained)
 
 
 def shape_rewards(

@@ -15,7 +15,7 @@ BLOCK = 256
 """Block size of the inverse-CDF search. Short running sums keep the float32 rounding errors small."""
 
 
-NEVER = -80.0
+LOWEST_LOGIT = -80.0
 """Tokens with a scaled logit this far below the maximum get weight 0 instead of at most `exp(-80)`, which no draw can
 distinguish. Denormal numbers, which start below -87.3, would make the sums several times slower on CPU."""
 
@@ -36,7 +36,7 @@ def choose(
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
     shifted = scaled - scaled.max(axis=-1, keepdims=True)
-    weights = jnp.where(shifted > NEVER, jnp.exp(shifted), 0.0)
+    weights = jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
     normaliser = jnp.log(weights.sum(axis=-1))
     if params.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1)

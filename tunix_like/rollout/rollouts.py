@@ -356,14 +356,14 @@ class FirstFailure:
         )
 
 
-def nothing_scored(scores: Scores) -> str:
+def nothing_scored_message(scores: Scores) -> str:
     """Returns an error message for the case that no completion has a reward."""
     if scores.first_failure is None:
         return "no completion could be scored: every reward is None or NaN. Check rewards.functions."
     return f"no completion could be scored; check rewards.functions. The first failure: {scores.first_failure}\n"
 
 
-def cut_steps(folder: Path, last: int) -> None:
+def remove_steps_after(folder: Path, last: int) -> None:
     """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run rewrites."""
     for file in folder.glob("step_*"):
         if int(file.stem.split("_")[1]) > last:

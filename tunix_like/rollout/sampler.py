@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.rollout import decoding
@@ -26,11 +26,11 @@ FIRST_CACHE = 128
 """Initial number of cache columns; it doubles as needed. Each size is compiled separately."""
 
 FEWEST_ROWS = {"cpu": 8}
-ELSEWHERE = 64
-"""Minimum number of rows per device after compaction, by backend (`ELSEWHERE`: other backends). With fewer rows the
-cost of a step is dominated by reading the weights."""
+FEWEST_ROWS_ELSEWHERE = 64
+"""Minimum number of rows per device after compaction, by backend and on other backends. With fewer rows the cost of a
+step is dominated by reading the weights."""
 
-WORTH_MOVING = 16
+FEWEST_TOKENS_LEFT = 16
 """Rows are compacted only if some row may still grow by at least this many tokens."""
 
 
@@ -113,16 +113,7 @@ class Sampler:
         key: Array,
         sampling: SamplingParams,
     ) -> Completions:
-        """Samples `num_generations` completions of each prompt.
-
-        Args:
-          params: weights of the decoder.
-          prompts: token ids, each at most `max_prompt_length` long and not empty.
-          numbers: one distinct number per prompt; the random numbers of its completions depend on it and on `key`.
-          num_generations: completions per prompt.
-          key: random key.
-          sampling: temperature, top-p and top-k.
-        """
+        """Samples `num_generations` completions of each prompt (see `types.Engine`)."""
         with scope(self.mesh):
             with progress.task("sampling", len(prompts) * num_generations) as advance:
                 return _Run(self, params, prompts, numbers, num_generations, key, sampling).finish(advance)
@@ -188,12 +179,12 @@ class _Run:
                 self.sampler.eos_ids,
             )
             self.rows = self._placed(rows)
-            advance(self._harvest(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
+            advance(self._collect_finished(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
             if not self._waiting() and not (self.row_sample >= 0).any():
                 return self.out
             self._fill()
             if not self._waiting():
-                self._gather()
+                self._compact()
             if self.rows.room <= int(self.ages.max()):
                 self.rows = self._placed(decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens)))
 
@@ -217,13 +208,13 @@ class _Run:
         """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
-        fewer = self._fewer()
-        if not fewer or not self._worth_moving():
+        fewer = self._smaller_shapes()
+        if not fewer or not self._worth_compacting():
             return 0
         target = fewer[0][0] * fewer[0][1]
         return target if live > target else max(0, live - max(1, target // 8))
 
-    def _harvest(self) -> int:
+    def _collect_finished(self) -> int:
         """Copies finished completions to the output and frees their rows; returns their number."""
         rows, out = self.rows, self.out
         live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
@@ -286,7 +277,7 @@ class _Run:
         sources = _rounded(source, len(held))
         self.prompts = self._placed(decoding.replace_prompts(self.prompts, targets, sources, new))
 
-    def _fewer(self) -> list[tuple[int, int]]:
+    def _smaller_shapes(self) -> list[tuple[int, int]]:
         """Returns the shapes (slots, rows per slot) for compaction, largest first: half, a quarter, ... of the rows.
 
         There are few shapes because each one is compiled. The number of slots stays divisible by the mesh.
@@ -295,19 +286,20 @@ class _Run:
         parts, shapes = prompt_parts(self.sampler.mesh), []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
             slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
-            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), ELSEWHERE):
+            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), FEWEST_ROWS_ELSEWHERE):
                 break
             shapes.append((slots, width))
         return shapes
 
-    def _gather(self) -> None:
+    def _compact(self) -> None:
         """Compacts the live rows into the smallest shape that holds them; a prompt may then be in several slots."""
-        if not self._worth_moving():
+        if not self._worth_compacting():
             return
-        of_prompt = {p: np.flatnonzero(self._live_rows_of(p)) for p in dict.fromkeys(self.slot_prompt.tolist())}
+        live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())
+        of_prompt = {p: np.flatnonzero((self.slot_prompt[:, None] == p) & live) for p in prompts}
         fits = [
             (slots, width)
-            for slots, width in self._fewer()
+            for slots, width in self._smaller_shapes()
             if sum(-(-len(rows) // width) for rows in of_prompt.values()) <= slots
         ]
         if not fits:
@@ -325,13 +317,10 @@ class _Run:
         moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
         self.prompts, self.rows = self._placed(moved)
 
-    def _worth_moving(self) -> bool:
+    def _worth_compacting(self) -> bool:
         live = self.ages[self.row_sample >= 0]
         room = self.sampler.max_tokens - int(live.min()) if live.size else 0
-        return room >= WORTH_MOVING
-
-    def _live_rows_of(self, prompt: int) -> Bool[np.ndarray, "R"]:
-        return ((self.slot_prompt[:, None] == prompt) & (self.row_sample >= 0)).reshape(-1)
+        return room >= FEWEST_TOKENS_LEFT
 
 
 def _rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:

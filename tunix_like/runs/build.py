@@ -12,40 +12,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.losses import loss_parameters
-from tunix_like.algorithms.objective import (
-    build_objective,
-    check_takes_negative,
-    resolve,
-    trace_own,
-)
+from tunix_like.algorithms.objective import build_objective, check_accepts_negative, resolve, trace_user_functions
 from tunix_like.algorithms.registry import find_estimator
-from tunix_like.config.schema import (
-    AlgorithmConfig,
-    Config,
-    EvalConfig,
-    ModelConfig,
-)
-from tunix_like.data import (
-    DataSource,
-    check_parts,
-    load_source,
-    source_estimators,
-    template_variables,
-)
+from tunix_like.config.schema import AlgorithmConfig, Config, EvalConfig, ModelConfig
+from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import (
-    check_fit,
-    load_abstract,
-    load_config,
-    load_model,
-)
-from tunix_like.models.lora import (
-    add_lora,
-    resolve_adapters,
-)
+from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model
+from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
@@ -94,7 +70,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     template_variables(config.data)
     max_tokens, by_source = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
     objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source)
-    trace_own(objective, config.data.batch_size, algorithm.num_generations)
+    trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
@@ -106,7 +82,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     check_loggers(config.training.loggers)
     for i, (_, weight) in enumerate(reward_entries(config)):
         if weight < 0:
-            check_takes_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
+            check_accepts_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
     if config.model.path is None and config.model.config is None:
         raise UserError("model.path: set a model folder or hub id, or set model.config and model.init: random.")
     return dataclasses.replace(config, algorithm=algorithm), learner

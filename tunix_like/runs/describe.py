@@ -5,13 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tunix_like.algorithms.objective import (
-    ESTIMATOR_KEYS,
-    LOSS_KEYS,
-)
-from tunix_like.config.schema import (
-    AlgorithmConfig,
-)
+from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
+from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
@@ -20,7 +15,7 @@ from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.sampler import slot_shape
 from tunix_like.runs.build import Parts, updates_per_batch
 from tunix_like.training.memory import adapter_count, parameter_count
-from tunix_like.training.sizes import Foreseen, foresee
+from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 
 
 def describe(parts: Parts) -> list[tuple[str, str]]:
@@ -43,13 +38,13 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("model", f"{describe_model(parts.model)}, {kind}"),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
-        *_foreseen(parts).lines(),
+        *_memory_estimate(parts).lines(),
     ]
 
 
-def _foreseen(parts: Parts) -> Foreseen:
+def _memory_estimate(parts: Parts) -> MemoryEstimate:
     """Estimates the memory of the run. Sizes that do not fit raise, except for an abstract model (a dry run)."""
-    return foresee(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
+    return estimate_memory(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
 
 
 def check_memory(parts: Parts) -> bool:
@@ -58,16 +53,16 @@ def check_memory(parts: Parts) -> bool:
     Raises:
       UserError: it is known, and the run is estimated to need more.
     """
-    foreseen = _foreseen(parts)
-    if problems := foreseen.problems():
+    estimate = _memory_estimate(parts)
+    if problems := estimate.problems():
         adapters = parts.model.adapters
         if adapters is not None and adapter_count(parts.model.config, adapters) > parameter_count(parts.model.config):
             problems = [*problems, f"Lower lora.rank ({adapters.rank}): the adapters are larger than the model."]
         raise UserError(
-            f"dry run: {foreseen.peak_line()}. {' '.join(problems).rstrip('.')}. To check other devices: "
+            f"dry run: {estimate.peak_line()}. {' '.join(problems).rstrip('.')}. To check other devices: "
             "tunix-like doctor --config CONFIG --devices v5e-8."
         )
-    return foreseen.known
+    return estimate.known
 
 
 def _describe_reward(reward: WeightedReward) -> str:

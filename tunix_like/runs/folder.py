@@ -9,16 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunix_like.config.load import as_dict, differences, read_yaml, save, temporary_of
-from tunix_like.config.schema import (
-    Config,
-)
+from tunix_like.config.schema import Config
 from tunix_like.errors import UserError
-from tunix_like.models.loading import (
-    save_description,
-)
-from tunix_like.models.lora import (
-    save_adapter_config,
-)
+from tunix_like.models.loading import save_description
+from tunix_like.models.lora import save_adapter_config
 from tunix_like.runs.build import Parts
 from tunix_like.runtime.processes import by_first
 from tunix_like.storage.checkpoints import Checkpoints

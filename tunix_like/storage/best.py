@@ -27,7 +27,7 @@ class Best:
         self.metric, self.step_key = metric, step_key
         self._values: dict[int, float] = {}
 
-    def learn(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Adds the values of rows that have the metric; null and non-finite values are ignored."""
         for row in rows:
             step, value = row.get(self.step_key), row.get(self.metric)
@@ -40,7 +40,7 @@ class Best:
             (step for step in sorted(steps) if step in self._values), key=lambda step: self._values[step], default=None
         )
 
-    def said(self, step: int) -> str:
+    def describe(self, step: int) -> str:
         """Describes the metric of a step for a message."""
         return f"{self.metric} {self._values[step]:.4g} at step {step}"
 
@@ -48,5 +48,5 @@ class Best:
 def best_of(run: Path, metric: str) -> Best:
     """Returns the `Best` of the rows in a run folder."""
     best = Best(metric)
-    best.learn(metric_rows(run))
+    best.add(metric_rows(run))
     return best

@@ -16,17 +16,17 @@ STAMP = "_CHECKPOINT_METADATA"
 """Metadata file of a step, written by orbax: handlers and times."""
 
 
-def whole_steps(folder: Path) -> list[int]:
+def complete_steps(folder: Path) -> list[int]:
     """Returns the numbers of the complete steps in a folder, ascending.
 
     Orbax treats any numbered folder as a step. A step whose removal was interrupted lacks the files written last.
     """
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_whole(path))
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_complete(path))
 
 
-def is_whole(step: Path) -> bool:
+def is_complete(step: Path) -> bool:
     """Returns whether a step has the files that are written last and removed first."""
     return (step / STAMP).is_file() and (step / "state" / "_METADATA").is_file()
 
@@ -68,7 +68,7 @@ def prepare(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            if ".orbax-checkpoint-tmp" in path.name or (path.name.isdigit() and not is_whole(path)):
+            if ".orbax-checkpoint-tmp" in path.name or (path.name.isdigit() and not is_complete(path)):
                 clear(path)
     except OSError as error:
         raise UserError(f"{folder}: checkpoints cannot be written there ({error}).") from error

@@ -110,7 +110,7 @@ class Checkpoints:
         else:
             if is_first():
                 assert self._max_to_keep is not None
-                steps = checkpoint_files.whole_steps(self.folder)
+                steps = checkpoint_files.complete_steps(self.folder)
                 best = None if self._best is None else self._best.among(steps)
                 if best == self._step and (damage := checkpoint_files.damage(self.folder / str(best))) is not None:
                     self._failure = self._set_aside(self.folder / str(best), damage)
@@ -150,7 +150,7 @@ class Checkpoints:
         """Returns the numbers of all complete steps, ascending, after a running save has ended."""
         self._settle()
         # Other processes may see a new step later than the first process.
-        return list(by_first(lambda: checkpoint_files.whole_steps(self.folder)))
+        return list(by_first(lambda: checkpoint_files.complete_steps(self.folder)))
 
     def latest_step(self) -> int | None:
         """Returns the number of the newest complete step, or None."""
@@ -209,14 +209,14 @@ class Checkpoints:
 
     def _find_undamaged(self) -> int | None:
         damaged: dict[Path, str] = {}
-        for step in reversed(checkpoint_files.whole_steps(self.folder)):
+        for step in reversed(checkpoint_files.complete_steps(self.folder)):
             path = self.folder / str(step)
             damage = checkpoint_files.damage(path)
             if damage is None:
                 for other, what in damaged.items():
                     logger.warning("%s", self._set_aside(other, what) + f"; step {step} is used instead")
                 return step
-            if not checkpoint_files.is_whole(path):  # removed in the meantime by the run that writes this folder
+            if not checkpoint_files.is_complete(path):  # removed in the meantime by the run that writes this folder
                 return self._find_undamaged()
             damaged[path] = damage
         if damaged:
@@ -248,31 +248,31 @@ class Checkpoints:
         self._settle()
 
         def newest_is_best() -> bool:
-            best.learn([row])
-            return best.among([*checkpoint_files.whole_steps(self.folder), row[best.step_key]]) == row[best.step_key]
+            best.add([row])
+            return best.among([*checkpoint_files.complete_steps(self.folder), row[best.step_key]]) == row[best.step_key]
 
         return bool(by_first(newest_is_best))
 
-    def take_up(self, rows: Iterable[Mapping[str, Any]], sound: int) -> None:
-        """Restores the best step from the rows of a resumed run. A damaged best step is renamed with a warning.
+    def find_best(self, rows: Iterable[Mapping[str, Any]], verified: int) -> None:
+        """Finds the best step from the rows of a resumed run. A damaged best step is renamed with a warning.
 
         Args:
-          sound: a step whose checksums have been verified already.
+          verified: a step whose checksums have been verified already.
         """
         if self._best is not None:
-            self._best.learn(rows)
-            by_first(lambda: self._confirm_best(sound))
+            self._best.add(rows)
+            by_first(lambda: self._confirm_best(verified))
 
-    def _confirm_best(self, sound: int) -> None:
+    def _confirm_best(self, verified: int) -> None:
         best = self._best
         assert best is not None
-        while (step := best.among(checkpoint_files.whole_steps(self.folder))) not in (None, sound):
+        while (step := best.among(checkpoint_files.complete_steps(self.folder))) not in (None, verified):
             damage = checkpoint_files.damage(self.folder / str(step))
             if damage is None:
                 return
             message = self._set_aside(self.folder / str(step), damage)
-            left = best.among(checkpoint_files.whole_steps(self.folder))
-            now = "there is no other" if left is None else f"the best is now {best.said(left)}"
+            left = best.among(checkpoint_files.complete_steps(self.folder))
+            now = "there is no other" if left is None else f"the best is now {best.describe(left)}"
             logger.warning("%s. It was the best checkpoint by %s; %s", message, best.metric, now)
 
     def check(self, step: int) -> None:

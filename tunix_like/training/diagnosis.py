@@ -9,17 +9,17 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tunix_like.evaluation.evaluate import told_answers
+from tunix_like.evaluation.evaluate import extract_answers
 from tunix_like.rollout.rollouts import Rollout, Task, mixed_groups, succeeds
 from tunix_like.runtime.console import excerpt
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
 
-AGAIN = 10
+REPEAT_AFTER = 10
 """The warning is repeated after this many consecutive steps without a signal."""
 
-MOST = 0.9
+CAUSE_SHARE = 0.9
 """A property of the completions is reported as the cause if at least this fraction of them has it."""
 
 
@@ -41,21 +41,21 @@ class Diagnosis(NamedTuple):
 
 
 class SignalWatch:
-    """Warns after the first step of a run if it had no signal, and after every `AGAIN` consecutive such steps."""
+    """Warns of a first step without a signal, and after every `REPEAT_AFTER` consecutive steps without one."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.without = task, 0
+        self.task, self.steps_without = task, 0
 
     def __call__(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        self.without = 0 if has_signal(batch, advantages) else self.without + 1
-        if not self.without or not (step == 1 or self.without % AGAIN == 0):
+        self.steps_without = 0 if has_signal(batch, advantages) else self.steps_without + 1
+        if not self.steps_without or not (step == 1 or self.steps_without % REPEAT_AFTER == 0):
             return
         try:
             diagnosis = diagnose(self.task, rollout, batch, advantages)
-            text = told(diagnosis, step, self.without, rollout)
+            text = format_diagnosis(diagnosis, step, self.steps_without, rollout)
         except Exception as error:  # the functions that extract answers may be the user's
-            text = f"no training signal in {_since(step, self.without)}, and the search for the cause failed "
-            text += f"({type(error).__name__}: {_line(str(error), 300)})."
+            text = f"no training signal in {_since(step, self.steps_without)}, and the search for the cause failed "
+            text += f"({type(error).__name__}: {_quoted(str(error), 300)})."
         logger.warning("%s", text)
 
 
@@ -65,16 +65,16 @@ def has_signal(batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> bool:
     return bool((trained & (advantages != 0)).any())
 
 
-def told(diagnosis: Diagnosis, step: int, without: int, rollout: Rollout) -> str:
+def format_diagnosis(diagnosis: Diagnosis, step: int, without: int, rollout: Rollout) -> str:
     """Formats the diagnosis as one paragraph."""
     group, number = divmod(diagnosis.sample, rollout.completions.lengths.shape[1])
     text, reward = rollout.texts[diagnosis.sample], rollout.scores.total[diagnosis.sample]
     expected = rollout.problems[group].columns.get("answer")
-    answer = f", answer {_line(str(expected), 80)}" if isinstance(expected, str | int | float) else ""
+    answer = f", answer {_quoted(str(expected), 80)}" if isinstance(expected, str | int | float) else ""
     return (
         f"no training signal in {_since(step, without)}: {diagnosis.found} {diagnosis.advice} Example "
-        f"(prompt {_line(rollout.problems[group].text, 160)}{answer}, completion {number} with reward {reward:g}, "
-        f"{rollout.completions.lengths[group, number]} tokens): {_line(text, 400)}"
+        f"(prompt {_quoted(rollout.problems[group].text, 160)}{answer}, completion {number} with reward {reward:g}, "
+        f"{rollout.completions.lengths[group, number]} tokens): {_quoted(text, 400)}"
     )
 
 
@@ -137,7 +137,7 @@ def _tied(task: Task, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
     if solved.any() and solved.sum() == groups:
         return Diagnosis(
             "solved",
-            f"all {groups} groups are solved by all of their {members}{_left_out(scored)}.",
+            f"all {groups} groups are solved by all of their {members}{_unscored_note(scored)}.",
             "Use harder problems (data.path), or stop the training and evaluate the model with tunix-like eval.",
             int(np.argmax(scored)),
         )
@@ -145,7 +145,7 @@ def _tied(task: Task, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
         return Diagnosis(
             "divided",
             f"{int(solved.sum())} of {groups} groups are solved by all of their {members}, the others by "
-            f"none{_left_out(scored)}.",
+            f"none{_unscored_note(scored)}.",
             "Raise algorithm.num_generations or rollout.temperature, so that completions of a prompt differ, or set "
             "algorithm.dynamic_sampling=true to sample further prompts.",
             int(np.argmax(scored & ~solved.reshape(-1, 1))),
@@ -155,9 +155,9 @@ def _tied(task: Task, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
 
 def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Diagnosis:
     """Diagnoses a step in which no group is solved and all rewards of each group are equal."""
-    cut, unparsed = scored & ~rollout.completions.finished, _unread(task, rollout)
+    cut, unparsed = scored & ~rollout.completions.finished, _without_answer(task, rollout)
     unread = None if unparsed is None else scored & unparsed.reshape(scored.shape)
-    size, aside = int(scored.sum()), _left_out(scored)
+    size, aside = int(scored.sum()), _unscored_note(scored)
     right = scored & _equal_answers(rollout).reshape(scored.shape)
     if right.any():
         return Diagnosis(
@@ -168,7 +168,7 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
             f"rewards.success_threshold ({task.success_threshold:g}).",
             int(np.argmax(right)),
         )
-    if cut.sum() >= MOST * size:
+    if cut.sum() >= CAUSE_SHARE * size:
         return Diagnosis(
             "truncated",
             f"no group is solved, and {int(cut.sum())} of {size} completions were truncated at the length "
@@ -177,7 +177,7 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
             "rollout.eos_tokens and data.apply_chat_template, or fine-tune on answers first (sft.max_steps).",
             int(np.argmax(cut)),
         )
-    if unread is not None and unread.sum() >= MOST * size:
+    if unread is not None and unread.sum() >= CAUSE_SHARE * size:
         return Diagnosis(
             "unparsable",
             f"no group is solved, and in {int(unread.sum())} of {size} completions no answer is found{aside}.",
@@ -209,7 +209,7 @@ def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None
     return whole if whole.any() else scored
 
 
-def _left_out(scored: Bool[np.ndarray, "P G"]) -> str:
+def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
     """Returns a note on the number of unscored completions and groups, which the counts exclude."""
     if scored.all():
         return ""
@@ -218,11 +218,11 @@ def _left_out(scored: Bool[np.ndarray, "P G"]) -> str:
     return f" ({int((~scored).sum())} completions without a reward are not counted{groups})"
 
 
-def _unread(task: Task, rollout: Rollout) -> np.ndarray | None:
+def _without_answer(task: Task, rollout: Rollout) -> np.ndarray | None:
     """Returns which completions have no answer; None if no reward extracts the answers of all problems."""
     size = rollout.completions.lengths.shape[1]
     texts = [rollout.texts[i : i + size] for i in range(0, len(rollout.texts), size)]
-    answers = told_answers(task.rewards, rollout.problems, texts)
+    answers = extract_answers(task.rewards, rollout.problems, texts)
     if any(group is None for group in answers):
         return None
     flat = itertools.chain.from_iterable(group for group in answers if group is not None)
@@ -237,6 +237,6 @@ def _limit(task: Task) -> str:
     return f"now {task.rollout_config.max_tokens_to_generate}"
 
 
-def _line(text: str, most: int) -> str:
+def _quoted(text: str, most: int) -> str:
     """Returns an excerpt of the text in quotes, on one line."""
     return '"' + excerpt(text, most).replace("\n", "\\n") + '"'

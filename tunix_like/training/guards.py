@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.errors import UserError
-from tunix_like.rollout.rollouts import cut_steps
+from tunix_like.rollout.rollouts import remove_steps_after
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -106,7 +106,7 @@ class Skipped(NamedTuple):
     ref_logprobs: Float[np.ndarray, "P G T"] | None
 
 
-def keep(folder: Path, skipped: Skipped) -> Path:
+def write_skipped(folder: Path, skipped: Skipped) -> Path:
     """Writes the inputs of an update, without the weights, to `folder/step_<n>_update_<m>.npz`; returns the file.
 
     Raises OSError if the write fails; no partial file is left.
@@ -124,7 +124,7 @@ def keep(folder: Path, skipped: Skipped) -> Path:
     return file
 
 
-def guard(
+def check_updates(
     rows: Sequence[Mapping[str, Any]],
     updates: Sequence[Skipped],
     skip_watch: SkipWatch,
@@ -144,7 +144,7 @@ def guard(
         if folder is None:
             continue
         try:
-            file = keep(folder / FOLDER, updates[number])
+            file = write_skipped(folder / FOLDER, updates[number])
             logger.warning("saved the inputs of the skipped update; inspect them with: tunix-like replay %s", file)
         except OSError as error:
             logger.warning("cannot write the inputs of the skipped update: %s", error)
@@ -152,14 +152,14 @@ def guard(
     gap_watch(rows)
 
 
-def cut_run(folder: Path, step: int) -> None:
+def remove_files_after(folder: Path, step: int) -> None:
     """Removes the files of completions and skipped updates of steps after `step` from a run folder."""
-    cut_steps(folder / "rollouts", step)
-    cut_steps(folder / FOLDER, step)
+    remove_steps_after(folder / "rollouts", step)
+    remove_steps_after(folder / FOLDER, step)
 
 
-def read(file: Path) -> Skipped:
-    """Reads a file that `keep` wrote. Raises UserError if it is another file."""
+def read_skipped(file: Path) -> Skipped:
+    """Reads a file that `write_skipped` wrote. Raises UserError if it is another file."""
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

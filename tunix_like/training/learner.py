@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from tunix_like.algorithms.objective import build_objective, check_takes_negative, trace_own
+from tunix_like.algorithms.objective import build_objective, check_accepts_negative, trace_user_functions
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.shared import warn_shared
@@ -59,7 +59,8 @@ from tunix_like.training.arguments import (
 )
 from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import CheckedEngine, make_engine
-from tunix_like.training.guards import cut_run
+from tunix_like.training.guards import remove_files_after
+from tunix_like.training.loop import run
 from tunix_like.training.reference import Reference, make_reference
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics
 from tunix_like.training.trainer import Trainer
@@ -161,9 +162,9 @@ class Learner(Trainer):
             logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
         self.source_estimators = source_settings(source_estimators or {})
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
-        trace_own(objective, 2, self.algo.num_generations)
+        trace_user_functions(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
-            check_takes_negative(objective, "reward_weights", "weights of at least 0")
+            check_accepts_negative(objective, "reward_weights", "weights of at least 0")
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
         self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
@@ -219,9 +220,7 @@ class Learner(Trainer):
             self._begin()
             call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
             try:
-                last = self._run(
-                    self._checkpoints(), self._settings(), check_owner, lambda row: self._on_row(row, self.total)
-                )
+                last = run(self, lambda row: self._on_row(row, self.total), check_owner)
             finally:
                 call.profile.close()
                 close_pools(function for _, function, _ in self.rewards)
@@ -230,7 +229,7 @@ class Learner(Trainer):
             last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
         return last
 
-    def _checkpoints(self) -> Checkpoints | None:
+    def open_checkpoints(self) -> Checkpoints | None:
         if self.folder is None:
             return None
         model, best = self.folder / "model", self.training.best_metric
@@ -263,7 +262,7 @@ class Learner(Trainer):
         warn_shared(train_ds, eval_ds)
         evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
         check_best_metric(training, evaluator)
-        self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base()
+        self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base_identity()
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
@@ -291,7 +290,7 @@ class Learner(Trainer):
 
     def cut(self, step: int) -> None:
         if self.written_folder is not None:
-            cut_run(self.written_folder, step)
+            remove_files_after(self.written_folder, step)
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         assert self._call is not None
@@ -303,32 +302,29 @@ class Learner(Trainer):
 
     def step(self, number: int) -> dict[str, Any] | None:
         assert self._call is not None
-        with self._call.profile.around(number), scope(self.mesh):
-            return self._step(self._call, number)
-
-    def _step(self, call: _Call, number: int) -> dict[str, Any] | None:
-        clock, before = Clock(), self.engine.row_steps
-        collected = call.collector(number, self.params, clock.lap)
-        if collected is None:
-            return None
-        rollout, batch, metrics, sampled = collected
-        with progress.task("reference"):
-            batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
-        with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
-            prompts = [problem.text for problem in rollout.problems]
-            advantages, update_metrics = call.updates(number, batch, prompts, ref)
-        self.done = number  # before functions of the user, which may fail
-        clock.lap("update")
-        metrics |= kl_metrics | update_metrics
-        metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
-        metrics |= self._user_metrics(rollout, advantages)
-        self._show(call, number, rollout, batch, advantages)
-        clock.lap("other")
-        metrics |= clock.seconds
-        row_steps = self.engine.row_steps - before
-        speed = speed_metrics(self.model.config, batch, sampled, row_steps, metrics, call.compilations)
-        assert self.programs is not None
-        return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
+        call = self._call
+        with call.profile.around(number), scope(self.mesh):
+            clock, before = Clock(), self.engine.row_steps
+            collected = call.collector(number, self.params, clock.lap)
+            if collected is None:
+                return None
+            rollout, batch, metrics, sampled = collected
+            with progress.task("reference"):
+                batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
+            with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
+                prompts = [problem.text for problem in rollout.problems]
+                advantages, update_metrics = call.updates(number, batch, prompts, ref)
+            self.done = number  # before functions of the user, which may fail
+            clock.lap("update")
+            metrics |= kl_metrics | update_metrics
+            metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
+            metrics |= self._user_metrics(rollout, advantages)
+            self._show(call, number, rollout, batch, advantages)
+            clock.lap("other")
+            metrics |= clock.seconds
+            row_steps = self.engine.row_steps - before
+            speed = speed_metrics(self.model.config, batch, sampled, row_steps, metrics, call.compilations)
+            return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
 
     def _show(
         self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
@@ -362,7 +358,6 @@ class Learner(Trainer):
         return out
 
     def _settings(self) -> dict[str, Any]:
-        """Returns the settings that loggers record for a run without `config.yaml`."""
         parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}
         parts |= {"eval": self.eval_config, "optimizer": self.training.actor_optimizer}
         return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}

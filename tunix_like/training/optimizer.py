@@ -45,14 +45,6 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
     return learning_rate
 
 
-def follows_total(optimizer: Any) -> bool:
-    """Returns whether the learning rate of an update depends on the total number of updates.
-
-    It does not if the schedule is constant or the optimizer is the user's own `optax.GradientTransformation`.
-    """
-    return isinstance(optimizer, OptimizerConfig) and optimizer.schedule != "constant"
-
-
 def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
     """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
 

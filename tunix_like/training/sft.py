@@ -20,17 +20,17 @@ from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.data.stream import Prompt, check_prompts
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import check_batch, fetch, place_replicated, prompt_parts, scope
+from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.sampler import length_bucket, pad_tokens
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.forward import ForwardOptions, place_packed
 from tunix_like.training.guards import SkipWatch
+from tunix_like.training.loop import run
 from tunix_like.training.optimizer import updates_done
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import chunk_size
 from tunix_like.training.train_step import step_inputs
 from tunix_like.training.trainer import Trainer
+from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -119,11 +119,15 @@ class SFTTrainer(Trainer):
         with owned(self.training.output_dir) as check_owner:
             self._begin()
             self._prepare(rows, shuffle)
-            parts = {"sft": self.config, "rollout": self.rollout_config, "training": self.training}
-            settings = {name: as_dict(part) for name, part in parts.items()}
-            # Keeps two checkpoints, because one may be damaged.
-            checkpoints = None if self.folder is None else Checkpoints(self.folder / "sft_checkpoints", 2)
-            return self._run(checkpoints, settings, check_owner, on_row, another_follows)
+            return run(self, on_row, check_owner, another_follows)
+
+    def open_checkpoints(self) -> Checkpoints | None:
+        # Keeps two checkpoints, because one may be damaged.
+        return None if self.folder is None else Checkpoints(self.folder / "sft_checkpoints", 2)
+
+    def _settings(self) -> dict[str, Any]:
+        parts = {"sft": self.config, "rollout": self.rollout_config, "training": self.training}
+        return {name: as_dict(part) for name, part in parts.items()}
 
     def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
         """Checks the data and builds the objects of this call of `train`."""
@@ -140,29 +144,24 @@ class SFTTrainer(Trainer):
         self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True)
         self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
-        self.identity |= {"quantized": self.model.quantized} | self._base()
+        self.identity |= {"quantized": self.model.quantized} | self._base_identity()
         options = ForwardOptions(1.0, self.training.logprob_chunk_size, self.training.remat)
         self._compile(_Likelihood(), options, self.config.optimizer)
 
     def step(self, number: int) -> dict[str, Any] | None:
         with scope(self.mesh):
-            return self._step()
-
-    def _step(self) -> dict[str, float]:
-        batch = self._batch(next(self._batches))
-        widths = batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
-        shape = self.config.batch_size, 1
-        size = chunk_size(self.training, self.model, shape, widths, mesh=self.mesh)
-        layout = choose_layout(1, self.config.batch_size, widths, size, prompt_parts(self.mesh))
-        packed = place_packed(pack(batch.completion_lengths, batch.scored, widths[1], layout), self.mesh)
-        inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(self.config.batch_size, bool), packed)
-        assert self.schedule is not None
-        rate = float(self.schedule(updates_done(self.state.opt_state)))
-        metrics, _ = self.apply(inputs)
-        out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
-        self.watch([out])
-        self.watch.check()
-        return out | {"learning_rate": rate}
+            batch = self._batch(next(self._batches))
+            count = self.config.batch_size
+            packed = pack_update(self.training, self.model, self.mesh, batch, batch.scored, count)
+            placed = place_packed(packed, self.mesh)
+            inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(count, bool), placed)
+            assert self.schedule is not None
+            rate = float(self.schedule(updates_done(self.state.opt_state)))
+            self.state, metrics, _ = self.programs.train_step(self.state, inputs, self.frozen)
+            out = {name: float(value) for name, value in fetch(metrics, self.mesh).items()}
+            self.watch([out])
+            self.watch.check()
+            return out | {"learning_rate": rate}
 
     def _batch(self, prompts: list[Prompt]) -> GroupBatch:
         limit = self.rollout_config.max_tokens_to_generate

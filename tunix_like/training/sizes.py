@@ -263,7 +263,7 @@ def _most(top: int, needed: Callable[[int], int], limit: float) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Foreseen:
+class MemoryEstimate:
     """The estimated peak memory of a run, and the sizes chosen for it.
 
     Attributes:
@@ -318,7 +318,7 @@ class Foreseen:
         return [f"this exceeds the memory of the device: {cure}use a smaller model or more devices"]
 
 
-def foresee(
+def estimate_memory(
     config: Config,
     model: Decoder,
     mesh: Mesh | None,
@@ -326,13 +326,13 @@ def foresee(
     *,
     device: Device | None = None,
     refuse: bool = True,
-) -> Foreseen:
+) -> MemoryEstimate:
     """Estimates the sizes and the memory of each phase for a resolved config, with sequences of full length.
 
     Args:
       device: the device to estimate for; defaults to the current one.
       refuse: whether to raise if a single completion does not fit; if False, the size is 1 and the error is added to
-        `Foreseen.refused`.
+        `MemoryEstimate.refused`.
 
     Raises:
       UserError: as `chunk_size` and `concurrent_rows`.
@@ -373,4 +373,4 @@ def foresee(
         phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
     rows = min(limit, data.batch_size * group)
-    return Foreseen(size, rows, auto, tuple(phases), device.memory, tuple(refused), device.known)
+    return MemoryEstimate(size, rows, auto, tuple(phases), device.memory, tuple(refused), device.known)

@@ -10,27 +10,15 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Protocol
 
 import jax
 
 from tunix_like.training.forward import batch_logprobs
-from tunix_like.training.train_step import StepObjective, StepSpec, jit_train_step
+from tunix_like.training.train_step import StepSpec, jit_train_step
 from tunix_like.types import ById
 
-KEPT = 16
+MOST_PROGRAMS = 16
 """Number of cached programs per process; the least recently used one is dropped."""
-
-
-class SharedObjective(StepObjective, Protocol):
-    """An objective whose programs can be shared."""
-
-    @property
-    def built_in(self) -> bool:
-        """True when all functions are part of this library."""
-
-    def key(self) -> Hashable:
-        """Returns a key that is equal for objectives that are traced to the same program."""
 
 
 class StepPrograms:
@@ -45,12 +33,13 @@ class StepPrograms:
 
     def __init__(self, spec: StepSpec):
         self.traces = 0
-        self.train_step = jit_train_step(spec, self._count)
+
+        def count() -> None:
+            self.traces += 1
+
+        self.train_step = jit_train_step(spec, count)
         self.logprobs = jax.jit(functools.partial(batch_logprobs, options=spec.options), static_argnums=0)
         self.advantages = jax.jit(spec.objective.advantages)
-
-    def _count(self) -> None:
-        self.traces += 1
 
 
 ProgramCache = OrderedDict[Hashable, StepPrograms]
@@ -58,20 +47,19 @@ ProgramCache = OrderedDict[Hashable, StepPrograms]
 _SHARED: ProgramCache = OrderedDict()
 
 
-def step_programs(spec: StepSpec, objective: SharedObjective, own: ProgramCache | None) -> StepPrograms:
+def step_programs(spec: StepSpec, own: ProgramCache | None) -> StepPrograms:
     """Returns the cached programs for these settings, or new ones.
 
     Args:
-      objective: the objective of `spec`.
       own: the learner's own cache, for objectives or optimizers that are not part of this library; None: the cache
         that learners share.
     """
     cache = _SHARED if own is None else own
     leaves, structure = jax.tree.flatten(spec.shardings)
-    key = (spec.graphdef, objective.key(), ById(spec.optimizer), spec.options, tuple(leaves), structure)
+    key = (spec.graphdef, spec.objective.key(), ById(spec.optimizer), spec.options, tuple(leaves), structure)
     if key not in cache:
         cache[key] = StepPrograms(spec)
     cache.move_to_end(key)
-    if len(cache) > KEPT:
+    if len(cache) > MOST_PROGRAMS:
         cache.popitem(last=False)
     return cache[key]

@@ -9,7 +9,7 @@ one set of prompts and one chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 @runtime_checkable
 class StepObjective(Protocol):
     """The interface of a step's objective; `algorithms.objective.Objective` implements it for RL."""
+
+    @property
+    def built_in(self) -> bool:
+        """True when all functions are part of this library."""
+
+    def key(self) -> Hashable:
+        """Returns a key that is equal for objectives that are traced to the same program."""
 
     def advantages(
         self,

@@ -1,13 +1,13 @@
 """`Trainer`, the base class of reinforcement learning and supervised fine-tuning.
 
-A trainer owns the weights while it trains, and writes them back to its model at the end. During training only
-`Trainer.apply` replaces its `state`.
+A trainer owns the weights while it trains, and writes them back to its model at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,11 +28,11 @@ from tunix_like.models.sharding import check_divides, place_params, shardings_of
 from tunix_like.runtime.processes import is_first
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
+from tunix_like.storage.metrics import MetricsLog
 from tunix_like.training.forward import ForwardOptions
-from tunix_like.training.loop import run
-from tunix_like.training.optimizer import build_optimizer, build_schedule, follows_total, init_optimizer
-from tunix_like.training.step_programs import ProgramCache, SharedObjective, StepPrograms, step_programs
-from tunix_like.training.train_step import StepInputs, StepSpec, TrainState
+from tunix_like.training.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.training.step_programs import ProgramCache, StepPrograms, step_programs
+from tunix_like.training.train_step import StepObjective, StepSpec, TrainState
 
 
 class _Stream(NamedTuple):
@@ -44,7 +44,7 @@ class _Stream(NamedTuple):
 
 
 class Trainer:
-    """Base of `Learner` and `SFTTrainer`. A subclass implements `step`; the loop calls it.
+    """Base of `Learner` and `SFTTrainer`. A subclass implements `step`, which `loop.run` calls.
 
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
@@ -55,13 +55,15 @@ class Trainer:
       total: number of the last step, or None to continue until the data is exhausted.
       rate_follows_total: whether the learning rate of a step depends on `total`.
       schedule: maps the number of an update to its learning rate; None if unknown.
-      programs: the compiled functions of a step.
+      programs: the compiled functions of a step, built by `_compile`.
       iterator: the data iterator to save with a checkpoint, or None.
-      identity: settings that must be equal when a checkpoint is restored.
+      identity: settings that must be equal when a checkpoint is restored; `base` is the `models.lora.fingerprint` of
+        the frozen weights.
     """
 
     name: ClassVar[str]
     step_key: ClassVar[str]
+    programs: StepPrograms
 
     def __init__(
         self,
@@ -84,7 +86,6 @@ class Trainer:
         self.done, self.total = 0, None  # type: int, int | None
         self.rate_follows_total = False
         self.schedule: optax.Schedule | None = None
-        self.programs: StepPrograms | None = None
         self.iterator: Any = None
         self.identity: dict[str, Any] = {}
         self.state = TrainState(None, None)
@@ -117,16 +118,40 @@ class Trainer:
         trained, self.frozen = split_params(params)
         self.state = self.state._replace(params=trained)
 
-    def apply(self, inputs: StepInputs) -> tuple[Any, Any]:
-        """Runs one optimizer update. Returns its metrics and advantages, on the device."""
-        assert self.programs is not None
-        self.state, metrics, advantages = self.programs.train_step(self.state, inputs, self.frozen)
-        return metrics, advantages
+    @property
+    def complete(self) -> bool:
+        """Whether all steps up to `total` are done."""
+        return self.total is not None and self.done >= self.total
 
     # Called by the loop.
 
+    def open_checkpoints(self) -> Checkpoints | None:
+        """Opens the checkpoints of the run folder for writing; None without a folder."""
+        raise NotImplementedError
+
+    def open_log(self) -> MetricsLog:
+        """Opens the log of metrics, with the configured loggers."""
+        return open_metrics(self.folder, self.training.loggers, self._settings())
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager for the steps of a call of `train`. Writes the weights back to the model at the end."""
+        self._completed = False
+        try:
+            yield
+            self._completed = True
+        except Exception:
+            if self._stream is not None and not isinstance(self._stream.batches, SharedBatches):
+                self._stream = None  # a generator that has raised yields nothing more
+            raise
+        finally:
+            nnx.update(self.model, self.params)
+
     def step(self, number: int) -> dict[str, Any] | None:
-        """Runs step `number` (from 1). Returns its metrics without prefix, or None when the data is exhausted."""
+        """Runs step `number` (from 1). Returns its metrics without prefix, or None when the data is exhausted.
+
+        Metrics are numbers and lists of numbers.
+        """
         raise NotImplementedError
 
     def to_save(self) -> Any:
@@ -138,36 +163,41 @@ class Trainer:
         self.state = TrainState(saved["params"], saved["opt_state"])
 
     def cut(self, step: int) -> None:
-        """Removes the trainer's own files of steps after `step`."""
+        """Removes the trainer's own files of steps after `step` (-1: of all steps), which will be repeated."""
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
-        """Returns the metrics, with prefix, of an evaluation after `step` if one is due, else {}."""
+        """Returns the metrics, with prefix, of an evaluation after `step` (0: at the start) if one is due, else {}."""
         return {}
 
     def finished(self, row: dict[str, Any]) -> bool:
         """Returns True when the row just logged ends the training early."""
         return False
 
+    def _settings(self) -> dict[str, Any]:
+        """Returns the settings that loggers record for a run without `config.yaml`."""
+        raise NotImplementedError
+
     # Called by subclasses at the start of `train`.
 
     def _compile(
-        self, objective: SharedObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
+        self, objective: StepObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
     ) -> None:
         """Builds the optimizer for `total` steps, its state if there is none yet, and the compiled functions.
 
         Args:
           optimizer: an `OptimizerConfig` or an optax transformation.
         """
-        self.rate_follows_total = follows_total(optimizer)
         shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
+        self.rate_follows_total = False
         if isinstance(optimizer, OptimizerConfig):
+            self.rate_follows_total = optimizer.schedule != "constant"
             updates = None if self.total is None else self.total * updates_per_step
             self.schedule = build_schedule(optimizer, updates)
             optimizer = build_optimizer(optimizer, updates)
         if self.state.opt_state is None:
             self.state = self.state._replace(opt_state=init_optimizer(optimizer, self.state.params))
         spec = StepSpec(self.graphdef, objective, optimizer, options, shardings_of(self.state, self.mesh))
-        self.programs = step_programs(spec, objective, None if shared else self._own_programs)
+        self.programs = step_programs(spec, None if shared else self._own_programs)
 
     def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:
         """Returns an iterator over batches of prompts.
@@ -205,51 +235,8 @@ class Trainer:
             self.done, self._stream = 0, None
             self.state = self.state._replace(opt_state=None)
 
-    def _base(self) -> dict[str, Any]:
+    def _base_identity(self) -> dict[str, Any]:
         """Returns the part of `identity` that identifies the frozen weights of a model with adapters."""
         if self.model.adapters is None:
             return {}
         return {"base": fingerprint(self.model.config, self.frozen, self.mesh)}
-
-    def _run(
-        self,
-        checkpoints: Checkpoints | None,
-        settings: Mapping[str, Any],
-        check_owner: Callable[[], None],
-        on_row: Callable[[dict[str, Any]], None],
-        another_follows: bool = False,
-    ) -> dict[str, Any]:
-        """Runs the loop and writes the weights back to the model. Returns the last row of metrics.
-
-        Args:
-          settings: the settings that loggers record for a run without `config.yaml`.
-          check_owner: raises if another process has taken the folder.
-          another_follows: see `loop.run`.
-        """
-        last: dict[str, Any] = {}
-        self._completed = False
-
-        def record(row: dict[str, Any]) -> None:
-            last.update(row)
-            on_row(row)
-
-        try:
-            run(
-                self,
-                checkpoints=checkpoints,
-                log=open_metrics(self.folder, self.training.loggers, settings),
-                checkpoint_every=self.training.checkpoint_every_n_steps,
-                on_row=record,
-                before_save=check_owner,
-                another_follows=another_follows,
-            )
-            self._completed = True
-        except Exception:
-            if self._stream is not None and not isinstance(self._stream.batches, SharedBatches):
-                self._stream = None  # a generator that has raised yields nothing more
-            raise
-        finally:
-            nnx.update(self.model, self.params)  # first, as closing may be interrupted
-            if checkpoints is not None:
-                checkpoints.close()
-        return last

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective
-from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.errors import UserError
+from tunix_like.models.decoder import Decoder
 from tunix_like.models.operations import update_operations
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
 from tunix_like.training.engine import CheckedEngine
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import GapWatch, Skipped, SkipWatch, guard
+from tunix_like.training.guards import GapWatch, Skipped, SkipWatch, check_updates
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
 from tunix_like.training.sizes import chunk_size
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Runs the updates of each rollout batch of a run, through `Trainer.apply`.
+    """Runs the updates of each rollout batch of a run, which replace the state of the trainer.
 
     Args:
       mini_batch_size: prompts per optimizer update.
@@ -63,7 +65,7 @@ class Updates:
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
         old = self.logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
         kept = ref if self.objective.reference_in_loss else None
-        placed, placed_logprobs = self._place(batch), place_replicated((old, kept), trainer.mesh)
+        placed, *placed_logprobs = place_replicated((batch, old, kept), trainer.mesh)
         if trainer.schedule is not None:
             out["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
         rows: list[dict[str, Any]] = []
@@ -72,29 +74,29 @@ class Updates:
         for in_update in parts:
             packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
             inputs = step_inputs(placed, in_update, place_packed(packed, trainer.mesh), *placed_logprobs)
-            metrics, advantages = trainer.apply(inputs)
+            trainer.state, metrics, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
             rows.append(metrics)
             if len(rows) == 1:
                 self._check_advantages(fetch(advantages, trainer.mesh), prompts, batch)
         rows, advantages = fetch((rows, advantages), trainer.mesh)
         inputs_of = [Skipped(step, i, batch, live, part, old, kept) for i, part in enumerate(parts)]
-        guard(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.written_folder)
+        check_updates(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.written_folder)
         out["perf/update_occupancy"] = real / places if places else float("nan")
         computed = np.where(live, batch.completion_lengths, 0)
         adapters = trainer.model.adapters is not None
         done = update_operations(trainer.model.config, batch.prompt_lengths, computed, adapters)
         out["perf/update_operations"] = done * self.algo.num_iterations
-        return np.asarray(advantages), {name: _joined(name, [row[name] for row in rows]) for name in rows[0]} | out
+        return np.asarray(advantages), {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]} | out
 
     def logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
         """Computes the log-probabilities of the completions `rows` (None: of all), 0 elsewhere."""
-        assert self.trainer.programs is not None
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
-        logprobs = self.trainer.programs.logprobs(graphdef, params, self._place(batch), packed)
+        placed = place_replicated(batch, self.trainer.mesh)
+        logprobs = self.trainer.programs.logprobs(graphdef, params, placed, packed)
         return np.asarray(fetch(logprobs, self.trainer.mesh))
 
     def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
@@ -110,21 +112,14 @@ class Updates:
         return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
 
     def _pack(self, batch: GroupBatch, rows: np.ndarray, most_prompts: int) -> Packed:
-        trainer, widths = self.trainer, (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2])
-        shape = most_prompts, self.algo.num_generations
-        size = chunk_size(trainer.training, trainer.model, shape, widths, self.reference, trainer.mesh)
-        layout = choose_layout(self.algo.num_generations, most_prompts, widths, size, prompt_parts(trainer.mesh))
-        return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
-
-    def _place(self, batch: GroupBatch) -> GroupBatch:
-        """Replicates the batch over the mesh; it is small, and chunks gather rows from it."""
-        return place_replicated(batch, self.trainer.mesh)
+        trainer = self.trainer
+        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, self.reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns the completions that the model processes, and the fractions of those that it does not."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
-        assert ids is not None and self.trainer.programs is not None
-        if objective.looks_for_zeros:
+        assert ids is not None
+        if objective.skips_zero_advantages:
             advantages = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
             advantages = fetch(advantages, self.trainer.mesh)
         live = objective.live_rows(batch.rewards, batch.scored, ids, advantages)
@@ -147,7 +142,28 @@ class Updates:
         )
 
 
-def _joined(name: str, values: Sequence[Any]) -> float:
+def pack_update(
+    training: RLTrainingConfig,
+    model: Decoder,
+    mesh: Mesh | None,
+    batch: GroupBatch,
+    rows: Bool[np.ndarray, "P G"],
+    most_prompts: int,
+    reference: bool = False,
+) -> Packed:
+    """Packs the completions `rows` of a batch, in chunks of the configured size.
+
+    Args:
+      most_prompts: maximum number of prompts of an update.
+      reference: whether a reference model is held in memory beside the policy.
+    """
+    widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
+    chunk = chunk_size(training, model, (most_prompts, size), widths, reference, mesh)
+    layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh))
+    return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
+
+
+def _aggregate(name: str, values: Sequence[Any]) -> float:
     """Aggregates a metric of several updates: maximum of maxima, mean of other metrics; NaN if none is finite."""
     finite = [float(value) for value in values if np.isfinite(value)]
     if not finite:

@@ -1,0 +1,123 @@
+"""Helpers of the tests of learners: a small learner, its data and rewards, and functions that watch it."""
+
+import grain.python as grain
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import tunix_like
+from tests.tiny_model import HF
+from tunix_like import (
+    MaxRLConfig,
+    MaxRLLearner,
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+)
+from tunix_like.data import reverse_text
+
+TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
+ROWS = [reverse_text.record(text) for text in TEXTS]
+TOKENIZER = reverse_text.tokenizer()
+SGD = optax.sgd(0.5)
+OWN = ("tokenizer", "engine", "mesh", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights",
+       "source_estimators", "success_threshold")  # fmt: skip
+
+
+def make_model(seed=0):
+    return tunix_like.load_model(HF, init="random", seed=seed)[0]
+
+
+def params_of(model):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.split(model)[1]))
+
+
+def assert_same(one, two):
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+def differ(one, two):
+    return any(not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
+
+
+def long_or_short(prompts, completions, answer):
+    """0/1, mixed in most groups of a random model whatever the prompt."""
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def varied(prompts, completions, answer):
+    """Different for different completions, so that every estimator has something to say."""
+    return [0.25 * sum(map(ord, completion)) % 1 + 0.5 * len(completion) for completion in completions]
+
+
+def make(algo=None, *, learner=MaxRLLearner, reward=long_or_short, model=None, rollout=None, **training):
+    """A learner small in everything; `training` are fields of its RLTrainingConfig, or further arguments of its own."""
+    arguments = {name: training.pop(name) for name in OWN if name in training}
+    settings = {"max_steps": 2, "actor_optimizer": SGD} | training
+    return learner(
+        model=make_model() if model is None else model,
+        tokenizer=arguments.pop("tokenizer", TOKENIZER),
+        reward_fns=reward,
+        algo_config=MaxRLConfig(num_generations=4) if algo is None else algo,
+        rollout_config=rollout or RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
+        training_config=RLTrainingConfig(**settings),
+        **arguments,
+    )
+
+
+def collect(learner, data=ROWS, eval_ds=None, **arguments):
+    """Trains, and returns all rows of metrics."""
+    found = []
+    learner._on_row = lambda row, total: found.append(dict(row))
+    learner.train(data, eval_ds, **{"batch_size": 4} | arguments)
+    return found
+
+
+ADAMW = OptimizerConfig(learning_rate=1e-2)
+
+
+def watch_advantages(kept):
+    """A metric function that keeps every step's advantages, `[groups, completions]`."""
+
+    def keep(prompts, completions, rewards, advantages, **columns):
+        kept.append(np.asarray(advantages).reshape(-1, 4))
+        return {}
+
+    return keep
+
+
+def watch_rewards(kept, reward=varied):
+    """`reward`, whose values are kept, `[groups, completions]`."""
+
+    def watched(prompts, completions, answer):
+        kept.append(np.reshape(reward(prompts, completions, answer), (-1, 4)))
+        return kept[-1].reshape(-1)
+
+    return watched
+
+
+def watch_sampler(learner):
+    """All that the learner's sampler gives from now on."""
+    caught, generate = [], learner.engine.generate
+    learner.engine.generate = lambda *a, **k: caught.append(generate(*a, **k)) or caught[-1]
+    return caught
+
+
+def plain(rows):
+    yield from rows
+
+
+class NotASequence:
+    def __iter__(self):
+        return iter(ROWS)
+
+
+SOURCES = {
+    "generator": lambda: plain(ROWS),
+    "iterable": NotASequence,
+    "MapDataset": lambda: grain.MapDataset.source(ROWS),
+    "MapDataset with a filter": lambda: grain.MapDataset.source([*ROWS, {"prompt": ""}]).filter(lambda r: r["prompt"]),
+    "IterDataset": lambda: grain.MapDataset.source(ROWS).to_iter_dataset(),
+    "tuple": lambda: tuple(ROWS),
+}

@@ -1,0 +1,251 @@
+"""The updates of a learner: several per batch, against the plain forward pass; steps without data; the KL."""
+
+import functools
+from collections import OrderedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tunix_like
+from tunix_like import (
+    GRPOConfig,
+    GRPOLearner,
+    MaxRLConfig,
+    OptimizerConfig,
+    RLOOConfig,
+    RLOOLearner,
+    UserError,
+)
+from tunix_like.training.train_step import jit_train_step
+
+from .small_learner import (
+    ROWS,
+    assert_same,
+    collect,
+    differ,
+    make,
+    make_model,
+    varied,
+    watch_advantages,
+    watch_rewards,
+)
+
+
+def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
+    """With AdamW and weight decay: no momentum moves the weights, and the schedule does not go on. A step whose rewards
+    are all equal is an observation, and the optimizer takes it."""
+    calls = []
+
+    def reward(prompts, completions, answer):
+        calls.append(len(prompts))
+        if len(calls) in (2, 3):  # of the second step; a function that fails for all is asked again
+            return [None] * len(completions)
+        return [1.0] * len(completions) if len(calls) == 5 else varied(prompts, completions, answer)
+
+    weights = []
+    optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=4)
+    learner = make(
+        GRPOConfig(num_generations=4), learner=GRPOLearner, reward=reward, max_steps=5, actor_optimizer=optimizer
+    )
+    learner._on_row = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
+    learner.train(ROWS, batch_size=4)
+    rows = [row for row, _ in weights]
+    empty = [row["train/update/empty"] for row in rows]
+    assert sum(empty) == 2 and empty[0] == empty[-1] == 0, (empty, calls)
+    rate = 0
+    for (_, before), (row, after), was in zip(weights, weights[1:], empty[1:], strict=False):
+        assert differ(before, after) == (not was), row["step"]
+    for row, was in zip(rows, empty, strict=True):
+        assert row["train/learning_rate"] == pytest.approx(1e-2 * min(rate + 1, 4) / 4)
+        rate += not was
+    assert rows[-1]["train/groups/zero_signal_frac"] == 1 and rows[-1]["train/grad_norm"] == 0
+
+
+def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
+    """The ratio is 1 in the first update of a batch, and the metric is the largest of the second."""
+    updates = []
+
+    def recorded(*arguments):
+        program = jit_train_step(*arguments)
+
+        def update(*inputs):
+            out = program(*inputs)
+            updates.append({name: float(value) for name, value in out[1].items()})
+            return out
+
+        return update
+
+    monkeypatch.setattr("tunix_like.training.step_programs.jit_train_step", recorded)
+    monkeypatch.setattr("tunix_like.training.step_programs._SHARED", OrderedDict())
+    algo = GRPOConfig(num_generations=4, num_iterations=2)
+    last = make(algo, learner=GRPOLearner, reward=varied, max_steps=1).train(ROWS, batch_size=4)
+    first, second = updates
+    assert first["is_ratio/max"] == pytest.approx(1) and second["is_ratio/max"] > 1.01
+    assert last["train/is_ratio/max"] == second["is_ratio/max"]
+    assert last["train/is_ratio/mean"] == pytest.approx((first["is_ratio/mean"] + second["is_ratio/mean"]) / 2)
+
+
+@pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batch_size": 2}])
+def test_several_updates_of_one_batch(updates):
+    """ppo_clip goes through the batch again with the log-probabilities of before the first update: ratios leave 1."""
+    algorithm = {name: value for name, value in updates.items() if name == "num_iterations"}
+    training = {name: value for name, value in updates.items() if name != "num_iterations"}
+    optimizer = optax.sgd(2.0)
+    learner = make(
+        MaxRLConfig(num_generations=4, epsilon=0.01, **algorithm),
+        max_steps=1,
+        actor_optimizer=optimizer,
+        reward=varied,
+        **training,
+    )
+    row = collect(learner)[0]
+    assert row["train/is_ratio/max"] > 1.01 and row["train/pg_clipfrac"] > 0
+    assert row["train/perf/update_programs"] == 1
+    with pytest.raises(UserError, match="'reinforce' allows one update.*give 2. Use ppo_clip"):
+        make(RLOOConfig(num_generations=4, **algorithm), learner=RLOOLearner, **training).train(ROWS, batch_size=4)
+    one = collect(make(max_steps=1, reward=varied, actor_optimizer=optimizer))[0]
+    assert one["train/is_ratio/max"] == pytest.approx(1.0, abs=1e-6) and one["train/pg_clipfrac"] == 0
+
+
+LOSSES = {
+    "ppo_clip": {},
+    "gspo": {"policy_loss_fn": "gspo", "epsilon": 0.02, "epsilon_high": 0.03},
+    "dppo": {"policy_loss_fn": "dppo", "dppo_mask_high": 0.02, "dppo_mask_low": 0.02, "kl_tau": 0.1},
+    "sampler_is": {"sampler_is": "token", "sampler_is_threshold": 1.15},
+}
+
+
+def naive_token_loss(kind, logprobs, old, rollout, advantages, mask):
+    """The loss of every token by its formula; `[G, T]` each, advantages `[G, 1]`."""
+    if kind == "dppo":
+        ratio, moved = jnp.exp(logprobs - rollout), jnp.exp(logprobs) - jnp.exp(rollout)
+        dropped = ((advantages > 0) & (moved > 0.02)) | ((advantages <= 0) & (moved < -0.02))
+        return jnp.where(dropped, 0.0, -ratio * advantages) + 0.1 * (logprobs - rollout) ** 2
+    ratio, low, high, factor = jnp.exp(logprobs - old), 0.2, 0.2, 1.0
+    if kind == "gspo":
+        low, high = 0.02, 0.03
+        mean = ((logprobs - old) * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True)
+        ratio = jnp.exp(jax.lax.stop_gradient(mean) + logprobs - jax.lax.stop_gradient(logprobs))
+    if kind == "sampler_is":
+        factor = jnp.minimum(jnp.exp(old - rollout), 1.15)
+    return factor * -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def naive_logprobs(graphdef, params, texts, places, targets):
+    """By the plain forward of prompt and completion in one row."""
+    table = jax.nn.log_softmax(nnx.merge(graphdef, params)(texts))
+    return table[jnp.arange(len(texts))[:, None], places, targets]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def naive_gradient(graphdef, params, texts, places, targets, slope):
+    return jax.grad(lambda p: (naive_logprobs(graphdef, p, texts, places, targets) * slope).sum())(params)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_two_passes_in_two_mini_batches_by_loops(kind):
+    """Four updates of one batch, redone with the plain forward: the old log-probabilities are those before the first
+    update throughout, the sampler's those of the rollout (made to differ here), advantages are of the whole batch."""
+    rewards, asked, rate = [], [], 0.3
+    learner = make(
+        MaxRLConfig(num_generations=4, num_iterations=2, **LOSSES[kind]),
+        reward=watch_rewards(rewards), max_steps=1, mini_batch_size=2, actor_optimizer=optax.sgd(rate),
+        max_logprob_gap=None,
+    )  # fmt: skip
+    generate = learner.engine.generate
+
+    def shifted(params, prompts, *rest):
+        out = generate(params, prompts, *rest)
+        asked.append((prompts, out._replace(logprobs=out.logprobs + np.array([0.2, -0.2, 0.1, 0.0], np.float32))))
+        return asked[-1][1]
+
+    learner.engine.generate = shifted
+    params = jax.tree.map(jnp.array, learner.params)
+    row = collect(learner)[0]
+
+    prompts, out = asked[0]
+    texts, places = np.zeros((16, 8), np.int32), np.zeros((16, 4), np.int32)
+    for n in range(16):
+        prompt = prompts[n // 4]
+        texts[n, : len(prompt)] = prompt
+        texts[n, len(prompt) : len(prompt) + 4] = out.tokens[n // 4, n % 4]
+        places[n] = len(prompt) - 1 + np.arange(4)
+    targets, lengths = out.tokens.reshape(16, 4), out.lengths.reshape(16)
+    mask = np.arange(4) < lengths[:, None]
+    rollout = jnp.asarray(out.logprobs.reshape(16, 4))
+    advantages = tunix_like.compute_advantages(rewards[0], "maxrl").reshape(16, 1)
+    old = naive_logprobs(learner.graphdef, params, texts, places, targets)
+    for half in (0, 1) * 2:
+        inside = mask & (np.arange(16) // 8 == half)[:, None]
+        now = naive_logprobs(learner.graphdef, params, texts, places, targets)
+        each = functools.partial(naive_token_loss, kind, old=old, rollout=rollout, advantages=advantages, mask=mask)
+        slope = jax.grad(lambda x: jnp.where(inside, each(x), 0.0).sum() / inside.sum())(now)  # noqa: B023
+        gradient = naive_gradient(learner.graphdef, params, texts, places, targets, slope)
+        params = jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), learner.params, params)
+    assert row["train/pg_clipfrac"] > 0 or kind in ("ppo_clip", "sampler_is")
+    assert row.get("train/sampler_is/mean", 0.9) < 1
+
+
+def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
+    learner = make(GRPOConfig(num_generations=4, beta=0.1), learner=GRPOLearner, reward=varied, max_steps=3)
+    start = jax.tree.map(np.asarray, learner.params)
+    rows = collect(learner)
+    assert rows[0]["train/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert 0 < rows[1]["train/kl"] < rows[2]["train/kl"], "k3 is never negative, and the policy moves away"
+    assert_same(jax.tree.map(np.asarray, learner.reference.params), start)
+    assert make(GRPOConfig(num_generations=4), learner=GRPOLearner).reference is None, "beta 0 holds no reference"
+
+
+def test_the_kl_alone_leads_to_the_reference():
+    """Where rewards say nothing, the KL still has a gradient, and it points at the reference."""
+    learner = make(
+        GRPOConfig(num_generations=4, beta=1.0),
+        learner=GRPOLearner,
+        ref_model=make_model(seed=7),
+        reward=lambda prompts, completions: [0.0] * len(completions),
+        max_steps=4,
+    )
+    rows = collect(learner)
+    assert 0 < rows[3]["train/kl"] < 0.9 * rows[0]["train/kl"]
+    assert rows[0]["train/loss"] == pytest.approx(rows[0]["train/kl"], rel=0.5)
+
+
+def test_kl_in_the_reward_with_another_reference():
+    """rloo subtracts beta * sum of log-ratios from each reward before the estimator; here by hand."""
+    kept = []
+    model, reference = make_model(), make_model(seed=7)
+    learner = make(
+        RLOOConfig(num_generations=4, beta=0.5), learner=RLOOLearner, model=model, ref_model=reference,
+        reward=lambda prompts, completions: [0.0] * len(completions),
+        metric_fns=[watch_advantages(kept)], max_steps=1,
+    )  # fmt: skip
+    caught, generate = [], learner.engine.generate
+    learner.engine.generate = lambda *a, **k: caught.append((a[1], generate(*a, **k))) or caught[-1][1]
+    row = collect(learner)[0]
+    prompts, out = caught[0]
+    texts = [[*prompts[i], *out.tokens[i, j, : out.lengths[i, j]]] for i, j in np.ndindex(4, 4)]
+    tokens = np.array([text + [0] * (16 - len(text)) for text in texts])
+    logprobs = np.asarray(jax.jit(lambda x: jax.nn.log_softmax(reference(x)))(tokens))
+    kl = np.zeros((4, 4))
+    for n, (i, j) in enumerate(np.ndindex(4, 4)):
+        for t in range(out.lengths[i, j]):
+            place = len(prompts[i]) + t
+            kl[i, j] += out.logprobs[i, j, t] - logprobs[n, place - 1, tokens[n, place]]
+    np.testing.assert_allclose(kept[0], tunix_like.compute_advantages(-0.5 * kl, "rloo"), rtol=1e-3, atol=1e-4)
+    assert row["train/rewards/mean"] == 0.0, "the reported reward is the reward function's"
+    assert "train/kl" in row and row["train/kl"] == pytest.approx(kl.sum() / out.lengths.sum(), rel=1e-3, abs=1e-5)
+
+
+def test_the_model_itself_as_reference():
+    model = make_model()
+    of = functools.partial(make, GRPOConfig(num_generations=4, beta=0.1), learner=GRPOLearner, model=model)
+    learner = of(ref_model=nnx.merge(*nnx.split(model)))  # another model of the same arrays
+    where = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}  # noqa: E731
+    assert not where(learner.reference.params) & where(learner.state.params)
+    assert len(collect(of(ref_model=model))) == 2
