@@ -62,6 +62,7 @@ assert {"median"} <= set(ADVANTAGE_ESTIMATORS) and {"tempered"} <= set(POLICY_LO
 import tunix_like
 assert tunix_like.compute_advantages([0.0, 1.0, 5.0], "median").tolist() == [-1.0, 0.0, 4.0]
 assert main.main(["rows", "config.yaml"]) == 0
+assert main.main(["rows", "config.yaml", "data.train_size=4", "data.eval_size=1"]) == 0
 sys.exit(main.main(["train", "config.yaml"]))
 """
 
@@ -165,7 +166,7 @@ def test_estimator_loss_and_reward_train_a_model_of_the_family(folder):
 
 
 def test_the_source_has_rows_and_the_command_counts_them(folder):
-    assert (folder / "said.txt").read_text().splitlines()[0] == "6"
+    assert (folder / "said.txt").read_text().splitlines()[:2] == ["6", "4"], "data.train_size is read"
 
 
 def test_the_metric_is_in_the_rows_and_the_logger_gets_them(folder):

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     joined = False
     try:
         joined = _join(arguments)
-        output.go_on(joined or _trains(arguments))
+        output.set_continue_on_error(joined or _trains(arguments))
         if arguments.command in ON_CPU:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         with progress.shown(lines=arguments.command != "generate"):  # its output is the completion only

@@ -32,7 +32,7 @@ def train(arguments: argparse.Namespace) -> None:
 
     def on_claim() -> None:
         if processes.is_first():  # only the first process writes to the folder
-            output.keep_in(folder)
+            output.set_fallback_folder(folder)
 
     lines = screen.StepLines()
     trained = recipe.train(parts, folder, lines.on_row, lines.on_samples, on_claim)
@@ -64,7 +64,7 @@ def sft(arguments: argparse.Namespace) -> None:
     with owned(folder):
         claim(folder, parts)
         if processes.is_first():
-            output.keep_in(folder)
+            output.set_fallback_folder(folder)
         lines = screen.StepLines()
         unsaved = recipe.fine_tune(parts, folder, lines.on_row, another_follows=False)
     if unsaved is not None:

@@ -24,7 +24,7 @@ MOST_COMPARED = 1_000_000
 _compared = contextvars.ContextVar("compared", default=False)
 
 
-class Shared(NamedTuple):
+class Overlap(NamedTuple):
     """The result of a comparison of held-out and training prompts.
 
     Attributes:
@@ -49,7 +49,7 @@ def warn_shared(train: Any, held_out: Any) -> None:
         return
     with progress.task("comparing training and evaluation prompts"):
         result = by_first(lambda: shared_prompts(train, held_out))
-    if result is None or not (shared := Shared(*result)).both:
+    if result is None or not (shared := Overlap(*result)).both:
         return
     part = (
         ""
@@ -74,7 +74,7 @@ def compared_once(train: Any, held_out: Any) -> Iterator[None]:
         _compared.reset(token)
 
 
-def shared_prompts(train: Any, held_out: Any) -> Shared | None:
+def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
     """Counts the held-out rows whose prompt is identical to the prompt of a training row.
 
     Rows without a prompt, and rows that raise a UserError, are not counted.
@@ -94,7 +94,7 @@ def shared_prompts(train: Any, held_out: Any) -> Shared | None:
         key = _key(train, i)
         if key is not None:
             count += left.pop(key, 0)
-    return Shared(count, held, compared, len(train))
+    return Overlap(count, held, compared, len(train))
 
 
 def _key(rows: Any, place: int) -> int | None:

@@ -45,7 +45,10 @@ class Losses(NamedTuple):
 
 
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
-    """Opens a saved update and the nearest checkpoint of its run; returns both, and the checkpoint's step.
+    """Opens a saved update, and the checkpoint of its run whose step is nearest.
+
+    Returns:
+      the update, the model of the checkpoint, and the step of the checkpoint.
 
     Raises:
       UserError: the file is not a saved update, or its run has no checkpoint.

@@ -166,7 +166,9 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
-    """Reports the progress of a long operation; inside another task, that of a subtask.
+    """Context manager that shows the progress of a long operation. Inside another task it shows a subtask.
+
+    It yields a function `advance(done, note="")`, which adds `done` finished items and sets the note behind the count.
 
     Args:
       total: number of items; None if unknown or if there is only one.

@@ -58,7 +58,7 @@ from tunix_like.training.arguments import (
     source_settings,
 )
 from tunix_like.training.diagnosis import SignalWatch
-from tunix_like.training.engine import make_engine
+from tunix_like.training.engine import CheckedEngine, make_engine
 from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
 from tunix_like.training.reference import Reference, make_reference
@@ -166,7 +166,7 @@ class Learner(Trainer):
         if any(weight < 0 for _, _, weight in self.rewards):
             check_accepts_negative(objective, "reward_weights", "weights of at least 0")
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
-        self.engine: Engine = make_engine(*parts) if engine is None else engine
+        self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.key = jax.random.key(self.training.seed)
