@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
+from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.sampler import slot_shape
 from tunix_like.runs.build import Parts, updates_per_batch
-from tunix_like.training.memory import adapter_count, parameter_count
 from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 
 
