@@ -15,9 +15,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The programs of the tests run for milliseconds: compiling them without optimizations is four times as quick. An
-# unknown flag would end the process, so other versions than these go without.
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+# unknown flag would end the process, so each version has those that it knows, and later ones have none.
+_XLA_FLAGS = {
+    "0.10": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+    "0.11": "--xla_backend_optimization_level=0",
+    "0.12": "--xla_backend_optimization_level=0",
+}
+_jaxlib = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
+os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS.get(_jaxlib, ""))
 # Compiled programs are kept between runs, since most of a test's time is compilation.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = Path.home() / ".cache" / "tunix_like" / "tests"

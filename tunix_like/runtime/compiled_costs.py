@@ -28,6 +28,7 @@ _FREE = {
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__cudnn\$)')
 _WINDOW = re.compile(r"(\w+)=([\dx_\-]+)")
+_SCATTERED = "all-reduce-scatter"  # the TPU compiler's name of a fusion that is a reduce-scatter
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
@@ -132,14 +133,21 @@ class Counter:
         self._inside(computation, instruction, costs, channels)
         return costs
 
-    def _inside(self, computation: Computation, instruction: Instruction, costs: Costs, channels: set[str]) -> None:
+    def _inside(
+        self, computation: Computation, instruction: Instruction, costs: Costs, channels: set[str], around: str = ""
+    ) -> None:
         """Adds the products and collectives of an instruction, or of all instructions inside a fusion.
 
         A collective that overlaps with other work lies in several fusions, all with its channel, and counts once.
+
+        Args:
+          around: the name of the fused computation that the instruction is in; an empty text if it is in none.
         """
         costs.operations += _products(computation, instruction)
         costs.kernels += instruction.opcode == "custom-call" and bool(_KERNEL.search(instruction.attributes))
         kind = instruction.opcode.removesuffix("-start")
+        if kind == "all-reduce" and around.startswith(_SCATTERED):
+            kind = "reduce-scatter"
         channel = instruction.attribute("channel_id") or instruction.name
         if kind in COLLECTIVES and channel not in channels:
             channels.add(channel)
@@ -149,7 +157,7 @@ class Counter:
             for name in instruction.called:
                 called = self.module.computations[name]
                 for inner in called:
-                    self._inside(called, inner, costs, channels)
+                    self._inside(called, inner, costs, channels, name)
 
     def _memory(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the bytes that an instruction reads from and writes to main memory."""
