@@ -1,6 +1,6 @@
-"""`python -m benchmarks.accelerator --minutes N --out DIR`: all measurements on a GPU or TPU that is at hand for minutes.
+"""`python -m benchmarks.accelerator --minutes N --out DIR`: all measurements on a GPU or TPU at hand for minutes.
 
-The stages run one after the other, each in a process of its own with its own time limit. Nothing is downloaded; random
+The stages run one after the other on one device, each in a process of its own with its own time limit. Nothing is downloaded; random
 weights have the shapes of Qwen3-0.6B. `DIR/results.jsonl` gets a line per stage as soon as it ends, also if it failed
 or ran out of time, with what it had measured until then. `DIR/report.md` is written at the end and on interruption.
 The same command with the same DIR repeats the stages that did not succeed and continues the maze run. `--size tiny`
@@ -45,6 +45,14 @@ GRACE = {"maze": 45.0}
 """Seconds between the request to stop and the kill: the maze run finishes its step and writes a checkpoint."""
 USUAL_GRACE = 3.0
 
+ONE_DEVICE = {
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    "TPU_VISIBLE_CHIPS": "0",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+}
+"""Variables that leave a process one device of a host with several."""
+
 MAZE = {
     "qwen3_0.6b": ["examples/maxrl_paper/maze17.yaml"],
     "tiny": [
@@ -62,14 +70,20 @@ class Battery:
     Attributes:
       out: the folder of the results, as an absolute path.
       size: one of `SIZES`.
-      end: when the time is over, as `time.monotonic`.
       seconds: the whole time.
+      end: when the time is over, as `time.monotonic`.
+      stopped: whether a signal has asked to stop.
     """
 
     out: Path
     size: str
     seconds: float
     end: float
+    stopped: bool = False
+
+    def stop(self, number: int, frame: Any) -> None:
+        """Handles a signal. It raises nothing, because a stage that is just being started would then be lost."""
+        self.stopped = True
 
     @property
     def results(self) -> Path:
@@ -91,8 +105,8 @@ class Battery:
         return min(left, max(30.0, STAGES[stage] * self.seconds))
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of the stages: they keep compiled programs for the next call, and fetch nothing."""
-        chosen = {"JAX_COMPILATION_CACHE_DIR": str(self.out / "cache"), "HF_HUB_OFFLINE": "1"}
+        """Returns the environment of the stages: one device, compiled programs kept for the next call, no downloads."""
+        chosen = {"JAX_COMPILATION_CACHE_DIR": str(self.out / "cache"), "HF_HUB_OFFLINE": "1", **ONE_DEVICE}
         if self.size == "tiny":
             chosen["JAX_PLATFORMS"] = "cpu"
         return {**os.environ, **chosen}
@@ -124,32 +138,31 @@ def run_stage(battery: Battery, stage: str) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that it ends with all processes that it started
         )
-        try:
-            status = _wait(process, limit)
-        except KeyboardInterrupt:
-            status = "interrupted"
-        finally:
-            _stop(process, GRACE.get(stage, USUAL_GRACE))
+        status = _wait(process, limit, battery)
+        _stop(process, GRACE.get(stage, USUAL_GRACE))
     line |= {"status": status, "seconds": round(time.monotonic() - start, 1)}
     line["error"] = None if status == "ok" else _error(status, limit, log)
     line["found"] = progress_of_maze(battery.maze) if stage == "maze" else merged(found)
     return line
 
 
-def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
-    try:
-        return "ok" if process.wait(limit) == 0 else "failed"
-    except subprocess.TimeoutExpired:
-        return "timed out"
+def _wait(process: subprocess.Popen[bytes], limit: float, battery: Battery) -> str:
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        if battery.stopped:
+            return "interrupted"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return "ok" if process.wait(0.2) == 0 else "failed"
+    return "timed out"
 
 
 def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
     """Asks a process to stop, and kills it and all that it started after `grace` seconds."""
-    with contextlib.suppress(ProcessLookupError):
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.wait(grace)
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -185,23 +198,22 @@ def progress_of_maze(folder: Path) -> dict[str, Any]:
     return found
 
 
-def run(battery: Battery) -> bool:
-    """Runs the stages that have not succeeded yet; returns whether the call was interrupted."""
+def run(battery: Battery) -> None:
+    """Runs the stages that have not succeeded yet."""
     done = read_results(battery.results)
     for stage in STAGES:
         if done.get(stage, {}).get("status") == "ok":
             print(f"{stage}: done before", flush=True)
             continue
+        if battery.stopped:
+            return
         line = run_stage(battery, stage)
         with battery.results.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
         print(f"{stage}: {line['status']}, {line['seconds']:.0f} s", flush=True)
-        if line["status"] == "interrupted":
-            return True
         if stage == "machine" and line["found"].get("backend") == "cpu" and battery.size != "tiny":
             print("jax sees no accelerator here; --size tiny runs everything on the CPU", flush=True)
-            return False
-    return False
+            return
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -218,28 +230,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     seconds = 60 * options.minutes
     battery = Battery(options.out.resolve(), options.size, seconds, time.monotonic() + seconds)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    stopped = True  # an interruption between two stages leaves it so
+    previous = {number: signal.signal(number, battery.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        stopped = run(battery)
-    except KeyboardInterrupt:
-        pass
+        run(battery)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         lines = read_results(battery.results)
         write_report(battery.out / "report.md", [lines[stage] for stage in STAGES if stage in lines])
         print(f"report: {battery.out / 'report.md'}", flush=True)
     complete = all(lines.get(stage, {}).get("status") == "ok" for stage in STAGES)
-    return 130 if stopped else int(not complete)
+    return 130 if battery.stopped else int(not complete)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.metadata
 import json
 import platform
@@ -123,6 +124,7 @@ def repeats_of(case: Case, number: int) -> Repeats:
     gate = Repeats(number)
     with contextlib.suppress(Finished):
         ours.run_case(case, gate, None)
+    gc.collect()  # the weights, for the next case in this process
     return gate
 
 
@@ -258,11 +260,8 @@ def plan_of(case: Case) -> programs.Plan:
 
 def predicted(case: Case, described: Callable[[programs.Plan], programs.Program], kind: Accelerator) -> dict[str, Any]:
     """Returns the time model's prediction for a program of a case and the memory that its compiler reports."""
-    plan, number = plan_of(case), jax.device_count()
-    program = described(plan)
-    target = Target(f"{number} x {kind.name}", kind, number, jax.devices(), jax.__version__)
-    compiled = compile_program(program)
-    times = compiled.times(target)
+    compiled = compile_program(described(plan_of(case)))
+    times = compiled.times(Target(kind.name, kind, 1, jax.devices(), jax.__version__))
     found: dict[str, Any] = {"compiled_bytes": compiled.bytes, "compile_seconds": compiled.seconds}
     if times is None:
         return found | {"error": compiled.refusal}
@@ -297,7 +296,7 @@ def update(size: Size, report: Report, out: Path) -> None:
     case, kind = size.case, kind_of(merged(out / "machine.jsonl"))
     seconds, _ = timed(case, report, "train/time/update")
     needed = floating_operations(case, case.batch().lengths)
-    report({"peak": kind.name, "mfu": needed / seconds / (kind.operations * jax.device_count())})
+    report({"peak": kind.name, "mfu": needed / seconds / kind.operations})
     compare(report, seconds, predicted(case, programs.update_program, kind))
 
 
@@ -309,13 +308,13 @@ def decode(size: Size, report: Report, out: Path) -> None:
     case, kind = dataclasses.replace(size.case, kind="rollout"), kind_of(merged(out / "machine.jsonl"))
     seconds, _ = timed(case, report, "seconds")
     needed = floating_operations(case, np.full(case.rows, float(case.length)))
-    report({"peak": kind.name, "mfu": needed / seconds / (kind.operations * jax.device_count())})
-    report({"memory_share": decode_bytes(case) / kind.memory_bytes / jax.device_count() / seconds})
+    report({"peak": kind.name, "mfu": needed / seconds / kind.operations})
+    report({"memory_share": decode_bytes(case) / kind.memory_bytes / seconds})
     compare(report, seconds, predicted(case, programs.decode_program, kind))
 
 
 def decode_bytes(case: Case) -> float:
-    """Returns the bytes that decoding has to read: for each token the weights, each prompt's keys once, and own keys."""
+    """Returns the bytes that decoding has to read: per token the weights, each prompt's keys once, and own keys."""
     model, size = plan_of(case).model, jnp.dtype(ours.default_dtype()).itemsize
     position = 2 * size * case.model.layers * case.model.kv_heads * case.model.head
     positions = case.prompts * case.prompt_length + case.rows * (case.length + 1) / 2
@@ -330,7 +329,7 @@ def step(size: Size, report: Report, out: Path) -> None:
     last = gate.rows[-1]
     report({"parts": {name.removeprefix("train/"): last[name] for name in last if name.startswith("train/")}})
     needed = floating_operations(case, np.full(case.rows, last["tokens"] / case.rows))
-    report({"peak": kind.name, "mfu": needed / seconds / (kind.operations * jax.device_count())})
+    report({"peak": kind.name, "mfu": needed / seconds / kind.operations})
 
 
 def memory(size: Size, report: Report, out: Path) -> None:
