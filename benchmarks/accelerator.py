@@ -1,10 +1,10 @@
 """`python -m benchmarks.accelerator --minutes N --out DIR`: all measurements on a GPU or TPU at hand for minutes.
 
-The stages run one after the other on one device, each in a process of its own with its own time limit. Nothing is downloaded; random
-weights have the shapes of Qwen3-0.6B. `DIR/results.jsonl` gets a line per stage as soon as it ends, also if it failed
-or ran out of time, with what it had measured until then. `DIR/report.md` is written at the end and on interruption.
-The same command with the same DIR repeats the stages that did not succeed and continues the maze run. `--size tiny`
-runs all stages with a tiny model on the CPU.
+The stages run one after the other on one device, each in a process of its own with its own time limit. Nothing is
+downloaded; random weights have the shapes of Qwen3-0.6B. `DIR/results.jsonl` gets a line per stage as soon as it ends,
+also if it failed or ran out of time, with what it had measured until then. `DIR/report.md` is written at the end and on
+interruption. The same command with the same DIR repeats the stages that did not succeed and continues the maze run.
+`--size tiny` runs all stages with a tiny model on the CPU.
 """
 
 from __future__ import annotations
