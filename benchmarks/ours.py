@@ -36,6 +36,9 @@ from tunix_like.types import Completions
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
+STEP_METRICS = ("train/time/", "train/perf/", "train/logprob_gap/")
+"""Beginnings of the names of a step's metrics that are reported with its time."""
+
 LEARNING_RATE = 1e-6
 FOREVER = 10**6
 
@@ -120,6 +123,9 @@ class _Given:
         self.completions = completions
         self.row_steps = 0
 
+    def place(self, params: Any) -> Any:
+        return params
+
     def generate(self, *_: Any, **__: Any) -> Completions:
         return self.completions
 
@@ -147,7 +153,8 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
 
     def on_row(row: dict[str, Any], total: int | None) -> None:
         tokens = round(row["train/completions/mean_length"] * case.rows)
-        gate.end(tokens, loss=row["train/loss"], grad_norm=row["train/grad_norm"], **memory.read())
+        parts = {name: value for name, value in row.items() if name.startswith(STEP_METRICS)}
+        gate.end(tokens, loss=row["train/loss"], grad_norm=row["train/grad_norm"], **parts, **memory.read())
 
     learner = GRPOLearner(
         model=model,

@@ -148,3 +148,9 @@ def test_the_reference_libraries_stay_in_the_tests():
 def test_importing_the_package_is_light():
     code = "import sys, tunix_like; sys.exit(bool({'jax', 'torch', 'transformers', 'flax'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_importing_a_learner_does_not_import_scipy():
+    """Only an exact interval needs it."""
+    code = "import sys\nfrom tunix_like import MaxRLLearner\nsys.exit('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,13 @@
-"""The smallest model that the letters of `reverse_text` can be trained with, as an HF config."""
+"""The smallest model that the letters of `reverse_text` can be trained with, as an HF config; and their tokenizer."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import tokenizers
+
+from tunix_like.data import reverse_text
 
 HF = {
     "model_type": "qwen2",
@@ -11,3 +20,15 @@ HF = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+
+
+def backend_in(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a folder without the settings of `tunix_like`."""
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def letters_backend() -> tokenizers.Tokenizer:
+    """That of `reverse_text`."""
+    with tempfile.TemporaryDirectory() as folder:
+        reverse_text.tokenizer().save(folder)
+        return backend_in(Path(folder))

@@ -97,9 +97,14 @@ class SamplingParams:
 
 
 class Completions(NamedTuple):
-    """Sampled completions, as numpy arrays on the host. Entries at or beyond a row's length are 0.
+    """Sampled completions, as numpy arrays on the host. Entries at or beyond a completion's length are not read.
 
-    `lengths` includes the end-of-sequence token; `finished` is False if the token limit truncated the completion.
+    Attributes:
+      tokens: token ids. `T` is at least the longest length.
+      lengths: number of tokens of each completion, including the end-of-sequence token.
+      logprobs: log-probability of each token in nats, under the weights that `Engine.generate` gets, with the sampling
+        temperature and before truncation by top-k or top-p.
+      finished: False if the token limit truncated the completion.
     """
 
     tokens: Int[np.ndarray, "P G T"]
@@ -110,16 +115,18 @@ class Completions(NamedTuple):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Generates completions. `rollout.sampler.Sampler` is the in-process implementation.
+    """Generates completions. `rollout.sampler.Sampler` is the in-process implementation."""
 
-    Attributes:
-      max_prompt_length: maximum prompt length of `generate`, in tokens.
-      row_steps: number of token positions computed so far, whether used or not. The number of sampled tokens divided
-        by the increase of `row_steps` is the utilisation.
-    """
+    @property
+    def max_prompt_length(self) -> int:
+        """The maximum prompt length of `generate`, in tokens."""
 
-    max_prompt_length: int
-    row_steps: int
+    @property
+    def row_steps(self) -> int:
+        """The number of token positions computed so far, used or not; 0 if it is not known.
+
+        The utilisation of a step is the number of its sampled tokens divided by the increase of `row_steps`.
+        """
 
     def place(self, params: Any) -> Any:
         """Returns the trainer's weights in the form that `generate` takes; called once for several calls of it.

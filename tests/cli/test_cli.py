@@ -112,6 +112,7 @@ def made(home, first):
         "generate": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
         "generate greedy": ["generate", RUN, "--prompt", "abc>", "--greedy"],
         "generate sampled": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0.5", "rollout.top_p=0.9"],
+        "generate empty": ["generate", RUN, "--prompt", "abc>", f"rollout.eos_tokens={list(range(13))}"],
         "export": ["export", RUN, "exported"],
         "eval exported": [
             "eval", "exported", "data.name=reverse_text", "data.eval_size=8", "data.train_size=50", "eval.samples=4",
@@ -135,6 +136,7 @@ def test_what_a_run_says(first):
         "learner: MaxRLLearner (maxrl)",
         "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
         "batch: 8 prompts x 4 completions = 32 per step, 1 optimizer update(s)",
+        "devices: one device\n",
         f"folder: {RUN}",
         "training: 50 prompts",
         "evaluation: 8 prompts",
@@ -269,6 +271,8 @@ def test_generate_says_on_stderr_how_it_sampled(home, made):
     code, said, error = made["generate sampled"]
     assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
     assert "sampled at temperature 0.5, top-p 0.9, seed 0; --greedy takes the most likely token" in error
+    note = "the completion is empty"
+    assert made["generate empty"][:2] == (0, "\n") and note in made["generate empty"][2] and note not in error
     model, tokenizer = tunix_like.load_model(home / "exported")
     tokens = list(tokenizer.encode("abc>"))
     prompt = len(tokens)
@@ -299,6 +303,8 @@ def resumed(home, made):
 def test_a_finished_run_shows_its_table_and_how_to_go_on(resumed, first):
     again, before, _, _ = resumed
     assert not re.search(r"^(train|sft) \d", again, re.M), "nothing was trained"
+    said = "this run was already finished: nothing was trained\n"
+    assert again.count(said) == 1 and said not in first
     table = again[again.index("MaxRLLearner, 8 held-out") :]
     assert table == first[first.index("MaxRLLearner, 8 held-out") :]
     assert "raise training.max_steps" in table and "another training.output_dir" in table
@@ -322,12 +328,14 @@ def make_parts(source) -> Parts:
     return Parts(Config(), int, source, None, None, [], None)
 
 
-def test_the_closing_table_counts_the_problems_that_were_evaluated(capsys):
+def test_the_closing_table_counts_the_problems_that_were_evaluated(tmp_path, capsys):
     parts = make_parts(types.SimpleNamespace(eval=range(10)))
     for skipped, title in ((3, "7 held-out problems (3 prompts skipped)"), (0, "10 held-out problems,")):
-        row = {"step": 1, "eval/pass@1": 0.5, "eval/skipped_prompts": skipped}
-        screen._before_and_after(row, row, parts)
-        assert title in capsys.readouterr().out
+        row = {"step": 1, "eval/pass@1": 0.5, "eval/avg@3": 0.4, "eval/skipped_prompts": skipped}
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row | {'step': step})}\n" for step in (0, 1)))
+        screen.closing_table(tmp_path, parts)
+        said = capsys.readouterr().out
+        assert title in said and "3 samples each" in said and parts.config.eval.samples != 3
 
 
 def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
@@ -448,7 +456,7 @@ def documented_statuses():
 
 
 def test_every_command_is_asked_for_its_help():
-    actions = cli._parser()._subparsers._group_actions
+    actions = cli.build_parser()._subparsers._group_actions
     assert sorted(COMMANDS) == sorted(actions[0].choices)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -13,9 +14,13 @@ import pytest
 from tunix_like.cli import doctor
 
 
+def named_checks():
+    return {check.name: check for check in doctor.report()}
+
+
 @pytest.fixture(scope="module")
 def here():
-    return {check.name: check for check in doctor.report()}
+    return named_checks()
 
 
 def test_this_machine_works(here, capsys):
@@ -42,7 +47,7 @@ def test_the_core_is_what_setup_requires():
 def test_a_jax_beyond_the_tested_ones_works_and_is_told(version, told, monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "jax" else real(name))
-    check = doctor._core("jax", "jax")
+    check = named_checks()["jax"]
     assert check.works and check.found.startswith(f"{version} (tested: 0.")
     assert ("pip install 'jax>=0.10.2,<0.13'" in check.advice) is told
 
@@ -64,7 +69,7 @@ def test_a_broken_package_is_named_and_the_status_is_1(monkeypatch, capsys):
         return real(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    checks = {check.name: check for check in doctor.report()}
+    checks = named_checks()
     assert not checks["optax"].works
     assert "no such symbol" in checks["optax"].found
     assert "pip install" in checks["optax"].advice
@@ -81,16 +86,16 @@ def test_a_missing_extra_says_what_to_install(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    checks = {check.name: check for check in doctor.report()}
+    checks = named_checks()
     assert all(checks[name].works and "tunix-like[hub]" in checks[name].advice for name in doctor.HUB)
 
 
 def test_an_accelerator_that_jax_does_not_see(monkeypatch):
     monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
-    assert any("tunix-like[cuda13]" in check.advice for check in doctor._devices())
+    assert any("tunix-like[cuda13]" in check.advice for check in doctor.report())
     monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
-    assert any("tunix-like[tpu]" in check.advice for check in doctor._devices())
+    assert any("tunix-like[tpu]" in check.advice for check in doctor.report())
 
 
 def test_a_jax_that_cannot_start(monkeypatch):
@@ -98,20 +103,32 @@ def test_a_jax_that_cannot_start(monkeypatch):
         raise RuntimeError("no backend")
 
     monkeypatch.setattr(jax, "devices", fail)
-    (check,) = doctor._devices()
+    check = named_checks()["devices"]
     assert not check.works
     assert "no backend" in check.found
 
 
-def test_device_memory_in_gib():
-    assert doctor._memory("gpu", {"bytes_limit": 4 * 2**30, "bytes_in_use": 2**30}) == "3.0 of 4.0 GiB free"
-    assert doctor._memory("cpu", None) == "host memory"
-    assert doctor._memory("tpu", None) == "memory unknown (not reported by the device)"
+@pytest.mark.parametrize(
+    ("platform", "stats", "said"),
+    [
+        ("gpu", {"bytes_limit": 4 * 2**30, "bytes_in_use": 2**30}, "3.0 of 4.0 GiB free"),
+        ("cpu", None, "host memory"),
+        ("tpu", None, "memory unknown (not reported by the device)"),
+    ],
+)
+def test_device_memory_in_gib(monkeypatch, platform, stats, said):
+    device = types.SimpleNamespace(id=7, platform=platform, device_kind="kind", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert named_checks()["device 7"].found == f"{platform} kind, {said}"
 
 
-def test_the_hub_cache(tmp_path):
+def test_the_hub_cache(tmp_path, monkeypatch):
     (tmp_path / "hub" / "models--a--b").mkdir(parents=True)
-    check = doctor._cache({"HF_HOME": str(tmp_path)})
-    assert "1 models, online" in check.found
-    assert doctor._cache({"HF_HUB_CACHE": "/absent", "HF_HUB_OFFLINE": "1"}).found == "/absent: 0 models, offline"
-    assert "HF_HUB_OFFLINE=1" in doctor._cache({"HF_HUB_CACHE": "/absent"}).advice
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert "1 models, online" in named_checks()["Hugging Face cache"].found
+    monkeypatch.setenv("HF_HUB_CACHE", "/absent")
+    assert "HF_HUB_OFFLINE=1" in named_checks()["Hugging Face cache"].advice
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert named_checks()["Hugging Face cache"].found == "/absent: 0 models, offline"

@@ -124,7 +124,7 @@ def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
         argv = ["train", str(EXAMPLES / "gsm8k" / f"{name}.yaml"), f"algorithm.advantage_estimator={estimator}"]
         assert cli.main([*argv, f"model.path={name}", "data.path=rows", "--dry-run"]) == 0
         said = capsys.readouterr().out
-        assert f"  learner: {learner} ({estimator})\n" in said
+        assert f"  learner: {learner} ({estimator})\n" in said and "  devices: fsdp 8, tp 1\n" in said
         assert (
             f"    model: {MODELS[name][1]:.2f} M parameters" in said
             and "weights: not present, so not compared\n" in said

@@ -18,11 +18,11 @@ from tunix_like.cli import programs
 from tunix_like.config.load import load
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import UserError
+from tunix_like.models.counts import parameter_count
 from tunix_like.models.sharding import place_params
 from tunix_like.runs.programs import decode_program, make_plan, programs_of, update_program
 from tunix_like.runtime.accelerators import KINDS
 from tunix_like.training.device import Device
-from tunix_like.training.memory import parameter_count
 from tunix_like.training.optimizer import build_optimizer, init_optimizer, state_shapes
 
 pytestmark = pytest.mark.slow

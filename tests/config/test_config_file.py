@@ -213,12 +213,20 @@ def test_base_config_is_true_and_complete():
         assert leaf in path.read_text(encoding="utf-8")
 
 
+def dotted(values, prefix=""):
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
 def test_the_page_of_keys_is_true_and_complete():
     path = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
     text = path.read_text(encoding="utf-8")
     assert text == config_reference.markdown_text(), "run `python -m tunix_like.config.reference`"
     rows = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
-    assert rows == [name for name, _ in config_file._leaves(Config)]
+    assert rows == list(dotted(config_file.as_dict(Config())))
     assert "| `optimizer.learning_rate` | `1.0e-06` | peak learning rate | number, above 0 |" in text
 
 

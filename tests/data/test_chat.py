@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tests.tiny_model import HF
+from tests.tiny_model import HF, backend_in
 from tunix_like import MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfig, UserError, load_model
 from tunix_like.cli import main as cli
 from tunix_like.config.load import load
@@ -326,7 +326,7 @@ def test_nothing_in_a_message_spells_a_control_token(home, turn):
     theirs, ours = auto(home / "qwen"), Tokenizer.from_folder(home / "qwen")
     control = {theirs.convert_tokens_to_ids(token) for token in theirs.all_special_tokens}
     control |= {token for token, added in theirs.added_tokens_decoder.items() if added.special}
-    tokenizer = Tokenizer(ours._backend, eos_token="<|im_end|>", chat_template=PARTS)
+    tokenizer = Tokenizer(backend_in(home / "qwen"), eos_token="<|im_end|>", chat_template=PARTS)
     text, ids = tokenizer.encode_prompt([turn], True)
     expected = theirs.apply_chat_template([turn], tokenize=False, chat_template=PARTS)
     assert text == expected and "<|im_end|>" in expected.removesuffix("<|im_end|>\n")
@@ -337,8 +337,8 @@ def test_nothing_in_a_message_spells_a_control_token(home, turn):
 
 def test_harmless_messages_reach_the_template_as_they_are(home):
     turn = {"role": "user", "content": [{"type": "text", "text": "1 > 2"}, {"type": "image", "n": 3, "u": None}]}
-    ours = Tokenizer.from_folder(home / "qwen")
-    tokenizer = Tokenizer(ours._backend, eos_token="<|im_end|>", chat_template="{{ messages[0] | tojson }}")
+    template = "{{ messages[0] | tojson }}"
+    tokenizer = Tokenizer(backend_in(home / "qwen"), eos_token="<|im_end|>", chat_template=template)
     assert json.loads(tokenizer.encode_prompt([turn], True)[0]) == turn
 
 

@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import types
 
+import grain.python as grain
 import numpy as np
 import optax
 import pytest
@@ -21,7 +22,7 @@ from tunix_like import MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfi
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, reverse_text, stream
 from tunix_like.data.jsonl import MOST_COLUMNS, MOST_NESTED, JsonlRows
-from tunix_like.data.stream import check_prompts, prompt_batches, render, usable
+from tunix_like.data.stream import check_prompts, prompt_batches, refusing, render, usable
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.rewards import REWARDS, pooled, resolve, score
@@ -184,6 +185,28 @@ def test_a_row_that_the_start_did_not_see_costs_itself_and_not_the_run(monkeypat
     assert len(said) == 1 and "skipped a row" in said[0] and "half of a character" in said[0]
     with pytest.raises(UserError, match="training row 0: the text .* lone surrogate"):
         check_prompts(rows[2:], BYTES, 8, "skip", "training")
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("x" * 9, "9 tokens, but rollout.max_prompt_length is 8"), ("", "is empty"), ("\ud800", "surrogate")],
+)
+def test_a_row_that_the_start_did_not_see_is_refused_if_asked_for(monkeypatch, filtered, text, said):
+    """In the order of a shuffled second epoch too, the row is named by its place in the data."""
+    monkeypatch.setattr(stream, "SCANNED_ROWS", 2)
+    rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "left out"}, {"prompt": "c"}, {"prompt": "d"}]
+    data = grain.MapDataset.source(rows).filter(lambda row: row["prompt"] != "left out") if filtered else rows
+    check_prompts(data, BYTES, 8, "error", "training")
+    given = {"batch_size": 1, "max_prompt_length": 8, "seed": 0, "shuffle": True, "forever": True}
+    batches = refusing(prompt_batches(data, BYTES, **given), "error")
+    if filtered:
+        assert {next(batches)[0].text for _ in range(12)} == set("abcd")
+    rows[3]["prompt"] = text
+    with pytest.raises(UserError, match=f"training row 3.*{said}"):
+        for _ in range(12):
+            next(batches)
+    assert next(refusing(batches, "skip"))[0].text in set("abcd") | {"left out"}
 
 
 def test_every_row_of_a_hub_data_set_is_checked(monkeypatch):

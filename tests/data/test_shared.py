@@ -7,7 +7,7 @@ import pytest
 
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, shared
-from tunix_like.data.shared import Shared, shared_prompts, warn_shared
+from tunix_like.data.shared import Overlap, shared_prompts, warn_shared
 from tunix_like.data.stream import grain
 from tunix_like.errors import UserError
 
@@ -39,7 +39,7 @@ def test_against_brute_force(kind):
     expected = sum(any(each["prompt"] == other["prompt"] for other in prompts) for each in held_out)
     assert 20 < expected < 80
     Counted.asked = 0
-    assert shared_prompts(train, held_out) == Shared(expected, 100, 300, 300) and Counted.asked == 300
+    assert shared_prompts(train, held_out) == Overlap(expected, 100, 300, 300) and Counted.asked == 300
     assert shared_prompts(held_out, held_out).both == 100
     assert shared_prompts([row("text", -1)], held_out).both == 0
     assert shared_prompts(train, held_out[:0]) is None and shared_prompts(iter(train), held_out) is None
@@ -55,7 +55,7 @@ def test_rows_that_cannot_be_used_are_left_out():
     rows = [{"prompt": "a"}, {"question": "b"}, {"prompt": None}, {"prompt": "c"}]
     assert shared_prompts(Broken(rows), [{"prompt": "a"}, {"prompt": None}, {}, {"prompt": "c"}]).both == 1
     even = grain.MapDataset.source(rows).filter(lambda each: "prompt" in each)
-    assert shared_prompts(even, [{"prompt": "c"}]) == Shared(1, 1, 4, 4)
+    assert shared_prompts(even, [{"prompt": "c"}]) == Overlap(1, 1, 4, 4)
 
 
 def test_only_so_many_rows_are_compared(monkeypatch, caplog):
@@ -73,4 +73,4 @@ def test_generated_sources_hold_out_other_prompts(name, caplog):
     data = load_source(DataConfig(name=name, train_size=200, eval_size=50))
     with caplog.at_level(logging.WARNING):
         warn_shared(data.train, data.eval)
-    assert not caplog.text and shared_prompts(data.train, data.eval) == Shared(0, 50, 200, 200)
+    assert not caplog.text and shared_prompts(data.train, data.eval) == Overlap(0, 50, 200, 200)

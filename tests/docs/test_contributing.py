@@ -62,6 +62,7 @@ assert {"median"} <= set(ADVANTAGE_ESTIMATORS) and {"tempered"} <= set(POLICY_LO
 import tunix_like
 assert tunix_like.compute_advantages([0.0, 1.0, 5.0], "median").tolist() == [-1.0, 0.0, 4.0]
 assert main.main(["rows", "config.yaml"]) == 0
+assert main.main(["rows", "config.yaml", "data.train_size=4", "data.eval_size=1"]) == 0
 sys.exit(main.main(["train", "config.yaml"]))
 """
 
@@ -123,6 +124,14 @@ def test_a_change_is_short(name):
     assert len(added) - sum("import" in line or line == "+" for line in added) <= MOST_LINES
 
 
+@pytest.mark.parametrize("name", ["A data source", "A logger", "A model family", "A metric"])
+def test_what_is_registered_takes_one_line_beside_its_own_code(name):
+    existing = [lines for file, lines in changes(SECTIONS[name][0]) if (ROOT / file).exists()]
+    assert len(existing) == 1 and not any(line.startswith("-") for line in existing[0])
+    entries = [line for line in existing[0] if re.match(r'\+( +"\w|\w+\[)', line)]  # of a mapping, or its assignment
+    assert len(entries) == 1
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The run of a copy of the package with all changes of the page."""
@@ -157,7 +166,7 @@ def test_estimator_loss_and_reward_train_a_model_of_the_family(folder):
 
 
 def test_the_source_has_rows_and_the_command_counts_them(folder):
-    assert (folder / "said.txt").read_text().splitlines()[0] == "6"
+    assert (folder / "said.txt").read_text().splitlines()[:2] == ["6", "4"], "data.train_size is read"
 
 
 def test_the_metric_is_in_the_rows_and_the_logger_gets_them(folder):

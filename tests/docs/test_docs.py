@@ -67,7 +67,7 @@ def test_commands_parse(text):
         if not shown:
             continue
         inside = shown.replace('"', "") if shown.count('"') % 2 else shown  # a command within the quotes of another
-        arguments = cli._parse(shlex.split(inside, comments=True))
+        arguments = cli.parse(shlex.split(inside, comments=True))
         assert callable(function_of(arguments.function)), "anything it does not know ends in a status"
         named = getattr(arguments, "config", None)
         if named and named.startswith("examples/"):
@@ -98,11 +98,11 @@ def test_the_architecture_has_a_line_for_each_file():
     assert listed == {name for name in files if not name.endswith("__init__.py")}
 
 
-@pytest.mark.parametrize("name", sorted(cli._parser()._subparsers._group_actions[0].choices))
+@pytest.mark.parametrize("name", sorted(cli.build_parser()._subparsers._group_actions[0].choices))
 def test_the_page_of_commands_has_every_option(name):
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    actions = cli._parser()._subparsers._group_actions[0].choices[name]._actions
+    actions = cli.build_parser()._subparsers._group_actions[0].choices[name]._actions
     options = {option for action in actions for option in action.option_strings if option.startswith("--")} - {"--help"}
     assert section and not [option for option in options if f"`{option}" not in section and f"{option} " not in section]
     several = text.partition("\n## Several processes\n")[2]

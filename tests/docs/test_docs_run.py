@@ -246,6 +246,19 @@ def test_configs_would_run(page, place, capsys):
         assert cli.main(["train", "shown.yaml", "--dry-run"]) == 0, f"{text}\n{capsys.readouterr().err}"
 
 
+def test_the_recipes_of_the_quickstart_train_on_the_rows_that_they_show(place, monkeypatch):
+    one_device(monkeypatch)
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    recipes = re.findall(r"`(\w+\.jsonl)`:\n\n```json\n(.*?)```.*?```yaml\n(.*?)```", page, re.S)
+    assert [name for name, _, _ in recipes] == ["mine.jsonl", "sums.jsonl"]
+    small = ("training.max_steps=1", "algorithm.num_generations=4", "rollout.max_tokens_to_generate=4")
+    for name, rows, config in recipes:
+        (place / name).unlink()
+        (place / name).write_text(rows)
+        (place / "recipe.yaml").write_text(config)
+        assert cli.main(["train", "recipe.yaml", *small, f"training.output_dir={name}.run"]) == 0
+
+
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_code_runs(page, place, monkeypatch):
     """In one namespace, as a reader would paste it."""

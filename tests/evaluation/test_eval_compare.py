@@ -82,10 +82,13 @@ def test_the_same_problems():
         check_same(rows([1]), rows([1], prompt="q"), ("a", "b"))
     skipped_second, skipped_third = (rows([0] * 4, gold="7777") for _ in range(2))
     del skipped_second[1], skipped_third[2]
-    with pytest.raises(
-        UserError, match="a has row 2 of its data at the position of row 1 in b.*fit into rollout.max_prompt_length"
-    ):
+    with pytest.raises(UserError, match="problem 1 is in b, but not in a: .*fit into rollout.max_prompt_length"):
         check_same(skipped_second, skipped_third, ("a", "b"))
+    with pytest.raises(UserError, match="problem 1 is in b, but not in a"):
+        check_same(
+            *([row | {"columns": {"n": row["problem"]}} for row in side] for side in (skipped_second, skipped_third)),
+            ("a", "b"),
+        )
 
 
 def test_two_files(tmp_path, capsys):

@@ -52,6 +52,9 @@ class Scripted(Sampler):
         self.calls: list[tuple] = []
         self.max_prompt_length, self.row_steps = 99, 0
 
+    def place(self, params):
+        return params
+
     def generate(self, params, prompts, numbers, num_generations, key, sampling):
         self.calls.append((params, [list(p) for p in prompts], list(numbers), num_generations, key, sampling))
         words = np.array([[WORDS[word] for word in ANSWERS[min(n, 4)][:num_generations]] for n in numbers], np.int32)

@@ -8,7 +8,7 @@ import pytest
 from tests.models.published_configs import LLAMA31_8B, LLAMA32, QWEN3, QWEN3_8B, QWEN25, SMOLLM2
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig, RopeScaling
-from tunix_like.training.memory import parameter_count
+from tunix_like.models.counts import parameter_count
 
 LLAMA3_ROPE = LLAMA32["rope_scaling"]
 

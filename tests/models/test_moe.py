@@ -11,7 +11,7 @@ from flax import nnx
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.layer_kinds import Experts
 from tunix_like.models.moe import MixtureOfExperts
-from tunix_like.models.sharding import build_mesh, place_params
+from tunix_like.models.sharding import build_mesh, place_params, place_prompts, scope
 
 pytestmark = pytest.mark.slow
 
@@ -81,13 +81,25 @@ def test_the_router_is_float32():
     assert out.dtype == jnp.bfloat16
 
 
-def test_experts_on_a_mesh():
+@pytest.mark.parametrize("shape", [[2, 4], [4, 2]], ids=str)
+def test_experts_on_a_mesh(shape):
+    """Each device routes its own tokens (all of them where the mesh does not divide the rows); values and gradients are
+    those of one device."""
     experts = Experts(number=4, per_token=2, intermediate_size=INNER, normalised=True)
     kinds = {"rngs": nnx.Rngs(0), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, state = nnx.split(MixtureOfExperts(WIDTH, experts, jax.nn.silu, **kinds))
-    params, x = nnx.to_pure_dict(state), inputs("as it comes")
-    placed = place_params(params, build_mesh(MeshConfig(shape=[2, 4])))
-    assert placed["experts"]["down_proj"]["kernel"].addressable_shards[0].data.shape == (4, INNER // 4, WIDTH // 2)
-    run = jax.jit(jax.value_and_grad(lambda params: (nnx.merge(graphdef, params)(x) ** 2).sum()))
-    for one, many in zip(jax.tree.leaves(run(params)), jax.tree.leaves(run(placed)), strict=True):
+    params, mesh = nnx.to_pure_dict(state), build_mesh(MeshConfig(shape=shape))
+    x = inputs("as it comes")[: N // 2 * 2].reshape(2, -1, WIDTH)
+    placed = place_params(params, mesh)
+    kernel = placed["experts"]["down_proj"]["kernel"].addressable_shards[0].data
+    assert kernel.shape == (4, INNER // shape[1], WIDTH // shape[0])
+
+    def loss(params, x):
+        return (nnx.merge(graphdef, params)(x) ** 2).sum()
+
+    expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
+    with scope(mesh):
+        rows = place_prompts(x, mesh, axis=0)
+        found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(placed, rows)
+    for one, many in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(many), rtol=1e-4, atol=1e-5)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.report.runs import write_run
 from tunix_like.cli.main import main
 from tunix_like.report import figures
-from tunix_like.report.contents import Curve, curves
+from tunix_like.report.contents import curves
 from tunix_like.report.reading import read_runs
 
 
@@ -22,12 +23,15 @@ def test_every_curve_of_the_page_is_a_file_too(tmp_path):
     assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in (tmp_path / "out").iterdir())
 
 
-def test_lines_are_the_metrics(tmp_path):
+def test_lines_are_the_metrics(tmp_path, monkeypatch):
     runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=9)])
-    (axes,) = figures._curve(runs, Curve("train/rewards/mean", "Reward", "%")).axes
+    drawn = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.stem: self.axes}))
+    figures.save_figures(runs, tmp_path)
+    (axes,) = drawn["reward"]
     raw = [line for line in axes.get_lines() if line.get_alpha() is not None]
-    np.testing.assert_allclose(raw[1].get_ydata()[1:], 100 * np.arange(1, 10) / 9)
-    (axes,) = figures._curve(runs, Curve("eval/pass@4", "pass@4", "%")).axes
+    np.testing.assert_allclose(raw[1].get_ydata()[1:], np.arange(1, 10) / 9)
+    (axes,) = drawn["pass_at_4_held_out"]
     assert [line.get_xydata().tolist() for line in axes.get_lines()] == [[[0, 50], [6, 75]], [[0, 50], [9, 75]]]
 
 

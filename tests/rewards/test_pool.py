@@ -3,6 +3,7 @@ is left behind."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -124,6 +125,18 @@ def test_what_is_printed_is_passed_on_up_to_a_limit(workers, capfd):
     shown = capfd.readouterr()
     assert shown.out == "" and "] one line of mine\n" in shown.err and "] xxx" in shown.err
     assert len(shown.err) < 300_000 and "(it prints more, which is not shown)" in shown.err
+
+
+def test_a_closed_stderr_costs_the_output_only(workers, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    closed = io.StringIO()
+    closed.close()
+    for stream in (closed, Gone(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert run(workers["printing"], ["a", "bb"], group_size=2).total.tolist() == [1, 2]
 
 
 HOSTILE = "\x1b[31m\r\u202etxt\u2066 \u00e9\U0001f600\t\x07\x9b2J\u2028."

@@ -97,6 +97,9 @@ class FakeEngine:
     def __init__(self):
         self.numbers = []
 
+    def place(self, params):
+        return params
+
     def generate(self, params, prompts, numbers, size, key, sampling):
         self.numbers += numbers
         draws = [np.random.default_rng(number) for number in numbers]

@@ -447,6 +447,14 @@ MISTAKES = {
         (*REVERSED, "model.config.vocab_size=12"),
         ["tokenizer has 13 tokens", "vocabulary of the model only 12", "set vocab_size"],
     ),
+    "no tokenizer, no vocabulary": (
+        (*REVERSED, "data.name=jsonl", "data.path=good.jsonl"),
+        ["model.config: it has no vocab_size", "no tokenizer", "set model.path to a folder with a tokenizer"],
+    ),
+    "no tokenizer": (
+        (*REVERSED, "data.name=jsonl", "data.path=good.jsonl", "model.config.vocab_size=13"),
+        ["model.config: it has no tokenizer", "nor has data.name=jsonl", "set model.path to a folder with a tokenizer"],
+    ),
     "no model folder": ((*OWN, "model.path=./nowhere"), ["nowhere: no such folder", "Give a model folder, or a hub"]),
     "no config.json": ((*OWN, "model.path=no_config"), ["no_config/config.json: no such file"]),
     "no weights": ((*OWN, "model.path=no_weights"), ["no_weights", "no model.safetensors", "'random'"]),
@@ -532,7 +540,7 @@ MISTAKES = {
     "broken reward file": ((*REVERSED, "rewards.functions=[{name: broken.py:reward}]"), ["broken.py", "SyntaxError"]),
     "unknown reward": (
         (*REVERSED, "rewards.functions=[{name: exact}]"),
-        ["'exact' is unknown", "exact_match", "path/to/file.py:function"],
+        ["'exact' is unknown", "exact_match", "path/to/file.py:function or package.module:function"],
     ),
     "reward without its column": (
         (*REVERSED, "rewards.functions=[{name: rewards.py:needs_gold}]"),

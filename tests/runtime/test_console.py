@@ -36,6 +36,15 @@ def test_a_step_in_one_line():
     )
 
 
+def test_an_evaluation_in_a_line_has_its_number_of_samples():
+    for metrics, name in (
+        ({"eval/pass@1": 0.5, "eval/avg@4": 0.4}, "train"),
+        ({"sft/eval/pass@1": 0.5, "sft/eval/avg@1": 0}, "sft"),
+    ):
+        number = "4 samples" if name == "train" else "1 sample"
+        assert console.step_line(name, 0, 9, metrics) == f"{name} 0/9  eval/pass@1 50.0%  ({number} each)"
+
+
 def test_completions_without_a_reward_are_told_where_there_are_some():
     known = {"train/rewards/mean": 0.5, "train/reward/timeout_frac": 0.0}
     assert console.step_line("train", 1, 9, known) == "train 1/9  reward 0.500"
@@ -51,7 +60,7 @@ def test_what_is_absent_or_no_number_is_left_out():
 
 def test_say_prints_the_text_as_it_is(capsys):
     text = "[bold]x[/bold] :smile: [1, 2] " + "long " * 60
-    console.say(text)
+    console.print_text(text)
     assert capsys.readouterr().out == text + "\n"
 
 
@@ -75,7 +84,7 @@ SHOWN = "a\\x1b]0;title\\x07\\x1b[2J\\r\\x9b\\u202eb\\u2066\\u200f\\u2028\\x7fc\
 def test_nothing_that_is_said_commands_the_terminal(capsys, monkeypatch):
     """A line, a table, a log record, the error that ends a command, a completion on a terminal; one for a file is what
     the model wrote."""
-    console.say(f"{HOSTILE}\n\t\u3000\xa0\u00e9")
+    console.print_text(f"{HOSTILE}\n\t\u3000\xa0\u00e9")
     console.table(f"t {HOSTILE}", (HOSTILE, "n"), [(HOSTILE, "1")])
     record = logging.LogRecord("tunix_like", logging.WARNING, "", 0, "%s", (HOSTILE,), None)
     console.LogHandler().emit(record)

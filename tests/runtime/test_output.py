@@ -19,7 +19,7 @@ GUARDED = """
 import os, pathlib, signal, sys, time
 from tunix_like.runtime import output
 output.guard()
-output.go_on({run})
+output.set_continue_on_error({run})
 {body}
 """
 
@@ -50,7 +50,7 @@ def test_a_run_continues_in_its_folder_when_the_reader_ends(tmp_path):
     """What was printed before the folder was known is in its file too, and so is what C code prints."""
     body = f"""
 print("early")
-output.keep_in(pathlib.Path({str(tmp_path)!r}))
+output.set_fallback_folder(pathlib.Path({str(tmp_path)!r}))
 print("caf\\u00e9")
 os.write(1, b"from C\\n")
 print("no newline", end="")
@@ -67,7 +67,7 @@ print("no newline", end="")
 
 def test_both_streams_go_to_one_file_and_nothing_is_told_to_the_dead(tmp_path):
     body = f"""
-output.keep_in(pathlib.Path({str(tmp_path)!r}))
+output.set_fallback_folder(pathlib.Path({str(tmp_path)!r}))
 print("out")
 print("err", file=sys.stderr)
 """

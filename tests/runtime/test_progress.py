@@ -70,7 +70,7 @@ def test_a_log_file_gets_a_line_after_a_silence(clock, capsys):
             clock.now += 10
             advance(1)
             display.tick()
-        console.say("a line of the step")  # what is said otherwise counts: no line for another 30 s
+        console.print_text("a line of the step")  # what is said otherwise counts: no line for another 30 s
         clock.now += 29
         display.tick()
         with progress.task("sampling", 64) as sampled:
@@ -137,7 +137,7 @@ def test_a_terminal_has_one_line_at_the_bottom_and_all_else_above_it(clock, term
             clock.now += 3
             sampled(16)
             progress._SHOWN._live.refresh()
-            console.say("a step [y]")
+            console.print_text("a step [y]")
             print("a print")
             log.warning("a warning")
         shown = terminal.getvalue()

@@ -22,7 +22,7 @@ from tunix_like.errors import UserError
 from tunix_like.runs.build import check_config
 from tunix_like.storage import loggers
 from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.loggers import open_metrics, trackers
+from tunix_like.storage.loggers import check_loggers, open_metrics, trackers
 from tunix_like.storage.metrics import MetricsLog, rows
 from tunix_like.training.sft import SFTTrainer
 
@@ -289,7 +289,7 @@ def test_bad_names_and_missing_packages(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(UserError, match="training.loggers: unknown logger 'tensorbord'.*'tensorboard'.*trackio, wandb"):
-        RLTrainingConfig(loggers=["tensorbord"])
+        check_loggers(RLTrainingConfig(loggers=["tensorbord"]).loggers)
     with pytest.raises(UserError, match="each logger once"):
         RLTrainingConfig(loggers=["wandb", "wandb"])
     model = ["model.init=random", "model.config={model_type: qwen2}", "algorithm.advantage_estimator=maxrl"]

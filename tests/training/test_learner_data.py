@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.tiny_model import letters_backend
 from tunix_like import (
     EvalConfig,
     MaxRLConfig,
@@ -11,7 +12,7 @@ from tunix_like import (
     Tokenizer,
     UserError,
 )
-from tunix_like.data import reverse_text
+from tunix_like.data import reverse_text, stream
 
 from .small_learner import (
     ROWS,
@@ -33,8 +34,9 @@ CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_p
 
 
 def test_messages_go_through_the_chat_template():
-    backend = reverse_text.tokenizer()._backend
-    tokenizer = Tokenizer(backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=CHAT)
+    tokenizer = Tokenizer(
+        letters_backend(), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", chat_template=CHAT
+    )
     seen = []
 
     def score(prompts, completions, answer):
@@ -111,6 +113,24 @@ def test_long_prompts_are_skipped_and_counted(caplog):
         make().train(long)
     with pytest.raises(UserError, match="training row 8 .* set data.overlong_prompts=skip"):
         make().train([*ROWS, *long], overlong_prompts="error")
+
+
+def test_long_prompts_that_the_start_did_not_see(monkeypatch):
+    monkeypatch.setattr(stream, "SCANNED_ROWS", len(ROWS))
+    rows = [*ROWS, {"prompt": "abcdefgh>", "answer": "b"}]
+    assert len(collect(make(max_steps=None), rows)) == 2
+    with pytest.raises(UserError, match=f"training row {len(ROWS)} .* set data.overlong_prompts=skip"):
+        make(max_steps=4).train(rows, batch_size=4, overlong_prompts="error")
+
+
+@pytest.mark.parametrize(("rows", "number"), [(ROWS[:3], 3), ([*ROWS[:5], {"prompt": "abcdefgh>", "answer": "b"}], 5)])
+def test_a_batch_of_more_rows_than_there_are_is_warned_of(caplog, rows, number):
+    make(max_steps=1).train(rows, batch_size=6)
+    warning = f"data.batch_size: 6 prompts per step, but there are only {number} training rows"
+    assert caplog.text.count(warning) == 1 and f"; {number} are used" in caplog.text
+    caplog.clear()
+    make(max_steps=1).train(rows, batch_size=number)
+    assert "data.batch_size" not in caplog.text
 
 
 def test_long_evaluation_prompts_are_counted(caplog):

@@ -51,7 +51,7 @@ def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
     learner = make(
         GRPOConfig(num_generations=4), learner=GRPOLearner, reward=reward, max_steps=5, actor_optimizer=optimizer
     )
-    learner._on_row = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
+    learner.listeners[0] = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
     learner.train(ROWS, batch_size=4)
     rows = [row for row, _ in weights]
     empty = [row["train/update/empty"] for row in rows]

@@ -318,14 +318,15 @@ def test_a_second_hangup_changes_nothing(tmp_path):
     assert saved(tmp_path) == [2, 3]
 
 
-def test_a_hangup_that_is_ignored_stays_ignored(tmp_path):
-    """As `nohup` starts a process."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path, number):
+    """As `nohup`, and a shell that starts a process in the background, do."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        assert go(Counting(at={3: lambda: os.kill(os.getpid(), signal.SIGHUP)}), tmp_path) == 5
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert go(Counting(at={3: lambda: os.kill(os.getpid(), number)}), tmp_path) == 5
+        assert signal.getsignal(number) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def plain(phase, folder, every=1):

@@ -28,22 +28,21 @@ from tunix_like.config.schema import (
 )
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_kinds import Adapters, Experts
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
-from tunix_like.models.shares import parameter_shapes, share_of
+from tunix_like.models.shares import Share, parameter_shapes, share_of
 from tunix_like.rollout import decoding, sampler
-from tunix_like.training import sizes
+from tunix_like.training import device, rollout_layout, sizes
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.learners import GRPOConfig
 from tunix_like.training.memory import (
     FIRST_CACHE,
     Work,
-    adapter_count,
     amount,
-    parameter_count,
     rollout_phase,
     update_phases,
 )
@@ -292,7 +291,7 @@ def decoder() -> Decoder:
 @pytest.fixture
 def memory(monkeypatch):
     """Sets the device's memory so that `share` bytes of it may be filled."""
-    return lambda share: monkeypatch.setattr(sizes, "device_memory", lambda: int(share / sizes.SHARE))
+    return lambda share: monkeypatch.setattr(device, "device_memory", lambda: int(share / device.SHARE))
 
 
 def test_a_chunk_takes_what_fits(memory, monkeypatch):
@@ -311,11 +310,29 @@ def test_a_chunk_takes_what_fits(memory, monkeypatch):
         sizes.chunk_size(training, decoder(), *rest)
     alone = max(phase.fixed for phase in update_phases(work, 1))
     head = SMALL.vocab_size * SMALL.hidden_size
-    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head), "weights, moments, gradients, the tied head"
+    # weights, moments, gradients, the tied head and its gradient
+    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head + head)
     memory(alone - 1)
     with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .*, but the limit is"):
         sizes.chunk_size(training, decoder(), *rest)
     assert sizes.chunk_size(RLTrainingConfig(train_micro_batch_size=77), decoder(), *rest) == 77
+
+
+@pytest.mark.parametrize(("layers", "backend", "compiled"), [(4, "tpu", 4.81), (28, "tpu", 14.2), (28, "gpu", 9.95)])
+def test_the_update_of_an_accelerator_by_its_compiler(layers, backend, compiled):
+    """Qwen3-1.7B's shapes over eight devices, 64 x 16 of 384 + 768 tokens: GB that XLA:TPU (v5e) and XLA:GPU (H200)
+    allocated."""
+    model = DecoderConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=layers, num_heads=16, num_kv_heads=8,
+        head_dim=128, qk_norm=True, tie_embeddings=True,
+    )  # fmt: skip
+    count = parameter_count(model)
+    share = Share(4 * count // 8, 4 * count // 8, count // 8, 151936 * 2048 // 8, ())
+    work = dataclasses.replace(
+        BASE, model=model, share=share, prompts=64, group=16, widths=(384, 768), dtype=jnp.bfloat16, remat=True,
+        logits_chunk=1024, backend=backend, parts=8,
+    )  # fmt: skip
+    assert update_phases(work, 168)[0].bytes == pytest.approx(compiled * 1e9, rel=0.05)
 
 
 def test_a_chunk_on_a_cpu(memory):
@@ -334,14 +351,14 @@ def test_rows_take_what_fits(memory):
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):
         memory(need(rows) + 1)
-        assert sizes.concurrent_rows(decoder(), rollout, in_pairs) == rows
+        assert rollout_layout.concurrent_rows(decoder(), rollout, in_pairs) == rows
     memory(need(1) - 1)  # nothing could be trained here: an evaluation has room all the same
-    found = sizes.concurrent_rows(decoder(), rollout, in_pairs)
+    found = rollout_layout.concurrent_rows(decoder(), rollout, in_pairs)
     assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
     memory(need(1, alone) - 1)
     with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
-        sizes.concurrent_rows(decoder(), rollout, in_pairs)
-    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), in_pairs) == 9
+        rollout_layout.concurrent_rows(decoder(), rollout, in_pairs)
+    assert rollout_layout.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), in_pairs) == 9
 
 
 def foreseen() -> sizes.MemoryEstimate:
@@ -386,20 +403,20 @@ def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():
 
 
 def test_a_device_says_its_own_memory(monkeypatch):
-    device = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 5}})()
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert sizes.device_memory.__wrapped__() == 5
+    one = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 5}})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [one])
+    assert device.device_memory.__wrapped__() == 5
 
 
 def test_a_device_that_does_not_say_is_known_to_be_unknown(monkeypatch):
     """The host's memory stands in for it; that of a CPU's device it is."""
-    device = type("Device", (), {"memory_stats": lambda self: None})()
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert sizes.this_device().known
+    one = type("Device", (), {"memory_stats": lambda self: None})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [one])
+    assert device.this_device().known
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert not sizes.this_device().known and sizes.this_device().memory > 0
-    device.__class__.memory_stats = lambda self: {"bytes_limit": 5}
-    assert sizes.this_device().known
+    assert not device.this_device().known and device.this_device().memory > 0
+    one.__class__.memory_stats = lambda self: {"bytes_limit": 5}
+    assert device.this_device().known
 
 
 def test_the_config_takes_auto_or_a_number():

@@ -3,6 +3,7 @@ function had said None."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -125,22 +126,27 @@ def test_a_failure_in_bytes_that_are_no_text_is_shown(tmp_path, caplog):
     assert shown == "ValueError: caf\\udce9.txt\n" and shown in caplog.text.encode().decode()
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk():
+    """Not a fixture: pytest writes between the end of a test and that of its fixtures."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_on_a_full_disk_a_failure_is_shown_all_the_same(tmp_path, caplog, full_disk):
-    FirstFailure()(failed("ValueError: no verifier"), tmp_path / "rollouts")
+def test_on_a_full_disk_a_failure_is_shown_all_the_same(tmp_path, caplog):
+    with full_disk():
+        FirstFailure()(failed("ValueError: no verifier"), tmp_path / "rollouts")
     assert "ValueError: no verifier" in caplog.text and "reward_failure.txt (" in caplog.text
 
 
-def test_on_a_full_disk_the_error_of_scoring_stays_what_it_was(tmp_path, caplog, full_disk):
+def test_on_a_full_disk_the_error_of_scoring_stays_what_it_was(tmp_path, caplog):
     problems = [Problem(0, "p", [1], {})]
-    with pytest.raises(UserError, match="^no verifier$"), saved_on_failure(tmp_path, 3, problems, ["a", "b"]):
+    kept = saved_on_failure(tmp_path, 3, problems, ["a", "b"])
+    with full_disk(), pytest.raises(UserError, match="^no verifier$"), kept:
         raise UserError("no verifier")
     assert "cannot write the completions of step 3" in caplog.text
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 import tunix_like
 from tests.data.test_chat import make_tokenizer
 from tests.tiny_model import HF as TINY
+from tests.tiny_model import letters_backend
 from tunix_like import (
     MaxRLLearner,
     OptimizerConfig,
@@ -118,7 +119,7 @@ def test_long_answers_are_cut_without_an_end():
 
 def test_what_ends_an_answer():
     """`rollout.eos_tokens`, else the tokenizer's own token, be its id 0, else the first that ends a completion."""
-    backend = reverse_text.tokenizer()._backend
+    backend = letters_backend()
     pad = Tokenizer(backend, bos_token="<bos>", eos_token="<pad>", eos_ids=[2, 0])
     assert make(tokenizer=pad)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 0]
     assert make(tokenizer=Tokenizer(backend, eos_ids=[3, 2]))._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 3]
@@ -303,7 +304,7 @@ def test_rows_it_cannot_use(rows, message):
 def test_chat_and_data_smaller_than_a_batch():
     template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
     chat = Tokenizer(
-        reverse_text.tokenizer()._backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
+        letters_backend(), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
         chat_template=template,
     )  # fmt: skip
     last = make(1, tokenizer=chat).train([{"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"}] * 3)

@@ -29,7 +29,7 @@ from tunix_like.algorithms.losses import (
 from tunix_like.algorithms.registry import Estimator, check_parameters, find_estimator
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
-from tunix_like.runtime.user_code import is_own, kind_of, said_of
+from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
@@ -57,7 +57,7 @@ class GroupEstimator:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"advantage estimator '{self.name}' raised {said_of(error)}.") from error
+            raise UserError(f"advantage estimator '{self.name}' raised {describe_error(error)}.") from error
         if getattr(out, "shape", None) != rewards.shape:
             raise UserError(
                 f"advantage estimator '{self.name}' returned {kind_of(out)} for rewards of shape "
@@ -223,7 +223,7 @@ class Objective:
         try:
             result = find_policy_loss(name).function(*inputs, **self.loss_params)
         except Exception as error:
-            raise UserError(f"policy loss '{name}' raised {said_of(error)}.") from error
+            raise UserError(f"policy loss '{name}' raised {describe_error(error)}.") from error
         form = f"one number per token, {list(shape)}. Return (loss, metrics), metrics a dict of such arrays or {{}}."
         loss, metrics = result if isinstance(result, tuple | list) and len(result) == 2 else (result, None)
         if not isinstance(metrics, Mapping):

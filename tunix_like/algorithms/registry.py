@@ -78,7 +78,8 @@ def register_advantage_estimator(
         through the model.
       takes: the rewards that the estimator accepts: `any`, `non-negative` or `binary`; others are rejected before the
         step.
-      headroom: parameter name to h; the largest value is the group size minus h: `{"k": 1}` means `k <= G - 1`.
+      headroom: by parameter name, how far below the group size G the parameter must stay. `{"k": 1}` means
+        `k <= G - 1`.
       scored_beyond_k: a group needs at least `k` plus this many scored completions (and at least two), else it is
         dropped.
       sparse: whether groups with different rewards may have advantages of 0 too; advantages are then computed before

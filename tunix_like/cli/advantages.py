@@ -85,7 +85,7 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
         console.table(title, part[0], part[1:])
         title = "continued"
     for note in notes:
-        console.say(note)
+        console.print_text(note)
 
 
 def draw(request: Request, path: str) -> list[str]:

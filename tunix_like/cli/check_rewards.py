@@ -128,7 +128,7 @@ def print_report(config: Config) -> int:
     )
     wrong = [line for kind in tried for line in _suspicions(kind, problems, threshold)] + _failures(tried)
     if tried[0].kind != GOLD:
-        console.say(
+        console.print_text(
             "no column `answer` with a text in every row: gold answers were not checked. data.answer_template builds "
             "the column from other columns."
         )
@@ -136,9 +136,9 @@ def print_report(config: Config) -> int:
         wrong.append(f"nothing succeeds: no completion above reaches rewards.success_threshold={threshold:g}")
     cheap = _cheap(tried, weights)
     for line in wrong + cheap:
-        console.say(line)
+        console.print_text(line)
     if not wrong and not cheap:
-        console.say("nothing suspicious: gold answers succeed, the others do not")
+        console.print_text("nothing suspicious: gold answers succeed, the others do not")
     return int(bool(wrong))
 
 

@@ -56,7 +56,7 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
         by_first(lambda: _write(files, problem_rows(evaluated), summary_of(evaluated)))
     console.table(title, ["", "value"], list(console.evaluation_cells(evaluated.result.metrics).items()))
     if files is not None:
-        console.say(f"wrote every problem to {files[0]}, the summary to {files[1]}")
+        console.print_text(f"wrote every problem to {files[0]}, the summary to {files[1]}")
 
 
 def compare(a: str, b: str, overrides: Sequence[str]) -> None:
@@ -80,13 +80,13 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
     differences = eval_compare.differences(rows[a], rows[b], eval_compare.threshold_of(settings.values()))
     if not differences:
         raise UserError(f"--compare: {a} and {b} have no metric in common; evaluate both with the same eval.k.")
-    console.say(f"A: {a}\nB: {b}")
+    console.print_text(f"A: {a}\nB: {b}")
     for line in (
         eval_compare.settings_line(settings[a], settings[b]),
         eval_compare.skipped_line(settings[a], settings[b]),
     ):
         if line:
-            console.say(line)
+            console.print_text(line)
     title = f"{len(rows[a])} problems, paired, with 95% intervals"
     console.table(title, ["", "A", "B", "B - A", "B better / worse"], eval_compare.cells(differences))
 
@@ -118,7 +118,7 @@ def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
         return trained
     kept = [k for k in settings.k or () if k <= settings.samples] or None
     left_out = ", ".join(map(str, beyond))
-    console.say(f"eval.k of the run: {left_out} left out, above eval.samples={settings.samples}")
+    console.print_text(f"eval.k of the run: {left_out} left out, above eval.samples={settings.samples}")
     settings = dataclasses.replace(settings, k=kept)
     return trained._replace(config=dataclasses.replace(trained.config, eval=settings))
 

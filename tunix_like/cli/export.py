@@ -19,14 +19,14 @@ def export(arguments: argparse.Namespace) -> None:
     trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, whole=True)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite)
-        console.say(f"wrote the adapters of {trained.origin} to {arguments.out}; load them with peft")
+        console.print_text(f"wrote the adapters of {trained.origin} to {arguments.out}; load them with peft")
         if trained.config.model.init == "random":
-            console.say(
+            console.print_text(
                 "the base model was initialised at random and is not exported: the adapters are useless with any other "
                 "base"
             )
         if trained.model.quantized is not None:
-            console.say(
+            console.print_text(
                 f"the adapters were trained on a base in {trained.model.quantized}: with the original weights, outputs "
                 "differ by the quantisation error; the merged export has no such error"
             )
@@ -34,4 +34,4 @@ def export(arguments: argparse.Namespace) -> None:
     ends = trained.config.rollout.eos_tokens
     tokenizer = trained.tokenizer if ends is None else trained.tokenizer.with_eos_ids(ends)
     export_model(trained.model, tokenizer, arguments.out, overwrite=arguments.overwrite)
-    console.say(f"wrote {trained.origin} to {arguments.out}; load it with transformers or tunix-like")
+    console.print_text(f"wrote {trained.origin} to {arguments.out}; load it with transformers or tunix-like")

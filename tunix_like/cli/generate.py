@@ -51,7 +51,10 @@ def generate(arguments: argparse.Namespace) -> None:
     sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     seed = trained.config.training.seed
     print(_sampling_line(sampling, seed), file=sys.stderr)
-    console.print_completion(complete(sampler, trained.params, trained.tokenizer, prompt, sampling, seed))
+    completion = complete(sampler, trained.params, trained.tokenizer, prompt, sampling, seed)
+    if not completion:
+        print("the completion is empty: the model ended it before any text", file=sys.stderr)
+    console.print_completion(completion)
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:

@@ -43,4 +43,4 @@ def write_start(name: str, kind: str, folder: Path) -> list[Path]:
 def init(arguments: argparse.Namespace) -> None:
     """Writes the files of a new run into the current folder."""
     files = write_start(arguments.name, arguments.like, Path())
-    console.say(f"wrote {', '.join(map(str, files))}; the next steps are at the top of {files[0]}")
+    console.print_text(f"wrote {', '.join(map(str, files))}; the next steps are at the top of {files[0]}")

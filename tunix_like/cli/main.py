@@ -26,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.guard()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[console.LogHandler()])
     logging.getLogger("tunix_like").setLevel(logging.INFO)
-    arguments = _parse(argv)
+    arguments = parse(argv)
     joined = False
     try:
         joined = _join(arguments)
-        output.go_on(joined or _trains(arguments))
+        output.set_continue_on_error(joined or _trains(arguments))
         if arguments.command in ON_CPU:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         with progress.shown(lines=arguments.command != "generate"):  # its output is the completion only
@@ -95,9 +95,9 @@ def _started_by_scheduler() -> bool:
     return "," in (os.environ.get("TPU_WORKER_HOSTNAMES") or os.environ.get("TPU_PROCESS_ADDRESSES") or "")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments. Overrides may come before or after options; argparse alone does not parse those after."""
-    parser = _parser()
+    parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["advantages"]:  # the space keeps argparse from parsing a negative first reward as an option
         words = [f" {word}" if word[:1] == "-" and word[1:2] in "0123456789." else word for word in words]
@@ -109,7 +109,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="tunix-like", description="RL post-training of language models in JAX/Flax.",
         epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"

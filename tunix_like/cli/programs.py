@@ -19,7 +19,7 @@ import jax
 from tunix_like.config.schema import Config
 from tunix_like.errors import NotSaved, UserError, one_line
 from tunix_like.models.sharding import scope
-from tunix_like.runs.describe import describe_model
+from tunix_like.runs.describe import describe_devices, describe_model
 from tunix_like.runs.programs import Plan, Program, make_plan, programs_of
 from tunix_like.runtime import accelerators, console
 from tunix_like.runtime.accelerators import Accelerator
@@ -114,7 +114,7 @@ def find_target(text: str) -> Target:
                 return Target(text, kind, number, accelerators.described_devices(kind, number), name)
             except Exception as error:  # a plugin that does not suit this machine or jax can raise anything
                 reason = one_line(error)
-        console.say(
+        console.print_text(
             f"the compiler of {kind.name} cannot be used ({reason}); install it with "
             f"pip install {accelerators.EXTRAS[kind.backend]}. The programs are compiled for simulated CPU devices."
         )
@@ -175,7 +175,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
       file: JSON file to write too; None for none.
 
     Returns:
-      the exit status: 0, or 1 if a program does not fit into the devices.
+      the exit status: 0, or 1 if a program does not fit into the devices, or by estimate if their compiler is missing.
 
     Raises:
       UserError: as `find_target`, `make_plan` and `check_size`, or the file cannot be written.
@@ -187,28 +187,32 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
     device = None if kind is None else Device(kind.backend, kind.memory)
     plan = make_plan(config, device, target.described)
     check_size(plan, target)
-    mesh = "one device" if plan.mesh is None else ", ".join(f"{name} {size}" for name, size in plan.mesh.shape.items())
-    console.say(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {plan.model.dtype} matrix products")
+    mesh, dtype = describe_devices(plan.mesh), plan.model.dtype
+    console.print_text(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {dtype} matrix products")
     if plan.sampling_mesh is not None:
-        axes = ", ".join(f"{name} {size}" for name, size in plan.sampling_mesh.shape.items())
-        console.say(f"while sampling: {axes}")
-    console.say(f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}; attention {plan.model.attention}")
+        console.print_text(f"while sampling: {describe_devices(plan.sampling_mesh)}")
+    model = f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}"
+    console.print_text(f"{model}; attention {plan.model.attention}")
     for name, value in plan.estimate.lines():
-        console.say(f"{name:>10}: {value}")
+        console.print_text(f"{name:>10}: {value}")
     programs = programs_of(plan)
     names = ", ".join(program.name for program in programs)
-    console.say(f"compiling with {target.compiler}: {names}; a large model takes minutes")
+    console.print_text(f"compiling with {target.compiler}: {names}; a large model takes minutes")
     done = []
     for program in programs:
         done.append(compile_program(program))
-        console.say(f"{program.name:>10}: {done[-1].refusal or 'compiled'}, {done[-1].seconds:.1f} s")
+        console.print_text(f"{program.name:>10}: {done[-1].refusal or 'compiled'}, {done[-1].seconds:.1f} s")
     columns = ("per device", *(compiled.program.name for compiled in done))
     console.table(f"compiled for {devices} with {target.compiler}", columns, rows_of(done, target))
     for line in notes_of(done, target):
-        console.say(line)
+        console.print_text(line)
     if file is not None:
         write_json(Path(file), done, target)
-    return int(any(compiled.refusal or too_large(compiled, target) for compiled in done))
+    simulated = target.kind is not None and target.described is None
+    return int(
+        any(compiled.refusal or too_large(compiled, target) for compiled in done)
+        or (simulated and bool(plan.estimate.problems()))
+    )
 
 
 def too_large(compiled: Compiled, target: Target) -> bool:

@@ -21,18 +21,18 @@ from tunix_like.types import SamplingParams
 def announce(parts: Parts, folder: Path) -> None:
     """Prints a summary of the run and the first prompt as the model receives it."""
     for name, value in [*describe(parts), ("folder", str(folder))]:
-        console.say(f"{name:>9}: {value}")
+        console.print_text(f"{name:>9}: {value}")
     config = parts.config
     for rows, what in ((parts.source.train, "training"), (parts.source.eval, "evaluation")):
         if len(rows):
             limit, policy = config.rollout.max_prompt_length, config.data.overlong_prompts
             with progress.task(f"reading the {what} prompts"):
                 skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
-            console.say(f"{what:>10}: {len(rows)} prompts{skipped and f', {skipped}'}")
+            console.print_text(f"{what:>10}: {len(rows)} prompts{skipped and f', {skipped}'}")
     rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))
-    console.say(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
-    console.say(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
+    console.print_text(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
+    console.print_text(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
@@ -42,16 +42,22 @@ def _both_ends(values: str | list[int], most: int) -> str:
 
 
 class StepLines:
-    """Prints a line for each row of metrics, with the samples of a step below its line."""
+    """Prints a line for each row of metrics, with the samples of a step below its line.
+
+    Attributes:
+      phases: the phases (`sft`, `train`) of the rows so far; a phase that was finished before has none.
+    """
 
     def __init__(self) -> None:
+        self.phases: set[str] = set()
         self._samples: list[tuple[int, Samples]] = []
 
     def on_row(self, row: dict[str, Any], total: int | None) -> None:
+        self.phases.add("train" if "step" in row else "sft")
         if (step := row.get("sft/step")) is None:
-            console.say(console.step_line("train", row["step"], total, row))
+            console.print_text(console.step_line("train", row["step"], total, row))
         elif step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
-            console.say(console.step_line("sft", step, total, row))
+            console.print_text(console.step_line("sft", step, total, row))
         while self._samples:
             show_samples(*self._samples.pop())
 
@@ -84,10 +90,10 @@ def closing_table(folder: Path, parts: Parts) -> None:
     if len(evaluations) > 1:
         _before_and_after(evaluations[0], evaluations[-1], parts)
     elif not evaluations:
-        console.say("no evaluation: the data has no held-out rows")
+        console.print_text("no evaluation: the data has no held-out rows")
     if (metric := parts.config.training.best_metric) is not None:
         _say_best(folder, metric)
-    console.say(
+    console.print_text(
         f"run folder: {folder} (tunix-like eval | generate | export | report {folder}). To continue, raise "
         "training.max_steps; to start anew, set another training.output_dir or delete the folder."
     )
@@ -98,20 +104,25 @@ def _say_best(folder: Path, metric: str) -> None:
     best = best_of(folder, metric)
     kept = best.among(complete_steps(folder / "checkpoints"))  # `Checkpoints.steps` would wait for the other processes
     if kept is None:
-        console.say(f"best: there is no checkpoint of a step with {metric}")
+        console.print_text(f"best: there is no checkpoint of a step with {metric}")
     else:
-        console.say(f"best: {best.describe(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
+        console.print_text(f"best: {best.describe(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
 
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
-    limit, settings = len(parts.source.eval), parts.config.eval
+    limit = len(parts.source.eval)
     first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
     rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
     skipped = int(after.get("eval/skipped_prompts", 0))  # a row of an earlier version has no count
-    size = min(settings.max_problems or limit, limit - skipped)
+    size = min(parts.config.eval.max_problems or limit, limit - skipped)
     number = console.problems(size, skipped, "held-out problems")
-    title = f"{parts.learner.__name__}, {number}, {console.samples_each(settings.samples)}, with 95% intervals"
-    console.table(title, ["", f"step {before['step']}", f"step {after['step']}"], rows)
+    samples = console.evaluated_samples(after)
+    each = "" if samples is None else f"{console.samples_each(samples)}, "  # not those of the config, which may change
+    console.table(
+        f"{parts.learner.__name__}, {number}, {each}with 95% intervals",
+        ["", f"step {before['step']}", f"step {after['step']}"],
+        rows,
+    )
 
 
 def picture(parts: Parts, learner: Learner) -> None:
@@ -120,5 +131,5 @@ def picture(parts: Parts, learner: Learner) -> None:
         return
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
     answer = complete(learner.engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
-    console.say("the first held-out problem with the greedy answer of the model:")
-    console.say(parts.source.draw(row, answer))
+    console.print_text("the first held-out problem with the greedy answer of the model:")
+    console.print_text(parts.source.draw(row, answer))

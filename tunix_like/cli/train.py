@@ -32,10 +32,12 @@ def train(arguments: argparse.Namespace) -> None:
 
     def on_claim() -> None:
         if processes.is_first():  # only the first process writes to the folder
-            output.keep_in(folder)
+            output.set_fallback_folder(folder)
 
     lines = screen.StepLines()
     trained = recipe.train(parts, folder, lines.on_row, lines.on_samples, on_claim)
+    if "train" not in lines.phases:
+        console.print_text("this run was already finished: nothing was trained")
     screen.closing_table(folder, parts)
     screen.picture(parts, trained.learner)
     if trained.unsaved is not None:
@@ -62,8 +64,11 @@ def sft(arguments: argparse.Namespace) -> None:
     with owned(folder):
         claim(folder, parts)
         if processes.is_first():
-            output.keep_in(folder)
-        unsaved = recipe.fine_tune(parts, folder, screen.StepLines().on_row, another_follows=False)
+            output.set_fallback_folder(folder)
+        lines = screen.StepLines()
+        unsaved = recipe.fine_tune(parts, folder, lines.on_row, another_follows=False)
     if unsaved is not None:
         raise unsaved
-    console.say(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")
+    if not lines.phases:
+        console.print_text("this run was already finished: nothing was trained")
+    console.print_text(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")

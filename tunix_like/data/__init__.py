@@ -6,10 +6,11 @@ Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; for mixes also `
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from tunix_like.data import gsm8k, jsonl, maze, mix, reverse_text
+from tunix_like.data import mix
 from tunix_like.data.entries import entries, source_estimators, template_variables
 from tunix_like.data.mix import check_parts, check_rewards
 from tunix_like.data.source import DataSource, Record, refuse_unread_keys
@@ -29,28 +30,38 @@ __all__ = [
     "template_variables",
 ]
 
-SOURCES: dict[str, Callable[[DataConfig], DataSource]] = {
-    "maze": maze.load,
-    "gsm8k": gsm8k.load,
-    "reverse_text": reverse_text.load,
-    "jsonl": jsonl.load,
-    "hub": jsonl.load_hub,
-    "mix": lambda config: mix.load(config, load_source),
-}
-
 _ROW_KEYS = frozenset(
     {"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"}
 )
 
 _OWN_KEYS = _ROW_KEYS | {"answer_template"}  # gsm8k does not read it: its answer column is fixed
 
-# In addition to data.train_size and data.eval_size, which every source reads.
-_READS: dict[str, frozenset[str]] = {
-    "maze": frozenset({"maze_size", "seed"}),
-    "gsm8k": _ROW_KEYS,
-    "reverse_text": frozenset({"text_length", "seed"}),
-    "jsonl": _OWN_KEYS,
-    "hub": _OWN_KEYS,
+
+class Source(NamedTuple):
+    """An entry of `SOURCES`.
+
+    Attributes:
+      place: `MODULE:FUNCTION` of this package; the function takes a `DataConfig` and returns a `DataSource`.
+      reads: keys of `data` that it reads in addition to `train_size` and `eval_size`, which every source reads.
+    """
+
+    place: str
+    reads: frozenset[str] = frozenset()
+
+    @property
+    def load(self) -> Callable[[DataConfig], DataSource]:
+        module, _, function = self.place.partition(":")
+        return cast(
+            "Callable[[DataConfig], DataSource]", getattr(importlib.import_module(f"{__name__}.{module}"), function)
+        )
+
+
+SOURCES = {
+    "maze": Source("maze:load", frozenset({"maze_size", "seed"})),
+    "gsm8k": Source("gsm8k:load", _ROW_KEYS),
+    "reverse_text": Source("reverse_text:load", frozenset({"text_length", "seed"})),
+    "jsonl": Source("jsonl:load", _OWN_KEYS),
+    "hub": Source("jsonl:load_hub", _OWN_KEYS),
 }
 
 
@@ -60,9 +71,11 @@ def load_source(config: DataConfig) -> DataSource:
     Raises:
       UserError: the source is unknown, does not read a key that is set, or its rows are invalid.
     """
-    if config.name not in SOURCES:
-        raise UserError(f"data.name={config.name} is unknown. {nearest(config.name, SOURCES)}")
+    if config.name != "mix" and config.name not in SOURCES:
+        raise UserError(f"data.name={config.name} is unknown. {nearest(config.name, [*SOURCES, 'mix'])}")
     entries(config)  # raises if data.sources is set without a mix, or if keys are set beside data.sources
-    if config.name != "mix":
-        refuse_unread_keys(config, _READS[config.name])
-    return SOURCES[config.name](config)
+    if config.name == "mix":
+        return mix.load(config, load_source)
+    source = SOURCES[config.name]
+    refuse_unread_keys(config, source.reads)
+    return source.load(config)

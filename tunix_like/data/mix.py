@@ -169,8 +169,8 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
 def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
     """Checks that the rows of each source of a mix have the columns that the reward functions need.
 
-    For `by_source`, the default reward function of the source is checked. Without this check, missing columns would be
-    None in the mix.
+    In a mix a row gets None for the columns that only other sources have. A check of the columns of the whole mix would
+    therefore not find a missing column. For `by_source`, the default reward function of the source is checked.
 
     Raises:
       UserError: a column is missing; the message names the source.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grain.python as grain
@@ -19,8 +21,10 @@ logger = logging.getLogger("tunix_like")
 MOST_COMPARED = 1_000_000
 """Maximum number of training rows, and of held-out rows, to compare. A row takes about 20 microseconds to parse."""
 
+_compared = contextvars.ContextVar("compared", default=False)
 
-class Shared(NamedTuple):
+
+class Overlap(NamedTuple):
     """The result of a comparison of held-out and training prompts.
 
     Attributes:
@@ -37,11 +41,15 @@ class Shared(NamedTuple):
 
 
 def warn_shared(train: Any, held_out: Any) -> None:
-    """Logs a warning if held-out prompts are also in the training data. In a run of several processes, the first one
-    compares."""
+    """Logs a warning if held-out prompts are also in the training data, except within `compared_once`.
+
+    In a run of several processes, the first one compares.
+    """
+    if _compared.get():
+        return
     with progress.task("comparing training and evaluation prompts"):
         result = by_first(lambda: shared_prompts(train, held_out))
-    if result is None or not (shared := Shared(*result)).both:
+    if result is None or not (shared := Overlap(*result)).both:
         return
     part = (
         ""
@@ -55,7 +63,18 @@ def warn_shared(train: Any, held_out: Any) -> None:
     )  # fmt: skip
 
 
-def shared_prompts(train: Any, held_out: Any) -> Shared | None:
+@contextlib.contextmanager
+def compared_once(train: Any, held_out: Any) -> Iterator[None]:
+    """Calls `warn_shared`, and disables it within the block: SFT and RL of one run use the same rows."""
+    warn_shared(train, held_out)
+    token = _compared.set(True)
+    try:
+        yield
+    finally:
+        _compared.reset(token)
+
+
+def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
     """Counts the held-out rows whose prompt is identical to the prompt of a training row.
 
     Rows without a prompt, and rows that raise a UserError, are not counted.
@@ -75,7 +94,7 @@ def shared_prompts(train: Any, held_out: Any) -> Shared | None:
         key = _key(train, i)
         if key is not None:
             count += left.pop(key, 0)
-    return Shared(count, held, compared, len(train))
+    return Overlap(count, held, compared, len(train))
 
 
 def _key(rows: Any, place: int) -> int | None:

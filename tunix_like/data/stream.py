@@ -59,6 +59,16 @@ class Skipped(NamedTuple):
     def prompts(self) -> int:
         return self.long + self.empty
 
+    def fitting_batch(self, batch_size: int) -> int:
+        """Returns `batch_size`, or the number of usable rows if it is smaller; then logs a warning."""
+        usable_rows = self.rows - self.prompts
+        if usable_rows < batch_size:
+            logger.warning(
+                "data.batch_size: %d prompts per step, but there are only %d training rows with a usable prompt; %d "
+                "are used", batch_size, usable_rows, usable_rows,
+            )  # fmt: skip
+        return min(batch_size, usable_rows)
+
     def warn(self, what: str) -> None:
         """Logs a warning if prompts are skipped; `what` names the kind of prompts (training, evaluation)."""
         if self.prompts:
@@ -213,9 +223,10 @@ def prompt_batches(
     """
     if isinstance(rows, Sequence | grain.MapDataset):
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
-        source = source.seed(seed)
+        size = len(rows)
+        source = source.map_with_index(lambda place, row: (place % size, row)).seed(seed)
         source = source.shuffle() if shuffle else source
-        return SharedBatches(source.repeat(), tokenizer, batch_size, max_prompt_length, len(rows), forever)
+        return SharedBatches(source.repeat(), tokenizer, batch_size, max_prompt_length, size, forever)
     if isinstance(rows, grain.IterDataset):
         prompts = rows.map(lambda row: render(row, tokenizer, max_prompt_length))
         prompts = prompts.filter(lambda prompt: usable(prompt, max_prompt_length))
@@ -223,6 +234,13 @@ def prompt_batches(
     if isinstance(rows, Iterable):
         return _plain_batches(rows, tokenizer, batch_size, max_prompt_length, forever)
     raise UserError(f"the data must be a sequence, an iterable or a grain dataset, got {type(rows).__name__}.")
+
+
+def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
+    """Makes `SharedBatches` follow `data.overlong_prompts`, and returns them; other iterators always skip."""
+    if isinstance(batches, SharedBatches):
+        batches.refuses = overlong == "error"
+    return batches
 
 
 @runtime_checkable
@@ -241,12 +259,16 @@ class SharedBatches(Iterator[list[Prompt]]):
     not depend on the number of processes. A row beyond `SCANNED_ROWS` that cannot be rendered is skipped; the first
     such row is logged as a warning.
 
+    Args:
+      rows: pairs of the number of a row and the row; None for rows that a filter removed.
+
     Attributes:
+      refuses: whether a row without a usable prompt raises instead.
       next: index of the next candidate.
       end: index at which the candidates end; None: they do not end.
 
     Raises:
-      UserError: no candidate of a whole `epoch` is usable.
+      UserError: no candidate of a whole `epoch` is usable; or one is not and `refuses` is set (names the row).
     """
 
     def __init__(
@@ -260,7 +282,7 @@ class SharedBatches(Iterator[list[Prompt]]):
     ):
         self.rows, self.tokenizer, self.batch_size, self.limit, self.epoch = rows, tokenizer, batch_size, limit, epoch
         self.next, self.end = 0, None if forever else epoch
-        self._warned = False
+        self.refuses = self._warned = False
 
     def __next__(self) -> list[Prompt]:
         batch: list[Prompt] = []
@@ -285,16 +307,21 @@ class SharedBatches(Iterator[list[Prompt]]):
 
     def _render(self, places: Sequence[int]) -> list[Prompt | None]:
         rows = [self.rows[place] for place in places]
-        results = render_all([row for row in rows if row is not None], self.tokenizer, self.limit)
-        prompts = [None if row is None else self._usable(next(results)) for row in rows]  # None: removed by a filter
+        results = render_all([pair[1] for pair in rows if pair is not None], self.tokenizer, self.limit)
+        prompts = [None if pair is None else self._rendered(pair[0], next(results)) for pair in rows]
         if jax.process_count() > 1:
             for prompt in prompts:
                 _check_sendable(prompt)
         return prompts
 
-    def _usable(self, result: Prompt | UserError) -> Prompt | None:
+    def _rendered(self, number: int, result: Prompt | UserError) -> Prompt | None:
         if isinstance(result, Prompt):
+            length = len(result.tokens)
+            if self.refuses and not usable(result, self.limit):
+                raise unusable(length, self.limit, f"training row {number}", self.limit)
             return result
+        if self.refuses:
+            raise UserError(f"training row {number}: {result}") from result
         if not self._warned:
             logger.warning("skipped a row without a usable prompt; further ones are skipped silently: %s", result)
         self._warned = True

@@ -118,16 +118,17 @@ def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], n
     """
     cure = "Evaluate both on the same data, with prompts that fit into rollout.max_prompt_length of both."
     for one, other in zip(a, b, strict=False):
+        if one["problem"] != other["problem"]:
+            first, second = names if one["problem"] < other["problem"] else names[::-1]
+            raise UserError(
+                f"--compare: problem {min(one['problem'], other['problem'])} is in {first}, but not in {second}: its "
+                f"prompt was skipped there, or the data differ. {cure}"
+            )
         same = one["columns"] == other["columns"] and (bool(one["columns"]) or one["prompt"] == other["prompt"])
         if not same:
             raise UserError(
                 f"--compare: problem {one['problem']} is not the same in {names[0]} and {names[1]}: "
                 f"{one['prompt']!r:.200} and {other['prompt']!r:.200}. {cure}"
-            )
-        if one["problem"] != other["problem"]:
-            raise UserError(
-                f"--compare: {names[0]} has row {one['problem']} of its data at the position of row "
-                f"{other['problem']} in {names[1]}: one of them skipped a prompt that the other did not. {cure}"
             )
     if len(a) != len(b):
         raise UserError(

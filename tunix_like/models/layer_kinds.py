@@ -64,7 +64,11 @@ class Adapters:
 
 
 def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:
-    """Returns the window of every layer. Without `layer_types`, every `pattern`-th layer has none (0: all have one)."""
+    """Returns the window of every layer, in positions; None for a layer without a window.
+
+    If there is a field `layer_types`, it names the layers with a window. Otherwise every `pattern`-th layer has no
+    window, and all others have one. With `pattern` 0 every layer has one.
+    """
     size = fields.get("sliding_window")
     if not pattern:
         return (_window(size),) * count if size is not None else (None,) * count
@@ -82,8 +86,11 @@ def _window(size: Any) -> int:
 
 
 def rotary_of(fields: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """Returns which layers have rotary positions. `no_rope_layers` is 1 for a layer that has them (sic); without that
-    field, every `no_rope_layer_interval`-th layer has none."""
+    """Returns which layers have rotary positions.
+
+    Contrary to its name, the field `no_rope_layers` has a 1 for each layer that has them. Without this field every
+    `no_rope_layer_interval`-th layer has none.
+    """
     kinds = fields.get("no_rope_layers")
     if kinds is None:
         interval = checked("no_rope_layer_interval", fields.get("no_rope_layer_interval") or 4)
@@ -99,8 +106,11 @@ def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
 
 
 def experts_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns `experts` and `expert_layers`: every `decoder_sparse_step`-th layer except `mlp_only_layers` has experts.
-    transformers 5 uses another name for the number of experts than earlier versions."""
+    """Returns `experts` and `expert_layers`.
+
+    Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. The number of experts is in
+    `num_experts` or, written by transformers 5, in `num_local_experts`.
+    """
     names = [name for name in ("num_experts", "num_local_experts") if fields.get(name) is not None]
     if not names:
         raise UserError("required field(s) missing: num_experts.")

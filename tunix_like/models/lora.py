@@ -171,9 +171,14 @@ def join_params(trained: Params, frozen: Params) -> Params:
 def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dict[str, str | None]:
     """Returns a fingerprint of the frozen weights of a model with adapters.
 
-    `all` is a digest of the sums of the bit patterns of all weights, which do not depend on their sharding. `backend`
-    is the backend of JAX. `read`, for a base model with a name, is the digest without quantised kernels: weights that
-    one backend initialises at random or quantises may differ in their last bits on another.
+    Each digest is computed from sums of bit patterns, so it does not depend on the sharding.
+
+    Returns:
+      `all`: the digest of all frozen weights.
+      `backend`: the backend of JAX. Weights that are quantised or drawn at random may differ in their last bits between
+        backends, so `all` can be compared on one backend only.
+      `read`: the digest of the frozen weights that are not quantised; None for a base model without a name, whose
+        weights are drawn at random. It can be compared between backends.
     """
     leaves = jax.tree_util.tree_leaves_with_path(frozen)
     sums = fetch([_bit_sum(leaf) for _, leaf in leaves], mesh)

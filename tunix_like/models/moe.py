@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix_like.models.layer_kinds import Experts
+from tunix_like.models.sharding import per_device
 
 Activation = Callable[[Array], Array]
 
@@ -52,6 +53,7 @@ class ExpertMLPs(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Computes `sum over the k selected experts of weight * expert(x)`; the weights are the router's softmax, float32.
 
+    On a mesh, each device sorts and multiplies its own tokens; the compiler would sort those of all devices together.
     The router matrix is used in the compute dtype, as in the sampler, since both must select the same experts. On the
     CPU, XLA computes a grouped product as one over all experts; the result is the same.
     """
@@ -62,6 +64,11 @@ class MixtureOfExperts(nnx.Module):
         self.numbers = experts
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        graph, params = nnx.split(self)
+        run = per_device(lambda params, rows: nnx.merge(graph, params)._mix(rows), nnx.to_pure_dict(params), x.shape[0])
+        return run(nnx.to_pure_dict(params), x)
+
+    def _mix(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(flat)
         assigned = chosen.reshape(-1)

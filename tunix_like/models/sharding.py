@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -280,7 +280,7 @@ def gather_layer(params: Any) -> Any:
 
     def gather(path: Any, x: jax.Array) -> jax.Array:
         spec = _spec(path, x.shape, mesh)
-        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+        whole = _gathered(spec)
         return x if whole == spec else _moved(x, whole, spec)
 
     return jax.tree_util.tree_map_with_path(gather, params)
@@ -289,6 +289,35 @@ def gather_layer(params: Any) -> Any:
 def replicate(x: jax.Array) -> jax.Array:
     """Replicates, inside a compiled function, an array over the mesh."""
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
+def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, rows: int) -> Callable[..., jax.Array]:
+    """Returns `function(params, x)` so that, inside a compiled function, each device runs it on its own rows of `x`.
+
+    The partial results of devices that share parameters along `tp` are added up.
+
+    Args:
+      params: gathered parameters or their shapes (`gather_layer`).
+      rows: length of the first dimension of `x`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    batch = tuple(name for name in BATCH_AXES if name in mesh.shape)
+    batch = batch if rows % math.prod(mesh.shape[name] for name in batch) == 0 else ()
+    specs = jax.tree_util.tree_map_with_path(lambda path, x: _gathered(_spec(path, x.shape, mesh)), params)
+    shared = "tp" in mesh.shape and any("tp" in spec for spec in jax.tree.leaves(specs))
+
+    def run(params: Any, x: jax.Array) -> jax.Array:
+        out = function(params, x)
+        return jax.lax.psum(out, "tp") if shared else out
+
+    of_rows = PartitionSpec(batch)
+    return jax.shard_map(run, mesh=mesh, in_specs=(specs, of_rows), out_specs=of_rows, check_vma=False)
+
+
+def _gathered(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

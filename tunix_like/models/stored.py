@@ -93,7 +93,7 @@ def _read(tensors: Sequence[Stored], index: Index, dtype: Any, transposed: bool,
     return out
 
 
-def same(first: Stored, second: Stored) -> bool:
+def tensors_equal(first: Stored, second: Stored) -> bool:
     """Returns whether two tensors have the same shape and values."""
     if first.shape != second.shape:
         return False

@@ -25,7 +25,17 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.quantization import quantize
-from tunix_like.models.stored import INDEX, PICKLES, SINGLE, Stored, index_of, of_decoder, open_tensors, place, same
+from tunix_like.models.stored import (
+    INDEX,
+    PICKLES,
+    SINGLE,
+    Stored,
+    index_of,
+    of_decoder,
+    open_tensors,
+    place,
+    tensors_equal,
+)
 from tunix_like.runtime import progress
 
 Params = dict[Any, Any]
@@ -278,7 +288,7 @@ def _check_tensor(tensor: Stored, shape: tuple[int, ...]) -> None:
 
 
 def _check_tied(stored: Mapping[str, Stored]) -> None:
-    if not same(stored[_HEAD], stored[_EMBEDDING]):
+    if not tensors_equal(stored[_HEAD], stored[_EMBEDDING]):
         raise UserError(
             f"{stored[_HEAD].file}: {_HEAD} differs from {_EMBEDDING}, but config.json has tie_word_embeddings = true."
             " Set it to false to use the head, or remove the tensor."

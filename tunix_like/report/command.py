@@ -47,10 +47,10 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
-    console.say(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")
+    console.print_text(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")
     if png is not None:
         written = save_figures(runs, Path(png), gradients)
-        console.say(f"wrote {len(written)} figures to {png}: {', '.join(path.name for path in written)}")
+        console.print_text(f"wrote {len(written)} figures to {png}: {', '.join(path.name for path in written)}")
 
 
 def _check_out(file: Path) -> None:

@@ -123,7 +123,11 @@ def _colours(count: int) -> list[str]:
 
 
 def windows(table: Table, name: str, count: int = _WINDOWS) -> tuple[Float[np.ndarray, "W"], Float[np.ndarray, "W B"]]:
-    """Returns the last step of each of at most `count` windows of steps, and the histogram sums over the windows."""
+    """Divides the steps of a run into at most `count` windows, and adds up the histogram `name` over each window.
+
+    Returns:
+      the last step of each window, and the sums `[windows, bins]`.
+    """
     rows = [(step, row) for step, row in zip(table.steps, table.histograms[name], strict=True) if row is not None]
     parts = np.array_split(np.arange(len(rows)), min(count, len(rows)))
     sums = np.array([np.sum([rows[i][1] for i in part], axis=0) for part in parts], float)

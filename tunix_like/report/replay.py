@@ -45,7 +45,10 @@ class Losses(NamedTuple):
 
 
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
-    """Opens a saved update and the nearest checkpoint of its run; returns both, and the checkpoint's step.
+    """Opens a saved update, and the checkpoint of its run whose step is nearest.
+
+    Returns:
+      the update, the model of the checkpoint, and the step of the checkpoint.
 
     Raises:
       UserError: the file is not a saved update, or its run has no checkpoint.
@@ -132,17 +135,17 @@ def norms_of(
 def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     """Replays a saved update and prints the completions with a non-finite loss or gradient."""
     skipped, trained, step = open_run(file, overrides)
-    console.say(f"update {skipped.update} of step {skipped.step}, with the weights after step {step}")
+    console.print_text(f"update {skipped.update} of step {skipped.step}, with the weights after step {step}")
     bad = [
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(trained.params)
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all())
     ]
-    console.say(f"weights: {'not finite in ' + ', '.join(bad[:3]) if bad else 'all finite'}")
+    console.print_text(f"weights: {'not finite in ' + ', '.join(bad[:3]) if bad else 'all finite'}")
     live = int((skipped.live & skipped.in_update[:, None]).sum())
     with progress.task("completions", live + 1) as advance:
         result = replay(skipped, trained, advance)
-    console.say(f"the whole update: loss {result.loss:.4g}, gradient norm {result.norm:.4g}")
+    console.print_text(f"the whole update: loss {result.loss:.4g}, gradient norm {result.norm:.4g}")
     rows = result.non_finite or sorted(result.by_completion, key=lambda row: -row[3])
     title = (
         f"{len(result.non_finite)} of {len(result.by_completion)} completions have a non-finite loss or gradient"

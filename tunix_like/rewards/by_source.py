@@ -31,9 +31,9 @@ def by_source(
             )
         rows, function = [i for i, row_name in enumerate(source_reward) if row_name == name], REWARDS[name]
         arguments = {key: [given[key][i] for i in rows] for key in arguments_of(name, function, given)}
-        marks = call(name, function, arguments, len(rows))
-        if marks.failures:
-            raise UserError(next(iter(marks.failures.values())).reason)
-        for i, value in zip(rows, marks.rewards.tolist(), strict=True):
+        results = call(name, function, arguments, len(rows))
+        if results.failures:
+            raise UserError(next(iter(results.failures.values())).reason)
+        for i, value in zip(rows, results.rewards.tolist(), strict=True):
             out[i] = value
     return out

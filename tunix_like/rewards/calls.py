@@ -39,7 +39,7 @@ class Failure(NamedTuple):
     reason: str
 
 
-class Marks(NamedTuple):
+class FunctionRewards(NamedTuple):
     """The results of one function for n completions.
 
     Attributes:
@@ -101,7 +101,9 @@ def arguments_of(name: str, function: Callable[..., Any], columns: Collection[st
     return [p.name for p in parameters if p.name in columns]
 
 
-def call(name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int) -> Marks:
+def call(
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int
+) -> FunctionRewards:
     """Calls a function once for `count` completions, with a copy of each list.
 
     None and NaN mean "no reward". Any other value that is not a finite number of at most 1e15 in absolute value is a
@@ -120,14 +122,14 @@ def call(name: str, function: Callable[..., Any], arguments: Mapping[str, Sequen
         )
     if len(values) != count:
         raise WrongCount(f"Reward function '{name}' returned {len(values)} values for {count} completions.")
-    marks = Marks(np.full(count, np.nan), {})
+    results = FunctionRewards(np.full(count, np.nan), {})
     for i, value in enumerate(values):
         reward, problem = _number(value)
-        marks.rewards[i] = reward
+        results.rewards[i] = reward
         if problem is not None:
             reason = f"Reward function '{name}': value {i}, {_show(value)}, {problem}."
-            marks.failures[i] = Failure("error", reason)
-    return marks
+            results.failures[i] = Failure("error", reason)
+    return results
 
 
 def _number(value: Any) -> tuple[float, str | None]:
@@ -150,37 +152,37 @@ def _number(value: Any) -> tuple[float, str | None]:
 
 def call_in_process(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
-) -> Marks:
+) -> FunctionRewards:
     """Scores `count` completions in this process and isolates the completions for which the function fails.
 
     The function is called once with all completions. If that fails, it is called once per group; for a group that
     fails, it is called once per completion. Only completions that fail on their own stay unscored. If the function
     returns a wrong number of values for a group, the whole group stays unscored.
     """
-    marks = Marks(np.full(count, np.nan), {})
+    results = FunctionRewards(np.full(count, np.nan), {})
 
     def attempt(rows: range) -> None:
         try:
-            results = call(name, function, slices(arguments, rows), len(rows))
+            part = call(name, function, slices(arguments, rows), len(rows))
         except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
             reason, of_all = explain(name, error), isinstance(error, WrongCount) and len(rows) <= group_size
         else:
-            return put(marks, rows, results)
+            return copy_rewards(results, rows, part)
         if of_all or len(rows) == 1:
-            return marks.failures.update(dict.fromkeys(rows, Failure("error", reason)))
+            return results.failures.update(dict.fromkeys(rows, Failure("error", reason)))
         finer = group_size if len(rows) > group_size else 1
         for start in range(rows.start, rows.stop, finer):
             attempt(range(start, min(start + finer, rows.stop)))
 
     if count:
         attempt(range(count))
-    return marks
+    return results
 
 
-def put(marks: Marks, rows: range, results: Marks) -> None:
-    """Copies the results of these completions into `marks`."""
-    marks.rewards[rows.start : rows.stop] = results.rewards
-    marks.failures.update({rows[i]: failure for i, failure in results.failures.items()})
+def copy_rewards(results: FunctionRewards, rows: range, part: FunctionRewards) -> None:
+    """Copies `part`, the results of the completions `rows`, into `results`."""
+    results.rewards[rows.start : rows.stop] = part.rewards
+    results.failures.update({rows[i]: failure for i, failure in part.failures.items()})
 
 
 def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:

@@ -12,7 +12,12 @@ MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
 
 
 class Walk(NamedTuple):
-    """The visited cells, as (row, column) beginning at START, and whether the completion solves the maze."""
+    """The path of a completion.
+
+    Attributes:
+      cells: the visited cells, as (row, column), beginning with START.
+      reached: whether the completion solves the maze.
+    """
 
     cells: list[tuple[int, int]]
     reached: bool

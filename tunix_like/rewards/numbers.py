@@ -54,9 +54,9 @@ class Number(NamedTuple):
     """A plain number.
 
     Attributes:
-      value: the exact value; for a percentage, the number in front of the sign.
-      percent: whether a percent sign, or the word, follows the number.
-      quotient: whether it is a fraction with an integer value (`36/2`), that is, an unevaluated division.
+      value: the exact value; 50 for `50%`.
+      percent: whether `%` or `percent` follows the number.
+      quotient: True for a fraction whose value is an integer (`36/2`): a division that was not carried out.
     """
 
     value: Fraction
@@ -105,7 +105,11 @@ def written_out(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Returns `written_out(text)` with LaTeX styles and spacing as spaces and integer fractions as ` 1/2 `."""
+    r"""Converts LaTeX to plain text, after `written_out`.
+
+    A style such as `\text{...}` becomes its content between spaces, spacing commands become spaces, and a fraction of
+    integers becomes ` 1/2 `. A power of a unit (`cm^2`) loses its exponent. `\%` and `\$` lose their backslash.
+    """
     text = _STYLED.sub(r" \1 ", written_out(text))
     text = _FRACTION.sub(lambda parts: f" {parts[1] or parts[2]}/{parts[3] or parts[4]} ", text)
     text = _SPACING.sub(" ", text).replace("\\%", "%").replace("\\$", "$")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import Failure, Marks, arguments_of, check_form, put, slices
+from tunix_like.rewards.calls import Failure, FunctionRewards, arguments_of, check_form, copy_rewards, slices
 from tunix_like.rewards.process import WorkerProcess
 
 START_SECONDS = 120
@@ -42,15 +42,17 @@ class PooledFunction:
         self.__name__, self.place, self.pool = name, place, pool
         self.__signature__ = inspect.signature(function)
 
-    def marks(self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int) -> Marks:
-        """Scores `count` completions group by group; a group for which the function fails is scored one by one."""
-        return self.pool.marks(self.place, name, arguments, count, group_size)
+    def score_groups(
+        self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
+    ) -> FunctionRewards:
+        """Scores `count` completions, one call per group. If a call fails, each of its completions gets its own."""
+        return self.pool.score_groups(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
         """Returns the rewards of one group; NaN where the function fails."""
         given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
         arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
-        return list(self.marks(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
+        return list(self.score_groups(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
 
 
 def pooled(
@@ -148,9 +150,9 @@ class Pool:
         """Kills all workers."""
         _kill_all(self._slots)
 
-    def marks(
+    def score_groups(
         self, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
-    ) -> Marks:
+    ) -> FunctionRewards:
         """Scores `count` completions with the function at `place`."""
         batch = _Batch(self, place, name, arguments, count)
         groups = deque(_Call(range(i, min(i + group_size, count))) for i in range(0, count, group_size))
@@ -159,7 +161,7 @@ class Pool:
         except BaseException:
             self.close()  # otherwise late answers would be read as those of the next batch
             raise
-        return batch.marks
+        return batch.results
 
 
 class _Batch:
@@ -167,7 +169,7 @@ class _Batch:
 
     def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int):
         self.pool, self.place, self.name, self.arguments = pool, place, name, arguments
-        self.marks = Marks(np.full(count, np.nan), {})
+        self.results = FunctionRewards(np.full(count, np.nan), {})
         self.wasted = 0.0  # worker seconds spent in failed calls
         self.queue: deque[_Call] = deque()
 
@@ -193,7 +195,7 @@ class _Batch:
             "in this batch, which exceeds the limit."
         )
         for call in self.queue:
-            self.marks.failures.update(dict.fromkeys(call.rows, Failure("timeout", reason)))
+            self.results.failures.update(dict.fromkeys(call.rows, Failure("timeout", reason)))
         self.queue.clear()
 
     def _hand_out(self, slot: _Slot, call: _Call) -> None:
@@ -242,7 +244,7 @@ class _Batch:
                 self._failed(call, "error", answer["error"], now, answer["of_all"])
             else:
                 failures = {i: Failure(kind, reason) for i, kind, reason in answer["failures"]}
-                put(self.marks, call.rows, Marks(np.array(answer["rewards"]), failures))
+                copy_rewards(self.results, call.rows, FunctionRewards(np.array(answer["rewards"]), failures))
             if size > pool.memory_bytes:
                 self._replace(slot)
         elif not alive:
@@ -274,7 +276,7 @@ class _Batch:
         per completion, after all groups."""
         self.wasted += now - call.given
         if of_all or len(call.rows) == 1:
-            self.marks.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))
+            self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))
         else:
             self.queue.extend(_Call(range(i, i + 1)) for i in call.rows)
 

@@ -123,9 +123,14 @@ class WorkerProcess:
         self._line = b""
 
     def _show(self, lines: Sequence[bytes]) -> None:
-        """Writes the lines to stderr in one call, so that lines of other processes do not interleave."""
+        """Writes the lines to stderr in one call, so that lines of other processes do not interleave.
+
+        The lines are dropped if stderr is closed, missing or cannot be written.
+        """
         texts = [visible(_decoded(line)) for line in lines]
-        sys.stderr.write("".join(f"[reward worker {self._process.pid}] {text}\n" for text in texts))
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write("".join(f"[reward worker {self._process.pid}] {text}\n" for text in texts))
 
     def memory(self) -> int:
         """Returns the resident memory of the worker in bytes; 0 where it is not available."""

@@ -64,7 +64,7 @@ def resolve(name: str) -> RewardFunction:
         if name not in REWARDS:
             raise UserError(
                 f"Reward function '{name}' is unknown. {nearest(name, REWARDS)} "
-                "Write a function of your own as path/to/file.py:function."
+                "Write a function of your own as path/to/file.py:function or package.module:function."
             )
         return REWARDS[name]
     return load_function(name, "Reward")

@@ -114,15 +114,15 @@ def score(
     for name, function, weight in functions:
         arguments = {key: given[key] for key in arguments_of(name, function, given)}
         if isinstance(function, PooledFunction):
-            marks = function.marks(name, arguments, count, group_size)
+            results = function.score_groups(name, arguments, count, group_size)
         else:
-            marks = call_in_process(name, function, arguments, count, group_size)
-        by_function[name] = marks.rewards
-        total += weight * marks.rewards
-        for i, failure in marks.failures.items():
+            results = call_in_process(name, function, arguments, count, group_size)
+        by_function[name] = results.rewards
+        total += weight * results.rewards
+        for i, failure in results.failures.items():
             (timeouts if failure.kind == "timeout" else errors)[i] = True
-        if first is None and marks.failures:
-            i = min(marks.failures)
-            reason = visible(marks.failures[i].reason)  # the reason may quote text that the model wrote
+        if first is None and results.failures:
+            i = min(results.failures)
+            reason = visible(results.failures[i].reason)  # the reason may quote text that the model wrote
             first = f"{reason}\nPrompt: {prompts[i]!r}\nCompletion: {completions[i]!r}"
     return Scores(total, by_function, timeouts, errors, first)

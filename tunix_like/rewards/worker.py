@@ -95,9 +95,9 @@ def _answer(functions: Mapping[str, Callable[..., Any] | str], request: bytes) -
         function = functions[place]
         if isinstance(function, str):
             return {"error": f"Reward function '{name}' could not be loaded in a worker. {function}", "of_all": True}
-        marks = call(name, function, arguments, count)
-        failures = [[i, *failure] for i, failure in marks.failures.items()]
-        return {"rewards": marks.rewards.tolist(), "failures": failures}
+        results = call(name, function, arguments, count)
+        failures = [[i, *failure] for i, failure in results.failures.items()]
+        return {"rewards": results.rewards.tolist(), "failures": failures}
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt
         return {"error": explain(name, error), "of_all": isinstance(error, WrongCount)}
 

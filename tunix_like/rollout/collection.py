@@ -67,12 +67,12 @@ class Collected(NamedTuple):
 class Collector:
     """Takes prompts, samples a group for each, scores it and shapes the rewards. Called once per step.
 
-      Attributes:
-        key: random key of all completions of the run.
-        rollouts: folder for completions that cannot be scored, or None.
-    drawn: number of prompts taken from the stream so far. It is the number of the next problem, so problem numbers are
-      unique in a run.
-    started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
+    Attributes:
+      key: random key of all completions of the run.
+      rollouts: folder for completions that cannot be scored, or None.
+      drawn: number of prompts taken from the stream so far. It is the number of the next problem, so problem numbers
+        are unique in a run.
+      started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
     """
 
     task: Task

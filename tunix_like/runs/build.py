@@ -158,6 +158,9 @@ def updates_per_batch(config: Config) -> int:
     return -(-config.data.batch_size // mini) * config.algorithm.num_iterations
 
 
+_TOKENIZER = "For this data source set model.path to a folder with a tokenizer (model.init=random needs no weights)."
+
+
 def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
     """Returns the model argument of `load_model`: a path or hub id, or an HF config.
 
@@ -165,7 +168,8 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
       own: the tokenizer of the data source, which sets the vocabulary size of an HF config.
 
     Raises:
-      UserError: path and config are both set, or `model.init` is not "random" for a config.
+      UserError: path and config are both set, `model.init` is not "random" for a config, or neither the config nor a
+        tokenizer gives the vocabulary size.
     """
     if section.path is not None:
         if section.config is not None:
@@ -176,6 +180,8 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
     if section.init != "random":
         raise UserError("model.init: model.config has no weights to load; set model.init=random.")
     fields = dict(section.config or {})
+    if own is None and "vocab_size" not in fields:
+        raise UserError(f"model.config: it has no vocab_size, and the data source has no tokenizer. {_TOKENIZER}")
     return fields if own is None else {"vocab_size": own.vocab_size} | fields
 
 
@@ -196,7 +202,8 @@ def _load_model(
         model = add_lora(model, config.lora, config.training.seed)
     tokenizer = own or tokenizer
     if tokenizer is None:
-        raise UserError(f"model.path: {section.path} has no tokenizer, nor has data.name={config.data.name}.")
+        model_key = "model.config: it" if section.path is None else f"model.path: {section.path}"
+        raise UserError(f"{model_key} has no tokenizer, nor has data.name={config.data.name}. {_TOKENIZER}")
     return model, tokenizer.with_template_variables(template_variables(config.data)), weights
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
+from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.sampler import slot_shape
 from tunix_like.runs.build import Parts, updates_per_batch
-from tunix_like.training.memory import adapter_count, parameter_count
 from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 
 
@@ -36,6 +37,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} per step, {updates} optimizer update(s)"),
         ("rewards", ", ".join(map(_describe_reward, parts.rewards))),
         ("model", f"{describe_model(parts.model)}, {kind}"),
+        ("devices", describe_devices(parts.mesh)),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *_memory_estimate(parts).lines(),
@@ -69,6 +71,13 @@ def _describe_reward(reward: WeightedReward) -> str:
     name, function, weight = reward
     place = f" (in {function.pool.workers} workers)" if isinstance(function, PooledFunction) else ""
     return f"{weight:g} x {name}{place}"
+
+
+def describe_devices(mesh: Mesh | None) -> str:
+    """Describes the devices along each axis of a mesh, as `mesh.shape: auto` or the config sets them."""
+    if mesh is None:
+        return "one device"
+    return ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
 
 
 def describe_model(model: Decoder) -> str:

@@ -32,6 +32,7 @@ CHANGEABLE = (
     "training.train_micro_batch_size",
     "rollout.max_concurrent_rows",
     "rollout.mesh",
+    "data.overlong_prompts",
     "rewards.workers",
     "rewards.timeout_seconds",
     "rewards.memory_gb",

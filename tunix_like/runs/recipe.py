@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
+from tunix_like.data.shared import compared_once
 from tunix_like.errors import NotSaved
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.samples import Samples
@@ -75,23 +76,25 @@ def train(
       on_samples: see `Learner`.
       on_claim: called when the folder is claimed by this run.
     """
+    source, data, last = parts.source, parts.config.data, {}
     with owned(folder):
         claim(folder, parts)
         on_claim()
-        unsaved = fine_tune(parts, folder, on_row, another_follows=True) if parts.config.sft.max_steps else None
-        learner, data, last = make_learner(parts, folder, on_row, on_samples), parts.config.data, {}
-        try:
-            last = learner.train(
-                parts.source.train,
-                parts.source.eval,
-                batch_size=data.batch_size,
-                shuffle=data.shuffle,
-                overlong_prompts=data.overlong_prompts,
-            )
-        except NotSaved as error:
-            if error.stopped:
-                raise
-            unsaved = error
+        with compared_once(source.train, source.eval):
+            unsaved = fine_tune(parts, folder, on_row, another_follows=True) if parts.config.sft.max_steps else None
+            learner = make_learner(parts, folder, on_row, on_samples)
+            try:
+                last = learner.train(
+                    source.train,
+                    source.eval,
+                    batch_size=data.batch_size,
+                    shuffle=data.shuffle,
+                    overlong_prompts=data.overlong_prompts,
+                )
+            except NotSaved as error:
+                if error.stopped:
+                    raise
+                unsaved = error
     return Trained(learner, last, unsaved)
 
 

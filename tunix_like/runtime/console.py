@@ -38,7 +38,7 @@ def silence() -> None:
     _CONSOLE.quiet = True
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Prints a text without markup or wrapping, above the progress line if there is one.
 
     Non-printable characters are escaped (`visible`).
@@ -82,13 +82,20 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
     ]
     if "step_time_sec" in numbers:
         parts.append(f"{numbers['step_time_sec']:.2f} s{_time_shares(numbers)}")
-    parts += [f"{key} {value:.1%}" for key, value in numbers.items() if key.startswith("eval/pass@")]
-    return "  ".join(parts)
+    passes = [f"{key} {value:.1%}" for key, value in numbers.items() if key.startswith("eval/pass@")]
+    if passes and (number := evaluated_samples(numbers)) is not None:
+        passes.append(f"({samples_each(number)})")  # evaluations of SFT have one, those of RL eval.samples
+    return "  ".join(parts + passes)
 
 
 def samples_each(number: int) -> str:
     """Formats the number of samples per problem."""
     return f"{number} sample{'s' * (number != 1)} each"
+
+
+def evaluated_samples(metrics: Mapping[str, Any]) -> int | None:
+    """Returns the number of samples per problem of an evaluation, the n of its metric `eval/avg@n`; None if unknown."""
+    return next((int(name.removeprefix("eval/avg@")) for name in metrics if name.startswith("eval/avg@")), None)
 
 
 def problems(number: int, skipped: int, name: str = "problems") -> str:
@@ -137,7 +144,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     console = _CONSOLE
     if not _is_on_terminal():
         console = _Console(width=_LOG_WIDTH, quiet=_CONSOLE.quiet, emoji=False)
-    say(title)  # a title of the rich table would be wrapped to the width of the table
+    print_text(title)  # a title of the rich table would be wrapped to the width of the table
     console.print(grid)
     output.check()
 
@@ -166,8 +173,8 @@ def terminal() -> rich.console.Console:
     return _CONSOLE
 
 
-def last_said() -> float:
-    """Returns the `time.monotonic` time of the last `say`; 0 before the first one."""
+def last_printed() -> float:
+    """Returns the `time.monotonic` time of the last `print_text`; 0 before the first one."""
     return _last_printed
 
 

@@ -41,7 +41,7 @@ _PART_OF_TERMINAL = 64  # a terminal is ready if it has room for 256 bytes, and 
 
 _lock = threading.RLock()
 _streams: list[_Stream] = []
-_goes_on = False
+_continue_on_error = False
 _file: Path | None = None
 
 
@@ -86,7 +86,7 @@ class _Stream(io.RawIOBase):
         with _lock:
             self._waiting += text
             patience = 0.0 if self._blocked else PATIENCE
-            self.drain(patience if _goes_on else None)
+            self.drain(patience if _continue_on_error else None)
             self._drop_oldest()
         return len(text)
 
@@ -163,14 +163,19 @@ def guard() -> None:
         atexit.register(_last_drain)
 
 
-def go_on(run: bool) -> None:
-    """Sets how failed or blocked writes are handled: a run continues; other commands wait, or exit in `check`."""
-    global _goes_on
-    _goes_on = run
+def set_continue_on_error(value: bool) -> None:
+    """Sets how failed or blocked writes are handled.
+
+    Args:
+      value: True for a run, which continues. False for a command whose output is its result: it waits for a blocked
+        stream, and exits in `check` if a write failed.
+    """
+    global _continue_on_error
+    _continue_on_error = value
 
 
-def keep_in(folder: Path) -> None:
-    """Sets the folder of the file that replaces a failed stream, for unwritten and for further text."""
+def set_fallback_folder(folder: Path) -> None:
+    """Sets the folder of `output.log`. If a stream fails, this file gets its unwritten text and all later text."""
     global _file
     _file = folder / FILE
 
@@ -183,7 +188,7 @@ def check() -> None:
       Unread: the reader of the output has exited.
       UserError: the output cannot be written for another reason, such as a full disk.
     """
-    if _goes_on or threading.current_thread() is not threading.main_thread():
+    if _continue_on_error or threading.current_thread() is not threading.main_thread():
         return
     error = next((stream.error for stream in _streams if stream.fileno() == 1), None)
     if isinstance(error, BrokenPipeError):

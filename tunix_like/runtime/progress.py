@@ -121,8 +121,8 @@ class _Display:
         """Prints the plain line if nothing was printed for `every` seconds and a task has run for as long."""
         now = time.monotonic()
         with contextlib.suppress(IndexError):  # the last task ended meanwhile
-            if now - max(console.last_said(), self.tasks[0].began) >= self.every:
-                console.say(self.line(now))
+            if now - max(console.last_printed(), self.tasks[0].began) >= self.every:
+                console.print_text(self.line(now))
 
     def _tick_periodically(self) -> None:
         while not self._over.wait(min(1.0, self.every)):
@@ -166,7 +166,9 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
-    """Reports the progress of a long operation; inside another task, that of a subtask.
+    """Context manager that shows the progress of a long operation. Inside another task it shows a subtask.
+
+    It yields a function `advance(done, note="")`, which adds `done` finished items and sets the note behind the count.
 
     Args:
       total: number of items; None if unknown or if there is only one.

@@ -83,10 +83,10 @@ def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
 
 
 def refer_deep(value: Any, control: Sequence[str]) -> Any:
-    """Applies `refer` to each string of a JSON value, including keys of mappings; all of it is data.
+    """Applies `refer` to each string of a JSON value, including the keys of mappings. All of it counts as data.
 
-    A chat template joins the texts of a list. A text that ends with the beginning of a control token is therefore
-    separated from the next one.
+    A chat template joins the texts of a list. If a text ends with the beginning of a control token, a separator is
+    added, so that it does not form the token together with the next text.
     """
     if isinstance(value, str):
         return refer(value, control, everything=True)

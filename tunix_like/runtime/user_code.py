@@ -43,7 +43,7 @@ def kind_of(value: Any) -> str:
     return f"an object of type {type(value).__name__}" if shape is None else f"an array of shape {list(shape)}"
 
 
-def said_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Describes an exception of a user function in one line, with file and line number.
 
     It must be called in the function that called the user function and caught the exception.

@@ -27,10 +27,12 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
       source: path (or hub id) of the model to export.
 
     Raises:
-      UserError: `folder` is a file; it is not empty and `overwrite` is False; or `overwrite` is True and it is not an
-        export but a run, a checkpoint, the source, or a folder that contains folders or links.
+      UserError: `folder` is a file, a run, a checkpoint, the source, or another folder that is neither empty nor an
+        export of files only; or it is an export and `overwrite` is False.
     """
     target = Path(folder).resolve()
+    if problem := _problem(target, source):
+        raise UserError(f"{folder} {problem}, which an export does not replace; give another folder.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         names = sorted(path.name for path in target.iterdir())
         more = ", ..." if len(names) > 3 else ""
@@ -38,8 +40,6 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
             f"{folder} is not empty ({', '.join(names[:3])}{more}): give another folder, or --overwrite "
             "(overwrite=True in Python) to replace an earlier export."
         )
-    if problem := _problem(target, source):
-        raise UserError(f"{folder} {problem}, which an export does not replace; give another folder.")
     return target
 
 

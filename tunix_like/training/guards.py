@@ -61,13 +61,14 @@ class GapWatch:
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
+      own_engine: whether the sampler is an engine of the user. The error message then names its duty.
 
     Raises:
       UserError: the difference is larger (on call).
     """
 
-    def __init__(self, most: float | None):
-        self.most = most
+    def __init__(self, most: float | None, own_engine: bool = False):
+        self.most, self.own_engine = most, own_engine
 
     def __call__(self, updates: Sequence[Mapping[str, Any]]) -> None:
         if self.most is None or "logprob_gap/mean" not in updates[0]:
@@ -76,11 +77,16 @@ class GapWatch:
         if not np.isfinite(gap):  # the update has no completions, or it was skipped
             return
         if gap > self.most:
+            fix = "Set model.attention=plain, then model.dtype=float32, to find the cause."
+            if self.own_engine:
+                fix = (
+                    "The engine must return log-probabilities under its argument `params`. If it cannot, set "
+                    f"training_config.max_logprob_gap=None. If it does: {fix[0].lower()}{fix[1:]}"
+                )
             raise UserError(
                 f"sampler and trainer disagree: their log-probabilities of the same tokens differ by {gap:.3g} nats "
                 f"per token on average, {float(updates[0]['logprob_gap/max']):.3g} at most (training.max_logprob_gap: "
-                f"{self.most:g}). Nothing is saved. Set model.attention=plain, then model.dtype=float32, to find the "
-                "cause."
+                f"{self.most:g}). Nothing is saved. {fix}"
             )
         self.most = None
 

@@ -23,7 +23,7 @@ from tunix_like.algorithms.objective import build_objective, check_accepts_negat
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.shared import warn_shared
-from tunix_like.data.stream import check_prompts
+from tunix_like.data.stream import check_prompts, refusing
 from tunix_like.errors import UserError, check_type
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder, check_decoder
@@ -58,7 +58,7 @@ from tunix_like.training.arguments import (
     source_settings,
 )
 from tunix_like.training.diagnosis import SignalWatch
-from tunix_like.training.engine import make_engine
+from tunix_like.training.engine import CheckedEngine, make_engine
 from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
 from tunix_like.training.reference import Reference, make_reference
@@ -166,7 +166,7 @@ class Learner(Trainer):
         if any(weight < 0 for _, _, weight in self.rewards):
             check_accepts_negative(objective, "reward_weights", "weights of at least 0")
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
-        self.engine: Engine = make_engine(*parts) if engine is None else engine
+        self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.key = jax.random.key(self.training.seed)
@@ -188,11 +188,11 @@ class Learner(Trainer):
           train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one
             epoch; an incomplete last batch is dropped.
           eval_ds: held-out rows, evaluated before and after training, and every `eval_every_n_steps`.
-          batch_size: prompts per step; reduced to the size of a smaller dataset.
+          batch_size: prompts per step; reduced to the size of a smaller dataset, with a warning.
           shuffle: shuffles a sequence or a grain `MapDataset` in every epoch; other data keep their order.
           overlong_prompts: what to do with rows whose prompt is empty or longer than `max_prompt_length`: "skip" drops
-            them with a warning that counts them; "error" raises (it checks the first 20,000 rows of `train_ds` if it is
-            a sequence or a grain `MapDataset`, and `eval_ds` up to the last problem).
+            them with a warning that counts them; "error" raises, before training for `eval_ds` (up to the last problem)
+            and the first 20,000 rows of `train_ds`, and later when another row is reached. Iterables always skip.
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
@@ -246,7 +246,7 @@ class Learner(Trainer):
             checked = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
             checked.warn("training")
             skipped = checked.prompts
-            batch_size = min(batch_size, len(train_ds) - skipped)
+            batch_size = checked.fitting_batch(batch_size)
         steps = training.max_steps
         if steps is None and sized and not self.algo.dynamic_sampling:
             steps = (len(train_ds) - skipped) // batch_size
@@ -258,7 +258,7 @@ class Learner(Trainer):
         updates = -(-batch_size // mini) * self.algo.num_iterations
         lengths = self.rollout_config
         objective = build_objective(self.algo, lengths.max_tokens_to_generate, updates, self.source_estimators)
-        batches = self._open_stream(train_ds, batch_size, shuffle, training.max_steps is not None)
+        batches = refusing(self._open_stream(train_ds, batch_size, shuffle, training.max_steps is not None), overlong)
         warn_shared(train_ds, eval_ds)
         evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
         check_best_metric(training, evaluator)

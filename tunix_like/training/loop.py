@@ -227,7 +227,7 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
 
     Yields a function that returns the number of the received signal (0: none); the loop calls it after each step. A
     second SIGTERM or SIGINT has its usual effect at once. A second SIGHUP has not, because a closed terminal sends two,
-    one from its shell and one from the kernel. If SIGHUP is ignored (`nohup`), it stays ignored.
+    one from its shell and one from the kernel. SIGINT and SIGHUP stay ignored if they are (`nohup`, shell background).
     """
     received: list[int] = [0]
     previous: dict[int, Any] = {}
@@ -243,9 +243,10 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
         output.from_handler(f"\r\x1b[2K{text}" if os.isatty(2) else text)
 
     if threading.current_thread() is threading.main_thread():
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
+        unless_ignored = [
+            number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN
+        ]
+        numbers = [signal.SIGTERM, *unless_ignored]
         previous = {number: signal.signal(number, ask) for number in numbers}
     try:
         yield lambda: received[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,14 +17,17 @@ from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.operations import update_operations
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
+from tunix_like.training.engine import CheckedEngine
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import GapWatch, Skipped, SkipWatch, check_updates
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
 from tunix_like.training.sizes import chunk_size
 from tunix_like.training.train_step import MAXIMA, step_inputs
-from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch
+
+if TYPE_CHECKING:
+    from tunix_like.training.learner import Learner
 
 
 class Updates:
@@ -36,12 +39,12 @@ class Updates:
     """
 
     def __init__(
-        self, trainer: Trainer, algo: AlgorithmConfig, objective: Objective, mini_batch_size: int, reference: bool
+        self, trainer: Learner, algo: AlgorithmConfig, objective: Objective, mini_batch_size: int, reference: bool
     ):
         self.trainer, self.algo, self.objective = trainer, algo, objective
         self.mini_batch_size, self.reference = mini_batch_size, reference
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
-        self.gap_watch = GapWatch(trainer.training.max_logprob_gap)
+        self.gap_watch = GapWatch(trainer.training.max_logprob_gap, isinstance(trainer.engine, CheckedEngine))
 
     def __call__(
         self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None

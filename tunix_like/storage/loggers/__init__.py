@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.config.load import read_yaml
-from tunix_like.errors import UserError
+from tunix_like.config.schema import shortened
+from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.processes import is_first
 from tunix_like.storage.loggers.events import EventFiles
 from tunix_like.storage.loggers.trackers import TOOLS, Logger, Start, Trackers
 from tunix_like.storage.metrics import MetricsLog
 
 logger = logging.getLogger("tunix_like")
+
+EVENTS = "tensorboard"
+"""Name of the logger that writes event files."""
 
 
 class LoggedMetrics(MetricsLog):
@@ -56,12 +60,11 @@ class LoggedMetrics(MetricsLog):
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raises UserError naming the first logger whose package is not installed.
-
-    Args:
-      names: `training.loggers`, already checked by `RLTrainingConfig`.
-    """
+    """Raises UserError naming the first of `training.loggers` that is unknown or whose package is not installed."""
+    known = (EVENTS, *TOOLS)
     for name in names:
+        if name not in known:
+            raise UserError(f"training.loggers: unknown logger {shortened(name)}. {nearest(str(name), known)}")
         try:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -90,7 +93,7 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
     if folder is None or not is_first():
         return MetricsLog(None)
     shown = _shown(folder / "config.yaml", settings)
-    loggers: list[Logger] = [EventFiles(folder / "tensorboard", shown)] if "tensorboard" in names else []
+    loggers: list[Logger] = [EventFiles(folder / "tensorboard", shown)] if EVENTS in names else []
     loggers += [Trackers(trackers, folder, shown)] if trackers else []
     return LoggedMetrics(folder, loggers)
 

@@ -1,0 +1,57 @@
+"""`tunix_like.run`: SFT and RL of one small config in one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+import tunix_like
+from tests.tiny_model import HF
+from tunix_like.config.load import load
+from tunix_like.runs import recipe
+
+YAML = Path(__file__).resolve().parents[2] / "examples" / "debug" / "reverse_text.yaml"
+SMALL = (
+    *(f"model.config.{key}={HF[key]}" for key in ("hidden_size", "intermediate_size", "num_hidden_layers")),
+    "data.train_size=16",
+    "data.eval_size=4",
+    "data.batch_size=8",
+    "algorithm.num_generations=2",
+    "rollout.max_prompt_length=16",
+    "rollout.max_tokens_to_generate=4",
+    "sft.max_steps=2",
+    "sft.batch_size=8",
+    "eval.samples=4",
+    "eval.k=null",
+    "eval.batch_size=8",
+    "training.max_steps=1",
+    "training.loggers=[]",
+)
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Runs have their first training rows as held-out rows."""
+
+    def assembled(config):
+        parts = assemble(config)
+        source = parts.source
+        return parts._replace(source=dataclasses.replace(source, eval=list(source.train[:4])))
+
+    assemble = recipe.assemble
+    monkeypatch.setattr(recipe, "assemble", assembled)
+
+
+def test_held_out_prompts_in_the_training_data_are_warned_of_once_and_before_sft(shared, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "tunix_like"):
+        tunix_like.run(
+            load(YAML, [*SMALL, f"training.output_dir={tmp_path}"]),
+            on_row=lambda row, total: logging.getLogger("tunix_like").info("row of %s", next(iter(row))),
+        )
+    said = [record.getMessage() for record in caplog.records]
+    places = [place for place, text in enumerate(said) if "also in the training data" in text]
+    assert len(places) == 1
+    assert places[0] < said.index("row of sft/step") < said.index("row of step")
