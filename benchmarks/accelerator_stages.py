@@ -26,7 +26,7 @@ from flax import nnx
 
 from benchmarks import ours
 from benchmarks.accelerator import merged
-from benchmarks.cases import MODELS, Case, floating_operations
+from benchmarks.cases import MODELS, Case, Model, floating_operations
 from benchmarks.worker import Finished, Gate, median
 from tunix_like import load_model
 from tunix_like.cli.common import setup_jax
@@ -67,23 +67,23 @@ class Size:
     copied: int
 
 
-def _size(model: str, case: Mapping[str, int], small: Mapping[str, int], matmul: int, copied: int) -> Size:
+def _size(model: Model, case: Mapping[str, int], small: Mapping[str, int], matmul: int, copied: int) -> Size:
     def made(sizes: Mapping[str, int]) -> Case:
-        return Case(MODELS[model], "update", **dict(sizes))
+        return Case(model, "update", **dict(sizes))
 
     return Size(made(case), made(small), matmul, copied)
 
 
 SIZES = {
     "tiny": _size(
-        "tiny",
+        Model(layers=1, width=64, inner=128, heads=2, kv_heads=1, head=32, vocab=512),
         {"prompts": 2, "group": 4, "prompt_length": 16, "length": 24},
         {"prompts": 2, "group": 2, "prompt_length": 16, "length": 16},
         256,
         1 << 22,
     ),
     "qwen3_0.6b": _size(
-        "qwen3_0.6b",
+        MODELS["qwen3_0.6b"],
         {"prompts": 64, "group": 16, "prompt_length": 256, "length": 1024},
         {"prompts": 16, "group": 8, "prompt_length": 256, "length": 256},
         8192,
