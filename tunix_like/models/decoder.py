@@ -138,7 +138,11 @@ class Decoder(nnx.Module):
                         return run(whole, x, one, segment.start + offset)
 
                     # A loop already keeps the compiler from merging the recomputation with the forward pass.
-                    layer = jax.checkpoint(layer, prevent_cse=self.segments is None) if remat else layer
+                    layer = (
+                        jax.checkpoint(layer, prevent_cse=self.segments is None or segment.repeats == 1)
+                        if remat
+                        else layer
+                    )
                     x, output = layer(x, weights, one)
                     made.append(output)
                 return x, made
