@@ -30,7 +30,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             if _file.stat().st_mtime < time.time() - 14 * 24 * 3600:
                 _file.unlink()
 
-import jax  # noqa: E402
+import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
