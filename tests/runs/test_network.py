@@ -89,5 +89,5 @@ def test_what_a_chunk_of_the_update_moves(tmp_path, remat, times):
     """
     report = compiled(tmp_path, "update_program", "chunks", f"training.remat={remat}")
     hidden = 2 * ROWS * TOKENS * MODEL["hidden_size"]
-    moved = sum(report["collectives"].values())
-    assert (times - 1) * report["weights"] < moved < times * report["weights"] + 3 * hidden, report
+    received = sum(report["collectives"].values()) * 8 / 7  # a device has an eighth already
+    assert (times - 1) * report["weights"] < received < times * report["weights"] + 3 * hidden, report
