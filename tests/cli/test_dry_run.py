@@ -13,7 +13,7 @@ import pytest
 from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
 from tests.process import ROOT, python
 from tunix_like.cli import main as cli
-from tunix_like.training import sizes
+from tunix_like.training import device, sizes
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +56,8 @@ def home(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
     """Room for every example, whatever this machine has; a function that gives the device so many bytes instead."""
-    monkeypatch.setattr(sizes, "device_memory", lambda: 10**12)
-    return lambda size: monkeypatch.setattr(sizes, "device_memory", lambda: size)
+    monkeypatch.setattr(device, "device_memory", lambda: 10**12)
+    return lambda size: monkeypatch.setattr(device, "device_memory", lambda: size)
 
 
 def dry(capsys, *overrides):
@@ -87,7 +87,7 @@ def test_what_does_not_fit_the_machine_is_an_error(chosen, memory, capsys):
 
 
 def test_where_the_memory_is_not_known_nothing_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sizes, "this_device", lambda: sizes.Device("tpu", 1000, known=False))
+    monkeypatch.setattr(sizes, "this_device", lambda: device.Device("tpu", 1000, known=False))
     code, said, error = dry(capsys)
     assert code == 0 and not error
     assert re.search(r"memory: [\d.]+ [MGkB]+ at most \(\w+\); the device does not report its memory\n", said)

@@ -164,7 +164,7 @@ def test_the_report_of_a_simulation(tmp_path):
     assert done.returncode == 0, done.stderr
     said = done.stdout
     assert "pip install 'tunix-like[tpu]'" in said and "simulated CPU devices" in said
-    assert "v5e-8: fsdp 8, tp 1; 16 GB per device; bfloat16" in said
+    assert "v5e-8: fsdp 8, tp 1; 16.9 GB per device; bfloat16" in said
     for name in ("arguments", "temporaries", "sum", "estimated", "operations needed", "network a token", "seconds"):
         assert re.search(rf"{name}.*\d", said), name
     for name in ("update", "reshard", "prefill", "decode"):

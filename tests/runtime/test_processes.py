@@ -132,12 +132,12 @@ told["nan"] = fetch(place_replicated(np.array([1, np.nan], np.float32), mesh), m
 told["own nan"] = fetch(jax.numpy.array([1, np.nan]), mesh).tolist()
 refused("no mesh", lambda: check_divides(None, None))
 
-from tunix_like.training import sizes
+from tunix_like.training import device
 from tunix_like.rollout.rollouts import score_completions
 from tunix_like.types import Problem
 
-sizes._own_memory = lambda: 1000 + 10 * index
-told["memory"] = sizes.device_memory()
+device._own_memory = lambda: 1000 + 10 * index
+told["memory"] = device.device_memory()
 problems = [Problem(0, "a", [1], {"answer": "x"}), Problem(1, "b", [1], {})]
 reward = lambda prompts, completions, answer: [float(a == c) for a, c in zip(answer, completions)]
 told["scores"] = score_completions([("r", reward, 2.0)], problems, ["x", "y", "x", "y"], 2).total.tolist()

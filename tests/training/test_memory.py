@@ -291,7 +291,9 @@ def decoder() -> Decoder:
 @pytest.fixture
 def memory(monkeypatch):
     """Sets the device's memory so that `share` bytes of it may be filled."""
-    return lambda share: monkeypatch.setattr(device, "device_memory", lambda: int(share / device.SHARE))
+    return lambda share: monkeypatch.setattr(
+        device, "device_memory", lambda: int(share / device.usable_share(jax.default_backend()))
+    )
 
 
 def test_a_chunk_takes_what_fits(memory, monkeypatch):

@@ -25,7 +25,7 @@ from tunix_like.runtime import accelerators, console
 from tunix_like.runtime.accelerators import Accelerator
 from tunix_like.runtime.compiled_costs import Costs, Counter
 from tunix_like.runtime.time_model import Times, times
-from tunix_like.training.device import SHARE, Device
+from tunix_like.training.device import Device, usable_share
 from tunix_like.training.memory import amount
 
 FAR = 1.25
@@ -127,11 +127,11 @@ def check_size(plan: Plan, target: Target) -> None:
     kind, fixed = target.kind, max(phase.fixed for phase in plan.estimate.phases)
     if kind is None or fixed <= FAR * kind.memory:
         return
-    more = accelerators.at_least(kind, target.number * fixed / (SHARE * kind.memory))
+    more = accelerators.at_least(kind, target.number * fixed / (usable_share(kind.backend) * kind.memory))
     same = [
         accelerators.at_least(other, target.number)
         for other in accelerators.KINDS.values()
-        if fixed <= SHARE * other.memory
+        if fixed <= usable_share(other.backend) * other.memory
     ]
     fits = [name for name in (more, *same) if name is not None]
     raise UserError(

@@ -71,10 +71,11 @@ _HOPPER = {
 KINDS = {
     kind.name: kind
     for kind in (
-        # Memory, bfloat16 peak, memory bandwidth and interconnect (1,600 / 4,800 / 3,584 Gbit/s per chip): the pages of
-        # Cloud TPU for v5e, v5p and v6e. Clock: the peak divided by the operations per cycle of the matrix units, which
-        # are 4 of 128 x 128 (v5e), 2 x 4 of 128 x 128 (v5p) and 4 of 256 x 256 (v6e).
-        Accelerator("v5e", "tpu", 16 * 10**9, 197e12, 819e9, 200e9, clock=1.5e9, slices=_FLAT),
+        # Memory of the v5e: what XLA:TPU accepts (`CompileTimeHbmOom: used .. of 15.75G`). Memory of the others, peak
+        # arithmetic in bfloat16, memory bandwidth and interconnect (1,600 / 4,800 / 3,584 Gbit/s per chip): the pages
+        # of Cloud TPU. Clock: the peak divided by the operations per cycle of the matrix units, which are 4 of
+        # 128 x 128 (v5e), 2 x 4 of 128 x 128 (v5p) and 4 of 256 x 256 (v6e).
+        Accelerator("v5e", "tpu", int(15.75 * 2**30), 197e12, 819e9, 200e9, clock=1.5e9, slices=_FLAT),
         Accelerator("v5p", "tpu", 95 * 10**9, 459e12, 2765e9, 600e9, clock=1.75e9, slices=_CUBES),
         Accelerator("v6e", "tpu", 32 * 10**9, 918e12, 1640e9, 448e9, clock=1.75e9, slices=_FLAT),
         # Dense bfloat16 peak, memory and its bandwidth, and half of the NVLink bandwidth, which counts both directions:

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
     from tunix_like.models.layer_kinds import Adapters
 
-SHARE = 0.8
-"""Fraction of a device's memory that `auto` may use; estimates are accurate to about 20 %."""
+SHARE = {"cpu": 0.8}
+ACCELERATOR_SHARE = 0.9
+"""Fraction of a device's memory that `auto` may use, by backend (`ACCELERATOR_SHARE`: other backends).
+
+The estimate of an update is accurate to about 20 % on a CPU, whose memory other programs use too, and to 5 % on the
+accelerators that it was compared with."""
 
 LOWER = {
     "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
@@ -48,6 +52,11 @@ class Device:
     backend: str
     memory: int
     known: bool = True
+
+    @property
+    def usable(self) -> float:
+        """Bytes that `auto` may use."""
+        return usable_share(self.backend) * self.memory
 
 
 @functools.cache
@@ -75,6 +84,11 @@ def _reported_memory() -> int | None:
     """Returns the bytes of a device as it reports them, or None."""
     stats = jax.local_devices()[0].memory_stats()
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def usable_share(backend: str) -> float:
+    """Returns the fraction of a device's memory that `auto` may use."""
+    return SHARE.get(backend, ACCELERATOR_SHARE)
 
 
 def this_device() -> Device:
@@ -109,8 +123,9 @@ def _share(
     return share_of(parameter_shapes(model, param_dtype, adapters, quantized), mesh)
 
 
-def too_large(key: str, needed: int, limit: float, what: str) -> UserError:
-    need = f"about {amount(needed)}, but the limit is {amount(limit)} ({SHARE:.0%} of the device's memory)"
+def too_large(key: str, needed: int, device: Device, what: str) -> UserError:
+    share = f"{usable_share(device.backend):.0%} of the device's memory"
+    need = f"about {amount(needed)}, but the limit is {amount(device.usable)} ({share})"
     if what == "model":
         return UserError(
             f"model: weights, gradients and optimizer alone need {need}. Use a smaller model or more devices, or set "

@@ -84,7 +84,10 @@ def choose_layout(
     prompts = max(1, min(most_prompts, micro_batch_size * steps // width if num_generations > 1 else size))
     own_lanes = device_parts > 1 or num_generations == 1
     if own_lanes:
-        prompts = -(-min(prompts, size) // device_parts) * device_parts
+        prompts = min(prompts, size)
+        if device_parts > 1:  # sets of equal size, so that the last one is not mostly padding
+            prompts = -(-most_prompts // -(-most_prompts // prompts))
+        prompts = -(-prompts // device_parts) * device_parts
         return Layout(prompts, prompts, max(1, min(size // prompts, num_generations)), True)
     if prompts == 1:
         return Layout(1, 1, min(size, num_generations), False)

@@ -20,7 +20,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_model, layout_mesh, prompt_parts
 from tunix_like.models.shares import parameter_shapes, share_of
-from tunix_like.training.device import SHARE, Device, most_that_fits, this_device, too_large, work_of
+from tunix_like.training.device import Device, most_that_fits, this_device, too_large, work_of
 from tunix_like.training.memory import Work, rollout_phase
 
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
@@ -53,7 +53,7 @@ def rollout_mesh(
     if isinstance(rollout.mesh, list):
         return _checked(mesh, rollout.mesh, model)
     device = device or this_device()
-    limit = SHARE * device.memory
+    limit = device.usable
     possible = [_possible(mesh, (mesh.size // tp, 1, tp), model) for tp in _divisors(mesh)]
     layouts = [layout for layout in possible if layout is not None]
     for layout in layouts:
@@ -151,8 +151,8 @@ def concurrent_rows(
         slots, _ = slot_shape(MOST_ROWS, USUAL_GROUP, rows, *work.widths)
         return rollout_phase(work, rows, slots, held).bytes
 
-    alone, limit = {"weights": work.weights}, SHARE * device.memory
+    alone, limit = {"weights": work.weights}, device.usable
     for held in (None, alone):
         if rows := most_that_fits(MOST_ROWS, functools.partial(needed, held=held), limit):
             return rows
-    raise too_large("rollout.max_concurrent_rows", needed(1, alone), limit, "sampling")
+    raise too_large("rollout.max_concurrent_rows", needed(1, alone), device, "sampling")

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig
 from tunix_like.errors import UserError
-from tunix_like.training.device import LOWER, SHARE, Device, most_that_fits, this_device, too_large, work_of
+from tunix_like.training.device import LOWER, Device, most_that_fits, this_device, too_large, work_of
 from tunix_like.training.memory import Phase, Work, amount, rollout_phase, update_phases
 from tunix_like.training.rollout_layout import SlotShape, concurrent_rows, rollout_mesh, with_layout
 
@@ -60,7 +60,7 @@ def chunk_size(
     """
     device = device or this_device()
     work = update_work(training, model, shape, widths, reference, mesh, device)
-    return _chunk_size(training.train_micro_batch_size, work, device.memory)
+    return _chunk_size(training.train_micro_batch_size, work, device)
 
 
 def update_work(
@@ -84,7 +84,7 @@ def update_work(
 
 
 @functools.lru_cache(64)
-def _chunk_size(setting: int | str, work: Work, available: int) -> int:
+def _chunk_size(setting: int | str, work: Work, device: Device) -> int:
     if isinstance(setting, int):
         return setting
     width = work.widths[1] if work.group > 1 else sum(work.widths)  # a single completion includes its prompt
@@ -93,11 +93,11 @@ def _chunk_size(setting: int | str, work: Work, available: int) -> int:
     def needed(size: int) -> int:
         return max(phase.bytes for phase in update_phases(work, size))
 
-    if size := most_that_fits(top, needed, SHARE * available):
+    if size := most_that_fits(top, needed, device.usable):
         return size
-    alone, limit = max(phase.fixed for phase in update_phases(work, 1)), SHARE * available
-    what, bytes_ = ("model", alone) if alone > limit else ("training", needed(1))
-    raise too_large("training.train_micro_batch_size", bytes_, limit, what)
+    alone = max(phase.fixed for phase in update_phases(work, 1))
+    what, bytes_ = ("model", alone) if alone > device.usable else ("training", needed(1))
+    raise too_large("training.train_micro_batch_size", bytes_, device, what)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +192,7 @@ def estimate_memory(
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
     update = update_work(training, model, (most, group), widths, config.algorithm.beta > 0, mesh, device)
-    size = chosen(lambda: _chunk_size(setting, update, device.memory))
+    size = chosen(lambda: _chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
     sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape, device)
     limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh, device))
@@ -209,7 +209,7 @@ def estimate_memory(
     phases += update_phases(update, size)
     if config.sft.max_steps:
         single = update_work(training, model, (config.sft.batch_size, 1), widths, False, mesh, device)
-        sft = update_phases(single, chosen(lambda: _chunk_size(setting, single, device.memory)))[0]
+        sft = update_phases(single, chosen(lambda: _chunk_size(setting, single, device)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
     rows = min(limit, data.batch_size * group)
