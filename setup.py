@@ -23,6 +23,13 @@ CORE = [
     "tensorboard>=2.21.0",  # event files of the metrics, and the program that shows them
 ]
 
+TEST = [
+    "pytest>=9.2.0",
+    "pytest-xdist>=3.8.0",  # two workers on two cores
+    "beartype>=0.23.1",  # checks the jaxtyping signatures while the tests run
+    "hypothesis>=6.170",  # properties over generated inputs
+]
+
 EXTRAS = {
     "cuda12": ["jax[cuda12]>=0.10.2"],  # NVIDIA GPUs, CUDA 12
     "cuda13": ["jax[cuda13]>=0.10.2"],  # NVIDIA GPUs, CUDA 13
@@ -34,16 +41,14 @@ EXTRAS = {
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
     "test": [
-        "pytest>=9.2.0",
-        "pytest-xdist>=3.8.0",  # two workers on two cores
-        "beartype>=0.23.1",  # checks the jaxtyping signatures while the tests run
-        "hypothesis>=6.170",  # properties over generated inputs
+        *TEST,
         "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
         "peft>=0.21.2",  # the reference that adapters are compared with
         "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],
+    "quick-test": TEST,  # for tests without a reference, in the second environment of .ci/run
     "docs": ["mkdocs-material>=9.7"],  # the pages of docs/ as a site
     "dev": [
         "ruff>=0.17.5",  # linter and formatter

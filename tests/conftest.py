@@ -15,14 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The programs of the tests run for milliseconds: compiling them without optimizations is four times as quick. An
-# unknown flag would end the process, so each version has those that it knows, and later ones have none.
-_XLA_FLAGS = {
-    "0.10": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
-    "0.11": "--xla_backend_optimization_level=0",
-    "0.12": "--xla_backend_optimization_level=0",
-}
-_jaxlib = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
-os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS.get(_jaxlib, ""))
+# unknown flag would end the process, so each version has those that it knows, and later versions have none.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+elif importlib.metadata.version("jaxlib").startswith(("0.11.", "0.12.")):
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Compiled programs are kept between runs, since most of a test's time is compilation.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = Path.home() / ".cache" / "tunix_like" / "tests"
@@ -33,7 +30,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             if _file.stat().st_mtime < time.time() - 14 * 24 * 3600:
                 _file.unlink()
 
-import jax  # noqa: E402
+import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -14,6 +14,7 @@ from tunix_like.config.schema import MeshConfig
 from tunix_like.data.maze import tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import (
     build_mesh,
     check_divides,
@@ -27,6 +28,7 @@ from tunix_like.models.sharding import (
 )
 from tunix_like.rollout import decoding, sampler
 from tunix_like.training.device import Device
+from tunix_like.training.engine import make_engine
 from tunix_like.training.forward import ForwardOptions, place_packed
 from tunix_like.training.packing import Layout, pack
 from tunix_like.training.rollout_layout import rollout_mesh
@@ -122,12 +124,36 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
     assert chosen(1000) == [1, 1, 8]
 
 
+@pytest.mark.parametrize("kinds", [{"param_dtype": jnp.bfloat16}, {"quantize": "int8"}], ids=str)
+def test_models_that_cannot_be_trained_are_sampled_on_a_mesh(kinds):
+    """Their layout is chosen too, although their weights have no optimizer."""
+    mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), param_dtype=kinds.get("param_dtype", jnp.float32))
+    model = quantize_base(model, kinds.get("quantize"))
+    graphdef, state = nnx.split(model)
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4, max_concurrent_rows=8)
+    engine = make_engine(graphdef, tokenizer(), rollout, mesh)
+    params = engine.place(place_params(nnx.to_pure_dict(state), mesh))
+    out = engine.generate(params, [[4, 5]] * 8, range(8), 1, jax.random.key(0), SamplingParams())
+    assert (out.lengths > 0).all()
+
+
+def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
+    """An odd vocabulary cannot be split over tp; with no memory the weights stay as in training."""
+    mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
+    model = Decoder(dataclasses.replace(CONFIG, vocab_size=33), rngs=nnx.Rngs(0))
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
+    layout = rollout_mesh(model, rollout, mesh, sampler.slot_shape, Device("cpu", 1000))
+    assert list(layout.shape.values()) == [1, 8, 1]
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
         ([4, 1, 1], r"rollout.mesh: \[4, 1, 1\] must give .* 8 in all"),
-        ([8], "rollout.mesh: .* along data, fsdp and tp"),
-        ("replicated", "rollout.mesh: expected auto"),
+        ([8], r"rollout.mesh: got \[8\]; give auto, or the numbers of devices along data, fsdp and tp"),
+        ("replicated", "rollout.mesh: got 'replicated'"),
+        ([True, 1, 8], "rollout.mesh: got .True"),
     ],
 )
 def test_a_wrong_rollout_layout_is_refused(layout, message):

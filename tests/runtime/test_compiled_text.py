@@ -134,6 +134,13 @@ def test_collectives():
     assert costs.network_bytes == 7 * 64 + 64 + 64
 
 
+def test_a_reduce_scatter_of_the_tpu_compiler():
+    """It is written as a fusion of an all-reduce and a slice, but moves half of an all-reduce."""
+    text = COLLECTIVES.replace("fused.1", "all-reduce-scatter.14.clone").replace("all-gather(%q)", "all-reduce(%q)")
+    costs = Counter(text, {}).total()
+    assert costs.collectives["reduce-scatter"] == 64 * 7 / 8 and costs.numbers["all-reduce"] == 1
+
+
 @pytest.mark.parametrize(
     ("groups", "size"),
     [("{{0,1,2},{3,4,5}}", 3), ("[2,4]<=[8]", 4), ("[4,2]<=[2,4]T(1,0)", 2), ("mesh['a'=2,'b'=4] {'b'}", 4),

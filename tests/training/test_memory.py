@@ -34,7 +34,7 @@ from tunix_like.models.layer_kinds import Adapters, Experts
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
-from tunix_like.models.shares import parameter_shapes, share_of
+from tunix_like.models.shares import Share, parameter_shapes, share_of
 from tunix_like.rollout import decoding, sampler
 from tunix_like.training import device, rollout_layout, sizes
 from tunix_like.training.forward import ForwardOptions
@@ -310,11 +310,29 @@ def test_a_chunk_takes_what_fits(memory, monkeypatch):
         sizes.chunk_size(training, decoder(), *rest)
     alone = max(phase.fixed for phase in update_phases(work, 1))
     head = SMALL.vocab_size * SMALL.hidden_size
-    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head), "weights, moments, gradients, the tied head"
+    # weights, moments, gradients, the tied head and its gradient
+    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head + head)
     memory(alone - 1)
     with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .*, but the limit is"):
         sizes.chunk_size(training, decoder(), *rest)
     assert sizes.chunk_size(RLTrainingConfig(train_micro_batch_size=77), decoder(), *rest) == 77
+
+
+@pytest.mark.parametrize(("layers", "backend", "compiled"), [(4, "tpu", 4.81), (28, "tpu", 14.2), (28, "gpu", 9.95)])
+def test_the_update_of_an_accelerator_by_its_compiler(layers, backend, compiled):
+    """Qwen3-1.7B's shapes over eight devices, 64 x 16 of 384 + 768 tokens: GB that XLA:TPU (v5e) and XLA:GPU (H200)
+    allocated."""
+    model = DecoderConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=layers, num_heads=16, num_kv_heads=8,
+        head_dim=128, qk_norm=True, tie_embeddings=True,
+    )  # fmt: skip
+    count = parameter_count(model)
+    share = Share(4 * count // 8, 4 * count // 8, count // 8, 151936 * 2048 // 8, ())
+    work = dataclasses.replace(
+        BASE, model=model, share=share, prompts=64, group=16, widths=(384, 768), dtype=jnp.bfloat16, remat=True,
+        logits_chunk=1024, backend=backend, parts=8,
+    )  # fmt: skip
+    assert update_phases(work, 168)[0].bytes == pytest.approx(compiled * 1e9, rel=0.05)
 
 
 def test_a_chunk_on_a_cpu(memory):

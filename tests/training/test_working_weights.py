@@ -13,6 +13,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_kinds import Experts
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
+from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.training.forward import batch_logprobs
 from tunix_like.training.train_step import StepSpec, gradient
@@ -90,14 +91,33 @@ def test_the_compiled_program_has_one_copy_of_equal_layers():
 
 
 def test_prepared_weights_have_the_compute_dtype():
-    """Matrices are cast once; norms and the embedding, of which few rows are read, are not."""
+    """Matrices are cast once; not norms, nor the embedding, of which few rows are read, nor the output matrix, whose
+    gradient is added up in its dtype."""
     graphdef, params = make_model(dtype=jnp.bfloat16, tie_embeddings=True)
     trained = working_weights(graphdef, params, {}, stacked=True).trained
     dtypes = {jax.tree_util.keystr(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(trained)}
     kept = {name for name, dtype in dtypes.items() if dtype == jnp.float32}
-    assert all(any(part in name for part in ("norm", "embedding", "bias")) for name in kept) and len(kept) < len(dtypes)
-    assert trained["output_matrix"].shape == (16, VOCABULARY) and trained["output_matrix"].dtype == jnp.bfloat16
+    parts = ("norm", "embedding", "bias", "output_matrix")
+    assert all(any(part in name for part in parts) for name in kept) and len(kept) < len(dtypes)
+    assert trained["output_matrix"].shape == (16, VOCABULARY) and trained["output_matrix"].dtype == jnp.float32
     assert trained["layers"][0]["mlp"]["up_proj"]["kernel"].shape == (2, 16, 24)
+
+
+@pytest.mark.parametrize("chunk", [512, 8])
+def test_the_gradient_of_the_output_matrix_does_not_depend_on_the_pieces(chunk):
+    """With bfloat16 products, 64 pieces give the same gradient as one: the sum over them is kept in float32."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(1, 512, 32)), jnp.bfloat16)
+    graphdef, params = make_model(dtype=jnp.bfloat16, tie_embeddings=True, hidden_size=32, vocab_size=64)
+    head = working_weights(graphdef, params, {}, stacked=False).trained["output_matrix"]
+    targets = jnp.asarray(rng.integers(0, 64, (1, 512)))
+
+    def loss(head, hidden, chunk):
+        return token_logprobs(hidden, head, targets, 1.0, chunk)[0].sum()
+
+    found = jax.jit(jax.grad(loss), static_argnums=2)(head, hidden, chunk)
+    exact = jax.grad(loss)(head.astype(jnp.float32), hidden.astype(jnp.float32), 512)
+    assert float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)) < 4e-3
 
 
 PATTERNS = {

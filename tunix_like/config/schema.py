@@ -312,6 +312,15 @@ class RolloutConfig(_Checked):
         doc="token ids that end a completion; unset: those of the tokenizer and of generation_config.json"
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = self.mesh if isinstance(self.mesh, list) else []
+        if self.mesh != "auto" and (len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes)):
+            raise UserError(
+                f"rollout.mesh: got {self.mesh!r}; give auto, or the numbers of devices along data, fsdp and tp, e.g. "
+                "[8, 1, 1]."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardsConfig(_Checked):

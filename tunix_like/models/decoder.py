@@ -137,8 +137,9 @@ class Decoder(nnx.Module):
                         whole = nnx.merge(graph, gather_layer(weights))
                         return run(whole, x, one, segment.start + offset)
 
-                    # A loop already keeps the compiler from merging the recomputation with the forward pass.
-                    layer = jax.checkpoint(layer, prevent_cse=self.segments is None) if remat else layer
+                    # A loop keeps the compiler from merging the recomputation with the forward pass.
+                    looped = self.segments is not None and segment.repeats > 1
+                    layer = jax.checkpoint(layer, prevent_cse=not looped) if remat else layer
                     x, output = layer(x, weights, one)
                     made.append(output)
                 return x, made

@@ -132,9 +132,7 @@ def split_params(params: Params) -> tuple[Params, Params]:
     Raises:
       UserError: weights are quantised and there are no adapters, or the trained parameters are not float32.
     """
-    trained, frozen = _parted(params)
-    if not trained:
-        trained, frozen = params, {}
+    trained, frozen = part_params(params)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(trained)}
     if any(not jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise UserError("the weights are quantised and cannot be trained; add adapters (lora.rank, add_lora).")
@@ -145,6 +143,12 @@ def split_params(params: Params) -> tuple[Params, Params]:
             "adapters (add_lora)."
         )
     return trained, frozen
+
+
+def part_params(params: Params) -> tuple[Params, Params]:
+    """Splits as `split_params`, without checks: for models that are only sampled."""
+    trained, frozen = _parted(params)
+    return (trained, frozen) if trained else (params, {})
 
 
 def _parted(tree: Mapping[Any, Any]) -> tuple[Params, Params]:

@@ -15,7 +15,7 @@ from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_kinds import Adapters
-from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.lora import add_lora, part_params
 from tunix_like.models.quantization import LEAVES, quantize_base
 from tunix_like.models.sharding import param_shapes
 from tunix_like.models.weights import Params
@@ -67,7 +67,7 @@ def share_of(params: Any, mesh: Mesh | None) -> Share:
       UserError: a dimension is not divisible by its mesh axis.
     """
     shapes = param_shapes(params, mesh)
-    trained, frozen = split_params(shapes)
+    trained, frozen = part_params(shapes)
     base = jax.tree_util.tree_leaves_with_path(frozen or trained)
     codes = [leaf for path, leaf in base if path[-1].key == LEAVES[0]]
     return Share(

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 _TYPES: dict[str, tuple[Any, str]] = {
     "eval_config": (EvalConfig, "give a tunix_like.EvalConfig(...)"),
     "metric_fns": (Sequence, "give a list of functions"),
-    "engine": (Engine, "give an object with max_prompt_length, row_steps and generate"),
+    "engine": (
+        Engine,
+        "give an object with place (it may return its argument), generate, max_prompt_length and row_steps",
+    ),
     "success_threshold": ((int, float, np.number), "give a number"),
     "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
 }

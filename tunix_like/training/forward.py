@@ -35,7 +35,7 @@ class ForwardOptions(NamedTuple):
       chunk: number of tokens whose logits are computed at once.
       remat: whether layers are recomputed in the backward pass.
       entropy_gradient: whether the entropy has a gradient.
-      stacked: whether layers of equal kinds are stacked (`models/layer_stack.py`).
+      stacked: whether layers of equal kinds are stacked (`working_weights`).
     """
 
     temperature: float
@@ -117,7 +117,7 @@ def chunk_logprobs(
     """
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:
-        pick = jax.vmap(_picked, (0, None)) if options.stacked else _picked
+        pick = _picked if model.segments is None else jax.vmap(_picked, (0, None))
         cache = jax.tree.map(lambda x: pick(x, chunk.lane), states.cache)
         states = PromptStates(_picked(states.hidden, chunk.lane), cache)
     tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens))

@@ -65,9 +65,8 @@ DEQUANTIZED_COPIES = {False: 1, True: 2}
 """Float32 arrays of the size of the quantised matrices on CPU, without and with a backward pass (measured 0.99 and
 1.98). XLA removes the barriers that delay each dequantisation, and dequantises all matrices at the start."""
 
-LOGITS_COPIES = {"whole": 2, "pieces": 2}
-"""Float32 arrays [tokens, vocabulary] in the forward and backward pass of the log-probabilities, if all tokens are one
-piece, and if the pieces are processed in a loop."""
+LOGITS_COPIES = 2
+"""Float32 arrays [tokens of a piece, vocabulary] in the forward and backward pass of the log-probabilities."""
 
 SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 """The same while sampling, without and with top-p or top-k."""
@@ -205,7 +204,7 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     if work.backend != "cpu" and work.remat:
         copied = 0 if layout.own_lanes else lanes * prompt_width
         temporaries |= _with_stacked_layers(work, tokens, prompt_tokens, copied)
-        factor = ALLOCATED[work.backend]
+        factor = ALLOCATED.get(work.backend, max(ALLOCATED.values()))
         temporaries = {name: int(factor * size) for name, size in temporaries.items()}
     gradient = held | temporaries | {"batch": _batch(work)}
     step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained, "batch": _batch(work)}
@@ -225,10 +224,23 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     states = key * (2 + 4 // work.size)
     return {
         "gradients": work.trained + work.trained * work.size // 4 + _output_gradient(work),
+        "cast weights": max(_cast_weights(work), _stacked_copy(work)) + _dequantized(work, backward=True),
         "prompts": model.num_layers * prompt_tokens * (states + hidden),
         "chunk": model.num_layers * (tokens * hidden + 2 * lane_tokens * key),
         "logits or a layer's backward": max(_logits(work, tokens) * 3 // 4, _layer_working(work, tokens)),
     }
+
+
+def _stacked_copy(work: Work) -> int:
+    """Returns the bytes of the prepared weights; 0 for a frozen base on one device, which is not stacked."""
+    if work.adapters is not None and work.parts == 1:
+        return 0
+    return _in_compute_dtype(work, work.share)
+
+
+def _in_compute_dtype(work: Work, share: Share) -> int:
+    """Returns the bytes of all weights with matrices in the compute dtype; quantised ones and adapters as stored."""
+    return share.weights - share.plain * (jnp.dtype(work.param_dtype).itemsize - work.size)
 
 
 def _layer_working(work: Work, tokens: int) -> int:
@@ -268,6 +280,8 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
         {"completion cache": cache, "cache before growing": moved + prompt_cache},
         {"forward pass of the prompts": forward + cast * (work.size < 4) + dequantized},
     ]
+    if work.rollout_share is not None:  # gathered weights beside their final layout
+        moments.append({"laying out the weights": 2 * _in_compute_dtype(work, work.rollout_share)})
     worst = max(moments, key=lambda parts: sum(parts.values()))
     held = _held(work) if held is None else held
     return Phase("rollout", held | {"prompt cache": prompt_cache, "buffers": buffers} | worst)
@@ -302,7 +316,7 @@ def _sampled_weights(work: Work) -> int:
     if (share := work.rollout_share) is None:
         return _cast_weights(work)
     transposed = share.embedding * work.size if work.model.tie_embeddings else 0
-    return share.plain * work.size + transposed
+    return _in_compute_dtype(work, share) + transposed
 
 
 def _dequantized(work: Work, backward: bool) -> int:
@@ -360,8 +374,7 @@ def _layer_backward(work: Work, rows: int) -> int:
 
 def _logits(work: Work, tokens: int) -> int:
     pieces = -(-tokens // work.logits_chunk)
-    copies = LOGITS_COPIES["whole" if pieces == 1 else "pieces"]
-    return copies * -(-tokens // pieces) * work.model.vocab_size * 4
+    return LOGITS_COPIES * -(-tokens // pieces) * work.model.vocab_size * 4
 
 
 def _batch(work: Work) -> int:

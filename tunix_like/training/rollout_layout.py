@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import AXES, check_divides, check_model, layout_mesh, prompt_parts
+from tunix_like.models.sharding import check_model, layout_mesh, prompt_parts
 from tunix_like.models.shares import parameter_shapes, share_of
 from tunix_like.training.device import SHARE, Device, most_that_fits, this_device, too_large, work_of
 from tunix_like.training.memory import Work, rollout_phase
@@ -41,7 +42,8 @@ def rollout_mesh(
     """Returns the mesh of the sampler: the same devices as `mesh`, with axes `data`, `fsdp` and `tp`; None without one.
 
     `rollout.mesh: auto` replicates the weights if they fit beside the trainer's arrays and the cache: sampling then
-    needs no communication. Otherwise it splits them over as few devices along `tp` as fit, and at last over `fsdp`.
+    needs no communication. Otherwise it splits them over as few devices along `tp` as fit, and, if that is not enough,
+    over `fsdp` too.
 
     Raises:
       UserError: `rollout.mesh` does not use every device, or does not divide the model.
@@ -50,46 +52,49 @@ def rollout_mesh(
         return None
     if isinstance(rollout.mesh, list):
         return _checked(mesh, rollout.mesh, model)
-    if rollout.mesh != "auto":
-        raise UserError(f"rollout.mesh: expected auto or three numbers, got '{rollout.mesh}'.")
     device = device or this_device()
     limit = SHARE * device.memory
-    layouts = [(mesh.size // tp, 1, tp) for tp in _divisors(mesh, model)]
+    possible = [_possible(mesh, (mesh.size // tp, 1, tp), model) for tp in _divisors(mesh)]
+    layouts = [layout for layout in possible if layout is not None]
     for layout in layouts:
-        chosen = layout_mesh(mesh, layout)
-        if _needed(model, rollout, mesh, chosen, slot_shape, device) <= limit:
-            return chosen
-    data, _, tp = layouts[-1]
-    return layout_mesh(mesh, (1, data, tp))
+        if _needed(model, rollout, mesh, layout, slot_shape, device) <= limit:
+            return layout
+    tp = layouts[-1].shape["tp"]
+    return _possible(mesh, (1, mesh.size // tp, tp), model) or mesh
 
 
 def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
-    if len(shape) != len(AXES) or min(shape) < 1 or math.prod(shape) != mesh.size:
+    if math.prod(shape) != mesh.size:
         raise UserError(
             f"rollout.mesh: {shape} must give the devices along data, fsdp and tp, {mesh.size} in all, e.g. "
             f"[{mesh.size}, 1, 1]; or set auto."
         )
     chosen = layout_mesh(mesh, shape)
     try:
-        check_model(chosen, model.config, parameter_shapes(model.config, model.param_dtype, None, None))
+        check_model(chosen, model.config, _shapes(model))
     except UserError as error:
         raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
     return chosen
 
 
-def _divisors(mesh: Mesh, model: Decoder) -> list[int]:
-    """Returns the numbers of devices along `tp` that divide the model and the devices of a process, ascending."""
+def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh | None:
+    """Returns the mesh of a layout if it divides the model, else None."""
+    chosen = layout_mesh(mesh, shape)
+    try:
+        check_model(chosen, model.config, _shapes(model))
+    except UserError:
+        return None
+    return chosen
+
+
+def _divisors(mesh: Mesh) -> list[int]:
+    """Returns the numbers of devices along `tp` that divide the devices of a process, ascending."""
     per_process = mesh.size // jax.process_count()
-    fitting = []
-    for tp in range(1, per_process + 1):
-        if per_process % tp:
-            continue
-        try:
-            check_divides(layout_mesh(mesh, (mesh.size // tp, 1, tp)), model.config)
-        except UserError:
-            continue
-        fitting.append(tp)
-    return fitting
+    return [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
+
+
+def _shapes(model: Decoder) -> Any:
+    return parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
 
 
 def _needed(
@@ -113,9 +118,8 @@ def with_layout(work: Work, model: Decoder, chosen: Mesh | None) -> Work:
     """Returns the quantities of a rollout with the sampler's mesh."""
     if chosen is None:
         return work
-    shapes = parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
-    parts = prompt_parts(chosen), chosen.shape["tp"]
-    return dataclasses.replace(work, rollout_share=share_of(shapes, chosen), rollout_parts=parts)
+    parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
+    return dataclasses.replace(work, rollout_share=share_of(_shapes(model), chosen), rollout_parts=parts)
 
 
 def concurrent_rows(

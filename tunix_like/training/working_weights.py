@@ -21,8 +21,9 @@ from tunix_like.models.sharding import constrain_params, split_vocabulary
 
 Params = dict[Any, Any]
 
-_AS_STORED = (*QUANTIZED, "embedding")
-"""Names of matrices that keep their dtype: quantised ones, and the embedding, of which only some rows are read."""
+_AS_STORED = (*QUANTIZED, "embedding", "lm_head")
+"""Names of matrices that keep their dtype: quantised ones; the embedding, of which only some rows are read; the output
+matrix, so that its gradient is added up over the pieces of a chunk in float32 (`token_logprobs` casts it)."""
 
 
 class WorkingWeights(NamedTuple):
@@ -44,10 +45,12 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     """Prepares trained and frozen parameters.
 
     Args:
-      stacked: whether layers of equal kinds are stacked.
+      stacked: whether layers of equal kinds are stacked. A frozen base on a single device is not, because the stack is
+        a copy as large as the base.
     """
     model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
-    segments = segments_of(model.config) if stacked else None
+    copies_base = bool(frozen) and jax.sharding.get_abstract_mesh().empty
+    segments = segments_of(model.config) if stacked and not copies_base else None
     trained, fixed = (_prepared(part, model, segments) for part in (params, frozen))
     whole = join_params(trained, fixed)
     model.segments = segments
@@ -74,19 +77,17 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
     if "layers" in out and segments is not None:
         out["layers"] = stack_layers(out["layers"], segments)
     if "embed_tokens" in out and model.lm_head is None:
-        out["output_matrix"] = out["embed_tokens"]["embedding"].T.astype(model.dtype)
+        out["output_matrix"] = out["embed_tokens"]["embedding"].T
     return constrain_working(out)
 
 
 def constrain_working(tree: Params) -> Params:
     """Constrains, inside a compiled function, prepared weights or their gradients to their shardings."""
-    out = constrain_params(tree)
-    if "output_matrix" in tree:
-        out["output_matrix"] = split_vocabulary(tree["output_matrix"])
-    if "lm_head" in tree:
-        out["lm_head"] = jax.tree.map(split_vocabulary, tree["lm_head"])
-    return out
+    by_vocabulary = {name: tree[name] for name in ("output_matrix", "lm_head") if name in tree}
+    others = {name: value for name, value in tree.items() if name not in by_vocabulary}
+    return constrain_params(others) | jax.tree.map(split_vocabulary, by_vocabulary)
 
 
 def _cast(path: Any, x: Array, dtype: Any) -> Array:
-    return x.astype(dtype) if x.ndim > 1 and path[-1].key not in _AS_STORED else x
+    kept = any(getattr(key, "key", None) in _AS_STORED for key in path)
+    return x if kept or x.ndim < 2 else x.astype(dtype)
