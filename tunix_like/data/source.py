@@ -117,7 +117,11 @@ class PromptFormat:
         return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Raises a UserError that names `where` if the prompt, or the answer if templated, cannot be built."""
+        """Checks that the prompt can be built from the row, and the answer too if it has a template.
+
+        Raises:
+          UserError: one of them cannot be built; the message starts with `where`.
+        """
         if self.template is None:
             _check_columns(row, ["prompt"], f"{where}: without data.prompt_template a row needs")
         for key, template in (("prompt_template", self.template), ("answer_template", self.answer)):

@@ -74,7 +74,10 @@ def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_to
 
 
 def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Compiles `Sampler.place` for parameters (arrays or shapes) as a function of graph and parameters."""
+    """Returns the jitted function `(graphdef, params) -> params` behind `Sampler.place`.
+
+    `params` may be arrays or shapes.
+    """
     shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
     return jax.jit(decoding.cast_params, static_argnums=0, out_shardings=parameter_shardings(shapes, mesh))
 

@@ -120,7 +120,7 @@ def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
 
 
 def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Formats the metrics `eval/<name>` as table cells by name, in their order.
+    """Returns a dict from metric name to formatted table cell for all `eval/<name>` metrics, in the order of `metrics`.
 
     `eval/low/<name>` and `eval/high/<name>` are the ends of the interval of a metric.
     """
