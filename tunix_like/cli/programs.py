@@ -297,7 +297,7 @@ def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:
 
 
 def write_json(file: Path, done: Sequence[Compiled], target: Target) -> None:
-    """Writes the report; values that there are none of are null. Raises NotSaved if the file cannot be written."""
+    """Writes the report as JSON; unavailable values are null. Raises NotSaved if the file cannot be written."""
     content = {
         "devices": target.devices,
         "compiler": target.compiler,

@@ -55,8 +55,7 @@ def key(
 
 
 def number_problem(value: Any) -> str | None:
-    """Returns what is wrong with a number that int32 or float32, the widest types of a program, cannot represent, or
-    None."""
+    """Returns a message if a program cannot represent this number in int32 or float32, its widest types, else None."""
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return f"integers must be between -{LARGEST_INT} and {LARGEST_INT}"
     if isinstance(value, float) and not math.isfinite(value):

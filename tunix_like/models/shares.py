@@ -60,8 +60,9 @@ def parameter_shapes(
 
 
 def share_of(params: Any, mesh: Mesh | None) -> Share:
-    """Returns the share of one device under the sharding of `place_params`, for arrays or shapes. A parameter is
-    replicated along a mesh axis that does not shard it.
+    """Returns the sizes of the parameters that one device holds, if they are sharded as by `place_params`.
+
+    `params` may be arrays or shapes. A parameter is replicated along a mesh axis that does not shard it.
 
     Raises:
       UserError: a dimension is not divisible by its mesh axis.

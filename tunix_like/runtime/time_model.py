@@ -23,7 +23,7 @@ class Times(NamedTuple):
 
     @property
     def predicted(self) -> float:
-        """Seconds if network and device work at the same time; the sum of both if they do not."""
+        """Seconds of the device or of the network, the larger: this assumes that they work at the same time."""
         return max(self.device, self.network)
 
     @property
