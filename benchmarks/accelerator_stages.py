@@ -32,10 +32,10 @@ from tunix_like import load_model
 from tunix_like.cli.common import setup_jax
 from tunix_like.cli.programs import Target, compile_program
 from tunix_like.config.load import load
+from tunix_like.models.counts import parameter_count
 from tunix_like.runs import programs
 from tunix_like.runtime.accelerators import KINDS, Accelerator
 from tunix_like.training.device import this_device
-from tunix_like.training.memory import parameter_count
 
 DEVICE_KINDS = {
     "TPU v5 lite": "v5e",

@@ -111,7 +111,8 @@ def test_nothing_as_large_as_the_base_is_made(quantize):
     if quantize is not None:
         return
     everything = join_params(trained, frozen)
-    assert made(everything, optimizer.init(everything), {}) == matrices, "as it is with everything trained"
+    output = {x.shape[::-1] for x in [plain["embed_tokens"]["embedding"]]}  # its gradient, transposed
+    assert made(everything, optimizer.init(everything), {}) == matrices | output, "as it is with everything trained"
 
 
 def make_base():

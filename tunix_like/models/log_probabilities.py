@@ -82,10 +82,19 @@ def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array
     return (chosen - lse, lse - mean), (hidden, head, targets, lse, mean)
 
 
-def _piece_backward(options: _Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
+def _piece_forward_with_zeros(options: _Options, hidden: Any, head: Any, targets: Any) -> tuple[Any, Any]:
+    """As `_piece_forward`; also keeps whether the output matrix has a gradient (a frozen one has none)."""
+    out, saved = _piece_forward(options, hidden.value, head.value, targets.value)
+    return out, (saved, () if head.perturbed else None)
+
+
+def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Array, Array | None, None]:
     """With logits `l` and `p = softmax(l)`, `d log p_t / dl = 1[t] - p` and `dH / dl = p (mean(l) - l)`."""
-    hidden, head, targets, lse, mean = saved
-    of_chosen, of_entropy = (x[..., None] for x in cotangents)
+    (hidden, head, targets, lse, mean), trained = saved
+    zeros = jax.custom_derivatives.SymbolicZero
+    of_chosen, of_entropy = (
+        (jnp.zeros(x.shape, x.dtype) if isinstance(x, zeros) else x)[..., None] for x in cotangents
+    )
     hidden = replicate(hidden) if options.split else hidden  # again, rather than kept since the forward pass
     logits, slope = _logits(options, hidden, head)
     probabilities = jnp.exp(logits - lse[..., None])
@@ -95,11 +104,13 @@ def _piece_backward(options: _Options, saved: Any, cotangents: tuple[Array, Arra
     of_logits = (of_logits * slope / options.temperature).astype(hidden.dtype)
     of_hidden = jnp.matmul(of_logits, head.astype(hidden.dtype).T)
     of_hidden = split_batch(of_hidden) if options.split else of_hidden
+    if trained is None:
+        return of_hidden, None, None
     of_head = jnp.einsum("and,anv->dv", hidden, of_logits, preferred_element_type=jnp.float32)
     return of_hidden, of_head.astype(head.dtype), None
 
 
-_piece.defvjp(_piece_forward, _piece_backward)
+_piece.defvjp(_piece_forward_with_zeros, _piece_backward, symbolic_zeros=True)
 
 
 def _logits(options: _Options, hidden: Array, head: Array) -> tuple[Float[Array, "A N V"], Array | float]:
