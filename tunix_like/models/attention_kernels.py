@@ -1,14 +1,13 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
 The kernels compute causal attention over one part and its gradient. They cannot describe the mask of completions (their
-prompt, and their own segment of a bin), so each function handles it in its own way. Neither
-kernel supports caps, and splash attention supports no windows; the caller must not pass such calls.
+prompt, and their own segment of a bin), so each function handles it in its own way. Neither kernel supports caps, and
+splash attention supports no windows; the caller must not pass such calls.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from tunix_like.models.attention_blocked import joined_attention, padded
 from tunix_like.models.attention_parts import Causal, Lengths, Part, dense_mask, segment_ids
-from tunix_like.models.sharding import BATCH_AXES
+from tunix_like.models.sharding import row_axes
 
 MASK_ELEMENTS = 2**28
 """Largest mask `[B, N, U]` that is materialised for cuDNN: 0.5 GB in bfloat16, and as much for its unused gradient."""
@@ -86,7 +85,7 @@ def _splash_forward(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: 
         out = sum(jnp.exp(lse - whole)[..., None] * out for out, lse in zip(outs, lses, strict=True)).astype(q.dtype)
         return out.swapaxes(1, 2)[:, :count], out, whole
 
-    result, out, lse = _per_device(forward, q, keys, ids, results=("queries", "heads", "heads"))
+    result, out, lse = _over_mesh(forward, q, keys, ids, results=("queries", "heads", "heads"))
     return result, (q, keys, ids, out, lse)
 
 
@@ -116,7 +115,7 @@ def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Arra
         return (total.swapaxes(1, 2)[:, :count] * scale).astype(q.dtype), tuple(gradients)
 
     arrays = q, keys, ids, out, lse, cotangent
-    return *_per_device(backward, *arrays, results=("queries", "heads")), jax.tree.map(lambda _: None, ids)
+    return *_over_mesh(backward, *arrays, results=("queries", "heads")), jax.tree.map(lambda _: None, ids)
 
 
 _splash.defvjp(_splash_forward, _splash_backward)
@@ -161,18 +160,17 @@ def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residua
     )
 
 
-def _per_device(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
-    """Calls `function(q, keys, ids, *more)` on each device with its own rows and heads; `more` are arrays with heads
-    first, and last, if any, one like `q`.
+def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
+    """Calls `function(q, keys, ids, *more)` on each device with its own rows and heads.
 
+    `more` are arrays `[B H ...]`, and after them the cotangent, which is laid out like `q`.
     The compiler cannot partition a kernel over a mesh. An axis of the mesh that does not divide rows or heads is not
     used.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function(q, keys, ids, *more)
-    rows = tuple(name for name in BATCH_AXES if name in mesh.shape)
-    rows = rows if q.shape[0] % math.prod(mesh.shape[name] for name in rows) == 0 else ()
+    rows = row_axes(mesh, q.shape[0])
     heads = "tp" if "tp" in mesh.shape and keys[0][0].shape[1] % mesh.shape["tp"] == 0 else None
     specs = {"queries": P(rows, None, heads), "heads": P(rows, heads)}
     inputs = specs["queries"], specs["heads"], P(rows), *[specs["heads"]] * (len(more) - 1), specs["queries"]

@@ -303,8 +303,7 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
-    batch = tuple(name for name in BATCH_AXES if name in mesh.shape)
-    batch = batch if rows % math.prod(mesh.shape[name] for name in batch) == 0 else ()
+    batch = row_axes(mesh, rows)
     specs = jax.tree_util.tree_map_with_path(lambda path, x: _gathered(_spec(path, x.shape, mesh)), params)
     shared = "tp" in mesh.shape and any("tp" in spec for spec in jax.tree.leaves(specs))
 
@@ -314,6 +313,12 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
 
     of_rows = PartitionSpec(batch)
     return jax.shard_map(run, mesh=mesh, in_specs=(specs, of_rows), out_specs=of_rows, check_vma=False)
+
+
+def row_axes(mesh: AbstractMesh, rows: int) -> tuple[str, ...]:
+    """Returns the mesh axes that split a number of rows of prompts; none if they do not divide it."""
+    axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
+    return axes if rows % math.prod(mesh.shape[name] for name in axes) == 0 else ()
 
 
 def _gathered(spec: PartitionSpec) -> PartitionSpec:
