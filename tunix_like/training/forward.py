@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 SETS, CHUNKS = "sets", "chunks"
-"""Names of the loops over sets and chunks in a compiled program. Their numbers of trips are data, so that whoever reads
-the program has to know which loop is which."""
+"""Names of the loops over sets and chunks in a compiled program. The program does not state how often they run, so a
+reader of its text needs the names to tell them apart."""
 
 
 class ForwardOptions(NamedTuple):

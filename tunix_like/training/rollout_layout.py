@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,21 +69,24 @@ def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
             f"rollout.mesh: {shape} must give the devices along data, fsdp and tp, {mesh.size} in all, e.g. "
             f"[{mesh.size}, 1, 1]; or set auto."
         )
-    chosen = layout_mesh(mesh, shape)
     try:
-        check_model(chosen, model.config, _shapes(model))
+        return _dividing(mesh, shape, model)
     except UserError as error:
         raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
-    return chosen
 
 
 def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh | None:
     """Returns the mesh of a layout if it divides the model, else None."""
-    chosen = layout_mesh(mesh, shape)
     try:
-        check_model(chosen, model.config, _shapes(model))
+        return _dividing(mesh, shape, model)
     except UserError:
         return None
+
+
+def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
+    """Returns the mesh of a layout. Raises UserError if it does not divide the model."""
+    chosen = layout_mesh(mesh, shape)
+    check_model(chosen, model.config, _shapes(model))
     return chosen
 
 
