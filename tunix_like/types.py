@@ -105,12 +105,63 @@ class Completions(NamedTuple):
       logprobs: log-probability of each token in nats, under the weights that `Engine.generate` gets, with the sampling
         temperature and before truncation by top-k or top-p.
       finished: False if the token limit truncated the completion.
+      token_mask: True for the tokens that the policy sampled, False for those of a `Responder` and beyond the length
+        (None: the policy sampled every token).
     """
 
     tokens: Int[np.ndarray, "P G T"]
     lengths: Int[np.ndarray, "P G"]
     logprobs: Float[np.ndarray, "P G T"]
     finished: Bool[np.ndarray, "P G"]
+    token_mask: Bool[np.ndarray, "P G T"] | None = None
+
+
+class Turn(NamedTuple):
+    """A turn of a trajectory that has ended.
+
+    Attributes:
+      group, sample: index of the prompt and of the completion in its group.
+      tokens: the tokens sampled in this turn. If the turn ended with an end-of-sequence token, it is the last one.
+      truncated: whether the token limit ended the turn; the trajectory is over then.
+    """
+
+    group: int
+    sample: int
+    tokens: Sequence[int]
+    truncated: bool
+
+
+class Reply(NamedTuple):
+    """The answer to a turn.
+
+    Attributes:
+      tokens: the tokens to append before the policy goes on sampling; None ends the trajectory.
+    """
+
+    group: int
+    sample: int
+    tokens: Sequence[int] | None
+
+
+class Responder(Protocol):
+    """Answers the turns of trajectories with tokens. `rollout.environments` implements it; engines call it."""
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the engine waits for the replies to all turns before it samples again.
+
+        The schedule then does not depend on time, so a rollout can be repeated bit for bit.
+        """
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Starts to answer turns. Every turn that is not truncated gets one reply."""
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Returns the replies that are ready and were not returned before.
+
+        Args:
+          wait: if no reply is ready, wait for one; in lockstep, wait for the replies to all turns.
+        """
 
 
 @runtime_checkable
@@ -142,6 +193,7 @@ class Engine(Protocol):
         num_generations: int,
         key: Array,
         sampling: SamplingParams,
+        responder: Responder | None = None,
     ) -> Completions:
         """Samples `num_generations` completions of each prompt.
 
@@ -150,7 +202,46 @@ class Engine(Protocol):
           prompts: token ids, each prompt with 1 to `max_prompt_length` tokens.
           numbers: one distinct number per prompt. The random numbers of a completion depend only on this number, on
             the index of the completion in its group and on `key`.
+          responder: answers each turn of a completion, which ends with an end-of-sequence token, until it has no reply
+            or the token limit is reached. None: a completion has a single turn. An engine without turns may omit this
+            parameter.
         """
+
+
+class EnvStepResult(NamedTuple):
+    """The result of one step of an environment.
+
+    Attributes:
+      observation: text or chat messages for the next turn; None or an empty text: nothing but the start of the turn.
+      reward: added to the reward of the trajectory.
+      done: whether the trajectory is over.
+      info: numbers by name become metrics (the mean over trajectories of the last value); other values are ignored.
+    """
+
+    observation: str | Sequence[Message] | None = None
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = {}
+
+
+class Environment(Protocol):
+    """The other side of one trajectory: it answers the turns of the policy and gives rewards.
+
+    A factory (a class or a function without required parameters) makes one object per trajectory. Environments of
+    google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (`rollout/environments`).
+    """
+
+    def reset(self, **columns: Any) -> str | Sequence[Message] | None:
+        """Starts an episode from the columns of a row, without its prompt.
+
+        Returns:
+          the first observation, which is added to the row's prompt: text is appended to its last message (or to the
+          text prompt), messages are appended as messages; None: the row's own prompt. It must be the same for all
+          trajectories of a row, which share the prompt.
+        """
+
+    def step(self, completion: str) -> EnvStepResult:
+        """Answers one turn of the policy, given its text without special tokens."""
 
 
 AdvantageEstimator = Callable[..., Float[Array, "P G"]]

@@ -341,6 +341,41 @@ class RewardsConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
+class EnvironmentConfig(_Checked):
+    """Trajectories of several turns: the other side of the conversation, which runs in worker processes."""
+
+    section = "environment"
+    name: str | None = key(
+        doc="maze_steps, guess or calculator, or FILE.py:Class or package.module:Class (also a factory, or an "
+        "environment of google-tunix or TRL); unset: completions have a single turn"
+    )
+    tools: list[str] | None = key(
+        doc="instead of name: functions that the model may call as tools, as FILE.py:function or "
+        "package.module:function; they need type hints and a docstring"
+    )
+    max_turns: int = key(8, doc="maximum number of turns of the policy in a trajectory", at_least=1)
+    max_observation_tokens: int = key(
+        256,
+        doc="maximum number of tokens that are appended after a turn, those of the chat template included",
+        at_least=1,
+    )
+    overlong_observation: str = key(
+        "cut",
+        doc="longer observations: cut shortens the text and marks the place, unscored ends the trajectory unscored",
+        choices=("cut", "unscored"),
+    )
+    mode: str = key(
+        "lockstep",
+        doc="lockstep: sampling continues when all environments have answered, which can be repeated bit for bit; "
+        "eager: a row continues as soon as its environment has answered",
+        choices=("lockstep", "eager"),
+    )
+    workers: int | None = key(doc="number of steps that run at the same time; unset: up to 4", at_least=1)
+    timeout_seconds: float = key(20.0, doc="time limit of one step; the trajectory is unscored after it", above=0)
+    memory_gb: float = key(4.0, doc="an environment that uses more than this many GB of memory is stopped", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig(_Checked):
     """AdamW with linear warm-up and a learning-rate schedule."""
 
@@ -465,6 +500,7 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sft: SFTConfig = dataclasses.field(default_factory=SFTConfig)
     eval: EvalConfig = EvalConfig()

@@ -1,0 +1,57 @@
+"""Defines what runs environments: objects that reset and step many environments and collect the outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tunix_like.rewards.calls import Failure
+from tunix_like.types import Message
+
+
+class Outcome(NamedTuple):
+    """What an environment answered to `reset`, `step` or `finish`, or why it did not.
+
+    Attributes:
+      number: the trajectory.
+      observation, reward, done, info: as in `EnvStepResult`. A reset has only the observation, a finish only the
+        reward.
+      failure: why there is no answer. The environment is stopped then, and the trajectory stays unscored.
+    """
+
+    number: int
+    observation: str | Sequence[Message] | None = None
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, float] = {}
+    failure: Failure | None = None
+
+
+class Environments(Protocol):
+    """Runs one environment per trajectory. Calls return at once; the outcomes are collected later.
+
+    A trajectory is a number that the caller chooses. It has at most one unanswered call.
+    """
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools of these environments, as chat templates take them; empty without tools."""
+
+    def reset(self, number: int, columns: Mapping[str, Any]) -> None:
+        """Makes the environment of a trajectory and starts to reset it with the columns of its row."""
+
+    def step(self, number: int, completion: str) -> None:
+        """Starts one step of a trajectory."""
+
+    def outcomes(self, wait: bool) -> list[Outcome]:
+        """Returns the outcomes that are ready; with `wait`, at least one if a call is unanswered."""
+
+    def finish(self, number: int) -> None:
+        """Starts to end a trajectory; its environment is freed afterwards.
+
+        The reward of the outcome is the one that the environment gives at the end (`get_reward` of TRL), in addition to
+        those of its steps; 0 if it gives none.
+        """
+
+    def close(self) -> None:
+        """Stops all environments and drops unanswered calls. Environments start again at the next `reset`."""
