@@ -24,11 +24,13 @@ from tunix_like.rollout.rollouts import (
     FirstFailure,
     WeightedReward,
     completion_texts,
+    first_axis,
     groups_by_source,
     nothing_scored_message,
     saved_on_failure,
     score_completions,
     succeeds,
+    with_width,
 )
 from tunix_like.runtime import progress
 from tunix_like.types import Completions, Engine, Problem, SamplingParams
@@ -175,7 +177,7 @@ class Evaluator:
             padded = part + [part[-1]] * (size - len(part))  # same shape for all batches, to compile once
             numbers = [p.number for p in part] + [unused + i for i in range(size - len(part))]
             out = self.engine.generate(params, [p.tokens for p in padded], numbers, config.samples, self.key, sampling)
-            out = Completions(*(values[: len(part)] for values in out))
+            out = first_axis(with_width(out, out.tokens.shape[-1]), slice(len(part)))
             flat = completion_texts(out, self.tokenizer)
             with saved_on_failure(rollouts, step, part, flat):
                 scores = score_completions(self.rewards, part, flat, config.samples)

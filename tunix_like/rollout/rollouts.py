@@ -23,7 +23,7 @@ from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.rewards import Scores, check_form, score
-from tunix_like.rollout.sampler import length_bucket, pad_tokens
+from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime.processes import spread
 from tunix_like.types import Completions, GroupBatch, Problem, RewardFunction
 
@@ -86,20 +86,25 @@ class Rollout(NamedTuple):
 
 
 def with_width(completions: Completions, width: int) -> Completions:
-    """Pads or cuts the token axis of completions to `width`. An engine may return arrays as wide as its longest
-    completion."""
+    """Pads or cuts the token axis of completions to `width`, and sets their `token_mask`.
+
+    An engine may return arrays as wide as its longest completion, and no mask.
+    """
 
     def fit(values: np.ndarray) -> np.ndarray:
         missing = max(0, width - values.shape[-1])
         return np.pad(values[..., :width], ((0, 0), (0, 0), (0, missing))) if missing else values[..., :width]
 
-    return completions._replace(tokens=fit(completions.tokens), logprobs=fit(completions.logprobs))
+    mask = completions.token_mask
+    mask = np.arange(width) < completions.lengths[..., None] if mask is None else fit(mask)
+    return completions._replace(tokens=fit(completions.tokens), logprobs=fit(completions.logprobs), token_mask=mask)
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
     """Concatenates the groups of two rollouts."""
     scores = first.scores.join(second.scores)
-    completions = Completions(*map(np.concatenate, zip(first.completions, second.completions, strict=True)))
+    parts = zip(first.completions, second.completions, strict=True)
+    completions = Completions(*(np.concatenate(part) for part in parts))  # type: ignore[arg-type]
     return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores)
 
 
@@ -108,8 +113,13 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
     size = rollout.completions.lengths.shape[1]
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     scores = rollout.scores.pick(rows)
-    completions = Completions(*(values[groups] for values in rollout.completions))
+    completions = first_axis(rollout.completions, groups)
     return Rollout([rollout.problems[g] for g in groups], [rollout.texts[r] for r in rows], completions, scores)
+
+
+def first_axis(completions: Completions, index: Any) -> Completions:
+    """Selects groups of completions that have a `token_mask`."""
+    return Completions(*(values[index] for values in completions if values is not None))
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
@@ -174,7 +184,7 @@ def to_batch(
         prompt_lengths=lengths,
         completion_tokens=completions.tokens[:, :, :steps],
         completion_lengths=completions.lengths,
-        token_mask=np.arange(steps) < completions.lengths[..., None],
+        token_mask=None if completions.token_mask is None else completions.token_mask[:, :, :steps],
         rollout_logprobs=completions.logprobs[:, :, :steps],
         rewards=np.where(scored, rewards, 0.0).astype(np.float32),
         scored=scored,

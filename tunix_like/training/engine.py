@@ -15,7 +15,8 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.rollouts import Task
-from tunix_like.rollout.sampler import Sampler, slot_shape
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.rollout.shapes import slot_shape
 from tunix_like.training.rollout_layout import concurrent_rows, rollout_mesh
 from tunix_like.types import Completions, Engine, SamplingParams
 
