@@ -361,6 +361,7 @@ def test_what_needs_a_template_says_so():
     text = make_bridge(bare, False, bare.eos_ids, most_tokens=99, overlong="cut")
     with pytest.raises(UserError, match="an observation is messages, but the prompts are plain text"):
         text.tokens([[user("x")]], [bare.eos_id])
+    assert one(text, 7, bare.eos_id).problem.startswith("an observation must be text")
     assert one(text, None, bare.eos_id).tokens == one(text, "", bare.eos_id).tokens == []
     with pytest.raises(UserError, match=r"max_observation_tokens=30: a text that is shortened to nothing takes more"):
         bridge_of(ours, most=30)

@@ -83,15 +83,17 @@ class Bridge:
         results: dict[int, Bridged] = {}
         pending: list[_Pending] = []
         for place, (observation, end) in enumerate(zip(observations, ends, strict=True)):
-            if not isinstance(observation, str | None) and observation and self._difference is None:
+            try:
+                chat = _messages(observation)
+            except UserError as error:
+                results[place] = Bridged(None, problem=str(error))
+                continue
+            if chat and self._difference is None and not isinstance(observation, str):
                 raise UserError(
                     "environment: an observation is messages, but the prompts are plain text; let the environment "
                     "answer with text, or give prompts as messages (data.apply_chat_template=true)."
                 )
-            try:
-                pending.append(_Pending(place, _messages(observation), end))
-            except UserError as error:
-                results[place] = Bridged(None, problem=str(error))
+            pending.append(_Pending(place, chat, end))
         self._check_roles(pending)
         overlong = []
         for each, ids in zip(pending, self._encoded(pending), strict=True):
@@ -121,7 +123,7 @@ class Bridge:
 
     def _check_roles(self, pending: Sequence[_Pending]) -> None:
         if self._difference is not None:
-            for role in {message["role"] for each in pending for message in each.chat}:
+            for role in sorted({message["role"] for each in pending for message in each.chat}):
                 self._difference.check(role)
             if not all(each.chat for each in pending):
                 self._difference.check(None)
