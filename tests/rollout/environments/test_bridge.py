@@ -292,7 +292,7 @@ def test_ten_megabytes_cost_no_more_than_what_fits(unit, chat):
     bridge.tokens(["x"], [ours.eos_id])
     begun = time.monotonic()
     results = bridge.tokens([unit * (10_000_000 // len(unit)), "short"], [ours.eos_id] * 2)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 5
     assert results[0].cut and 200 < len(results[0].tokens) <= 256 and not results[1].cut
 
 
