@@ -18,7 +18,7 @@ from tunix_like.data.stream import Skipped, check_overlong, render, tokens_to_co
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluation.statistics import intervals, mean_known, problem_values, value_ranges
-from tunix_like.rewards import ANSWERS, REWARDS, Scores
+from tunix_like.rewards import ANSWERS, REWARDS, Scores, close_pools
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.environments.episodes import episode_metrics, with_environment
 from tunix_like.rollout.environments.trajectories import Player, generate
@@ -196,6 +196,12 @@ class Evaluator:
             scores = functools.reduce(Scores.join, [rollout.scores for rollout in parts])
             raise UserError(f"evaluation: {nothing_scored_message(scores)}")
         return parts
+
+    def close(self) -> None:
+        """Stops the worker processes of rewards and environments; they start again at the next call."""
+        close_pools(function for _, function, _ in self.rewards)
+        if self.player is not None:
+            self.player.environments.close()
 
     def objectives(self) -> list[str]:
         """Returns the names of the metrics for which higher is better, without sampling."""

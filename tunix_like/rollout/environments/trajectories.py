@@ -10,13 +10,14 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from tunix_like.config.schema import EnvironmentConfig
+from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.data.stream import render
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, check_type
 from tunix_like.rewards.calls import Failure
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge, with_observation
 from tunix_like.rollout.environments.episodes import Episode
+from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
 from tunix_like.runtime.processes import gather, spread
 from tunix_like.types import Completions, Engine, Problem, Reply, SamplingParams, Turn
@@ -268,6 +269,28 @@ class Trajectories:
         state.over = True
         self._unanswered.add(number)
         self._environments.finish(number)
+
+
+def make_player(
+    environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
+) -> Player | None:
+    """Returns the player for the argument `environment` of a learner; None without one.
+
+    Its tokenizer passes the schemas of the tools to the chat template.
+
+    Raises:
+      UserError: the object cannot make environments, or there is a config without an environment.
+    """
+    if config is not None:
+        check_type("environment_config", config, EnvironmentConfig, "give a tunix_like.EnvironmentConfig(...)")
+    if environment is None:
+        if config not in (None, EnvironmentConfig()):
+            raise UserError("environment_config: it needs an environment; pass environment=... too.")
+        return None
+    running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
+    tools = [dict(tool) for tool in running.tools]
+    tokenizer = tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
+    return Player(running, config or EnvironmentConfig(), tokenizer, rollout.eos_tokens or tokenizer.eos_ids)
 
 
 def generate(
