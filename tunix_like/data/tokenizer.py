@@ -148,8 +148,8 @@ class Tokenizer:
         return self._copy(eos_ids=ids)
 
     def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
-        """Returns a copy that passes these variables to every chat template rendering, e.g. `enable_thinking`."""
-        return self._copy(template_variables=variables)
+        """Returns a copy that passes these variables too to every chat template rendering, e.g. `enable_thinking`."""
+        return self._copy(template_variables={**self._template_variables, **variables})
 
     def _copy(self, **changed: Any) -> Tokenizer:
         same: dict[str, Any] = {

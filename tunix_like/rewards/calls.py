@@ -25,7 +25,11 @@ LARGEST = 1e15
 LONGEST_REASON = 20_000
 """Maximum number of characters of a failure reason. An exception message may contain megabytes."""
 
-_OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")}
+_ENVIRONMENTS = Path(__file__).parents[1] / "rollout" / "environments"
+_OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")} | {
+    str(_ENVIRONMENTS / name) for name in ("adapters.py", "fork_server.py", "local.py", "tool_environment.py")
+}
+"""Files that call user code. Their frames are left out of the tracebacks in failure reasons."""
 
 
 class WrongCount(UserError):
@@ -190,8 +194,12 @@ def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Seq
     return {key: column[rows.start : rows.stop] for key, column in arguments.items()}
 
 
-def explain(name: str, error: BaseException) -> str:
-    """Describes the failure of a call of the function `name`, with the user's part of the traceback."""
+def explain(name: str, error: BaseException, what: str = "Reward function") -> str:
+    """Describes the failure of a call of the function `name`, with the user's part of the traceback.
+
+    Args:
+      what: the kind of user code, which begins the description.
+    """
     if isinstance(error, UserError):
         return str(error)[:LONGEST_REASON]
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -199,8 +207,8 @@ def explain(name: str, error: BaseException) -> str:
     for _ in range(max((i + 1 for i, f in enumerate(frames) if f.f_code.co_filename in _OWN_FILES), default=0)):
         assert trace is not None
         trace = trace.tb_next
-    what = "".join(traceback.format_exception_only(error)).strip()
-    text = f"Reward function '{name}' raised {what}"
+    raised = "".join(traceback.format_exception_only(error)).strip()
+    text = f"{what} '{name}' raised {raised}"
     if trace is not None:
         text = f"{text[: LONGEST_REASON // 2]}\n{''.join(traceback.format_exception(error.with_traceback(trace)))}"
     return text[:LONGEST_REASON].strip()

@@ -97,9 +97,18 @@ def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def place_of(name: str, function: Callable[..., Any]) -> str:
-    """Returns the location from which another process imports a function: `/absolute/file.py:function` or
+IN_THIS_PROCESS = "run it in this process (rewards.workers=0, or without `pooled`)"
+
+
+def place_of(
+    name: str, function: Callable[..., Any], what: str = "Reward function", otherwise: str = IN_THIS_PROCESS
+) -> str:
+    """Returns the location from which another process imports a function or class: `/absolute/file.py:function` or
     `module:function`.
+
+    Args:
+      what: the kind of user code, for the error message.
+      otherwise: what to do if it cannot be moved to an importable file, for the error message.
 
     Raises:
       UserError: another process cannot import it.
@@ -112,9 +121,8 @@ def place_of(name: str, function: Callable[..., Any]) -> str:
         file = str(sys.modules[str(module)].__file__)
         return f"{file}:{attribute}" if str(module).startswith("tunix_like_user_") else f"{module}:{attribute}"
     raise UserError(
-        f"Reward function '{name}' cannot run in a worker, which imports it by name: it is a closure, a lambda, a "
-        "method, or is defined in the main script. Move it to the top level of a file that is imported, or run it in "
-        "this process (rewards.workers=0, or without `pooled`)."
+        f"{what} '{name}' cannot run in a worker, which imports it by name: it is a closure, a lambda, a method, or is "
+        f"defined in the main script. Move it to the top level of a file that is imported, or {otherwise}."
     )
 
 

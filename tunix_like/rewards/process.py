@@ -32,12 +32,20 @@ class WorkerProcess:
       gone: whether it has exited, or closed its end of the socket.
     """
 
-    def __init__(self, places: Sequence[str]):
+    def __init__(self, places: Sequence[str], start: str = START, label: str = "reward worker"):
+        """Starts the process.
+
+        Args:
+          places: locations of the user's functions, passed on to the program.
+          start: code that the interpreter runs, with the settings as `START` describes them.
+          label: begins each line of printed output that is forwarded.
+        """
+        self.label = label
         self.channel, theirs = socket.socketpair()
         settings = {"path": sys.path, "socket": theirs.fileno(), "places": list(places), "parent": os.getpid()}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", START, json.dumps(settings)],
+                [sys.executable, "-u", "-c", start, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -130,7 +138,12 @@ class WorkerProcess:
         texts = [visible(_decoded(line)) for line in lines]
         if sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write("".join(f"[reward worker {self._process.pid}] {text}\n" for text in texts))
+                sys.stderr.write("".join(f"[{self.label} {self._process.pid}] {text}\n" for text in texts))
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of its session."""
+        return self._process.pid
 
     def memory(self) -> int:
         """Returns the resident memory of the worker in bytes; 0 where it is not available."""
@@ -139,6 +152,11 @@ class WorkerProcess:
         except (OSError, IndexError):
             return 0
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the process to end, at most for `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def kill(self) -> str:
         """Kills the worker and its child processes; returns how it ended and its last output, for a message."""
@@ -157,8 +175,13 @@ class WorkerProcess:
         how = "closed its socket" if ended is None else f"ended with status {ended}"
         if ended is not None and ended < 0:
             how = f"was killed by signal {-ended} ({signal.strsignal(-ended)})"
-        output = _decoded(self._tail).strip()
+        output = self.last_output
         return f"{how}; its last output was:\n{output}" if output else how
+
+    @property
+    def last_output(self) -> str:
+        """The end of what was printed."""
+        return _decoded(self._tail).strip()
 
 
 def _decoded(printed: bytes) -> str:

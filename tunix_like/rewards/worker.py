@@ -53,13 +53,13 @@ def serve(number: int, places: list[str], parent: int) -> None:
       places: locations of the functions, as `place_of` returns them.
       parent: id of the process that started this one.
     """
-    _die_with(parent)
+    die_with(parent)
     faulthandler.enable()  # prints a traceback on a crash in C code
     channel, own = socket.socket(fileno=number), os.getpid()
     functions = {place: _load(place) for place in places}
     channel.sendall(message(b"{}"))
-    while (length := _read(channel, HEADER.size)) is not None:
-        request = _read(channel, HEADER.unpack(length)[0])
+    while (length := read_exactly(channel, HEADER.size)) is not None:
+        request = read_exactly(channel, HEADER.unpack(length)[0])
         if request is None:
             break
         answer = _answer(functions, request)
@@ -68,12 +68,16 @@ def serve(number: int, places: list[str], parent: int) -> None:
         channel.sendall(message(json.dumps(answer).encode()))
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
     """Ends this process when its parent ends. On Linux the kernel kills it at once, even during a call; on other
-    systems it exits when the call returns. Also makes the out-of-memory killer choose this process before the run."""
+    systems it exits when the call returns. Also makes the out-of-memory killer choose this process before the run.
+
+    Args:
+      how: the signal that the kernel sends.
+    """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(0)
     with contextlib.suppress(OSError):
@@ -102,7 +106,7 @@ def _answer(functions: Mapping[str, Callable[..., Any] | str], request: bytes) -
         return {"error": explain(name, error), "of_all": isinstance(error, WrongCount)}
 
 
-def _read(channel: socket.socket, length: int) -> bytes | None:
+def read_exactly(channel: socket.socket, length: int) -> bytes | None:
     """Reads exactly `length` bytes; returns None at the end of the stream."""
     parts = bytearray()
     while len(parts) < length:

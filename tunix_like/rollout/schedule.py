@@ -92,10 +92,14 @@ class Schedule:
             self.rows = self._placed(rows)
             advance(self._collect(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
             if not self._waiting() and not (self.row_sample >= 0).any():
-                return self.out
+                return self._result()
             self._fill()
             if not self._waiting():
                 self._compact()
+
+    def _result(self) -> Completions:
+        sampled = np.arange(self.out.tokens.shape[-1]) < self.out.lengths[..., None]
+        return self.out._replace(token_mask=sampled)
 
     def _make_room(self) -> None:
         """Enlarges the cache if a row has filled it."""

@@ -17,7 +17,7 @@ from tunix_like.models.sharding import fetch
 from tunix_like.rollout import decoding
 from tunix_like.rollout.schedule import Schedule
 from tunix_like.rollout.shapes import length_bucket
-from tunix_like.types import Reply, Responder, Turn
+from tunix_like.types import Completions, Reply, Responder, Turn
 
 MOST_APPENDED = 64
 """Maximum number of tokens per row in one block, which bounds the memory. Longer replies take several blocks."""
@@ -29,6 +29,7 @@ class TurnSchedule(Schedule):
     Attributes:
       pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
       turn_start: `[p, i]`, index of the first token of its current turn.
+      sampled: `[p, i, t]`, whether the policy sampled token `t`.
     """
 
     def __init__(self, *args: Any, responder: Responder):
@@ -36,7 +37,7 @@ class TurnSchedule(Schedule):
         self.responder = responder
         shape = self.out.lengths.shape
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
-        self.out = self.out._replace(token_mask=np.zeros(self.out.tokens.shape, bool))
+        self.sampled = np.zeros(self.out.tokens.shape, bool)
 
     def _stop_at(self, live: int) -> int:
         live -= int(self._waits().sum())
@@ -46,6 +47,9 @@ class TurnSchedule(Schedule):
         """Returns which rows hold a completion that waits for a reply."""
         used = self.row_sample >= 0
         return used & self.pending[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
+
+    def _result(self) -> Completions:
+        return self.out._replace(token_mask=self.sampled)
 
     def _make_room(self) -> None:
         """Makes the cache large enough for another token of every live row, without overwriting rows that wait."""
@@ -76,11 +80,10 @@ class TurnSchedule(Schedule):
         if not stopped.any():
             return
         tokens, turns = fetch(self.rows.tokens, self.sampler.mesh), []
-        assert self.out.token_mask is not None
         for slot, row in np.argwhere(stopped):
             group, sample = index = int(self.slot_prompt[slot]), int(self.row_sample[slot, row])
             turn = slice(self.turn_start[index], ages[slot, row])
-            self.out.token_mask[index][turn] = True
+            self.sampled[index][turn] = True
             turns.append(Turn(group, sample, tokens[slot, row, turn].tolist(), not ended[slot, row]))
             self.pending[index] = ended[slot, row]
         self.responder.submit(turns)

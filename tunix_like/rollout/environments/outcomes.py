@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from tunix_like.rewards.calls import Failure
-from tunix_like.types import Message
+
+if TYPE_CHECKING:  # worker processes import this module, and `types` imports jax
+    from tunix_like.types import Message
 
 
 class Outcome(NamedTuple):
@@ -27,6 +29,7 @@ class Outcome(NamedTuple):
     failure: Failure | None = None
 
 
+@runtime_checkable
 class Environments(Protocol):
     """Runs one environment per trajectory. Calls return at once; the outcomes are collected later.
 

@@ -1,0 +1,269 @@
+"""Gives environments of all kinds one form: those of this library, of google-tunix and of TRL, and plain tools."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from tunix_like.errors import UserError
+from tunix_like.rollout.environments.results import Step, checked_observation, checked_step, show
+from tunix_like.rollout.environments.tool_calls import tool_calls
+from tunix_like.rollout.environments.tool_environment import (
+    ToolFunctions,
+    ToolObject,
+    accepted,
+    method_schemas,
+    schemas_of,
+    tool_methods,
+)
+
+if TYPE_CHECKING:
+    from tunix_like.types import Message
+
+Kind = Literal["steps", "tunix", "tools"]
+
+
+class Trajectory(Protocol):
+    """The environment of one trajectory. All results are checked; user exceptions pass through."""
+
+    def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
+        """Returns the first observation."""
+
+    def step(self, completion: str) -> Step:
+        """Answers one turn."""
+
+    def finish(self) -> float:
+        """Returns the reward at the end of the trajectory; 0 for none."""
+
+
+def kind_of(kind: type) -> Kind | None:
+    """Returns how objects of a class are used: by `step`, as a google-tunix `BaseTaskEnv`, by tool methods as in TRL;
+    None if none applies."""
+    if callable(getattr(kind, "_initial_observation", None)) and callable(getattr(kind, "_step_impl", None)):
+        return "tunix"
+    if callable(getattr(kind, "step", None)):
+        return "steps"
+    if callable(getattr(kind, "reset", None)) and tool_methods(kind):
+        return "tools"
+    return None
+
+
+def check_class(kind: type) -> None:
+    """Checks that objects of a class can be environments.
+
+    Raises:
+      UserError: the class has no `reset`, or neither `step` nor tools; a method is async; a tool has no docstring or
+        no type hints.
+    """
+    name, how = kind.__name__, kind_of(kind)
+    if how is None or (how != "tunix" and not callable(getattr(kind, "reset", None))):
+        missing = "reset" if how is not None else "step"
+        form = {
+            "step": "def step(self, completion: str), which returns EnvStepResult(observation, reward, done)",
+            "reset": "def reset(self, **columns), which returns the first observation or None",
+        }[missing]
+        other = ", or public methods with type hints and docstrings as tools" if missing == "step" else ""
+        raise UserError(f"Environment '{name}' has no method '{missing}'; add {form}{other}.")
+    for method in ("reset", "step", "get_reward", "_step_impl", "_initial_observation"):
+        function = getattr(kind, method, None)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise UserError(
+                f"Environment '{name}': the method '{method}' is async, which is not supported; write a plain def, "
+                "which may use asyncio.run."
+            )
+        if inspect.isgeneratorfunction(function):
+            raise UserError(f"Environment '{name}': the method '{method}' is a generator (it has a yield); use return.")
+    if how == "tools":
+        method_schemas(kind)
+
+
+class Adapted:
+    """A factory of trajectories. It holds the user's factory: a class, a function, or functions that are tools.
+
+    Attributes:
+      name: the name in messages.
+    """
+
+    def __init__(self, factory: Callable[..., Any] | Sequence[Callable[..., Any]]):
+        self._functions: dict[str, Callable[..., Any]] | None = None
+        self._factory: Any = factory
+        self._schemas: Mapping[str, Mapping[str, Any]] = {}
+        if isinstance(factory, list | tuple):
+            self._schemas = schemas_of(factory)
+            self._functions = dict(zip(self._schemas, factory, strict=True))
+            self.name = "tools"
+            return
+        self.name = getattr(factory, "__name__", type(factory).__name__)
+        if not callable(factory):
+            raise UserError(f"Environment '{self.name}' is {show(factory)}, which is not callable; pass the class.")
+        if inspect.iscoroutinefunction(factory):
+            raise UserError(f"Environment '{self.name}' is an async function; write a plain def.")
+        if isinstance(factory, type):
+            check_class(factory)
+
+    def tools(self) -> list[Mapping[str, Any]]:
+        """Returns the schemas of the tools; empty without tools. A factory that is no class is called once for this.
+
+        Raises:
+          UserError: the objects of the factory cannot be environments.
+          Exception: what the factory raises.
+        """
+        if self._functions is not None:
+            return list(self._schemas.values())
+        if isinstance(self._factory, type):
+            if kind_of(self._factory) != "tools":
+                return []
+            return list(method_schemas(self._factory).values())
+        environment = self._make({})
+        check_class(type(environment))
+        if kind_of(type(environment)) == "tools":
+            return list(method_schemas(type(environment)).values())
+        return _tunix_tools(environment)
+
+    def start(self, columns: Mapping[str, Any]) -> Trajectory:
+        """Makes the environment of one trajectory; `columns` are those of its row.
+
+        Raises:
+          UserError: the factory made an object that is no environment.
+          Exception: what the factory raises.
+        """
+        if self._functions is not None:
+            return ToolFunctions(self._functions, self._schemas)
+        environment = self._make(columns)
+        kind = type(environment)
+        if not isinstance(self._factory, type):
+            check_class(kind)
+        how = kind_of(kind)
+        if how == "tunix":
+            return _TunixEnvironment(environment)
+        if how == "tools":
+            self._schemas = self._schemas or method_schemas(kind)
+            return ToolObject(environment, self._schemas)
+        return _StepEnvironment(environment)
+
+    def _make(self, columns: Mapping[str, Any]) -> Any:
+        """Calls the factory: without arguments, or with the columns as `task` (google-tunix)."""
+        parameters = inspect.signature(self._factory).parameters
+        takes_task = "task" in parameters or "single_example" in parameters
+        if not takes_task and not (isinstance(self._factory, type) and kind_of(self._factory) == "tunix"):
+            return self._factory()
+        first = next(iter(parameters.values()), None)
+        if first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+            return self._factory(dict(columns))  # google-tunix passes the task by position too
+        return self._factory(task=dict(columns))
+
+
+def as_environment(factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted) -> Adapted:
+    """Adapts a factory of environments of any supported kind, or a list of functions that are tools.
+
+    Raises:
+      UserError: it is none of these (see `check_class`).
+    """
+    return factory if isinstance(factory, Adapted) else Adapted(factory)
+
+
+class _StepEnvironment:
+    """An environment with `reset(**columns)` and `step(completion)`."""
+
+    def __init__(self, environment: Any):
+        self.environment, self.name = environment, type(environment).__name__
+
+    def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
+        where = f"{self.name}.reset"
+        reset = self.environment.reset
+        return checked_observation(reset(**accepted(reset, columns, where)), where)
+
+    def step(self, completion: str) -> Step:
+        return checked_step(self.environment.step(completion), f"{self.name}.step")
+
+    def finish(self) -> float:
+        return 0.0
+
+
+class _TunixEnvironment:
+    """A google-tunix `BaseTaskEnv`. Its `step` counts the steps and ends the episode at `max_steps`.
+
+    A `ToolEnvironment` gets the tool calls of a turn in the form that google-tunix's agent passes, or the text of a
+    turn without calls, which is the final answer.
+    """
+
+    def __init__(self, environment: Any):
+        self.environment, self.name = environment, type(environment).__name__
+        self.calls = self.malformed = 0
+
+    def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
+        result = self.environment.reset()
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise UserError(f"{self.name}.reset returned {show(result)}; return the tuple (observation, info).")
+        observation = result[0]
+        if observation is getattr(self.environment, "task", None):
+            return None  # the columns of the row, whose prompt the policy has
+        return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
+
+    def step(self, completion: str) -> Step:
+        where = f"{self.name}.step"
+        if not hasattr(self.environment, "tool_manager"):
+            action, names = completion, {}
+        else:
+            calls = tool_calls(completion)
+            self.calls += len(calls)
+            if wrong := [call for call in calls if call.error is not None]:
+                self.malformed += len(wrong)
+                messages = [{"role": "tool", "content": f"error: {call.error}"} for call in wrong]
+                return Step(messages, 0.0, False, self._counts())
+            names = {f"call_{i}": call.name for i, call in enumerate(calls)}
+            action = _tunix_action(completion, calls)
+        result = self.environment.step(action)
+        if isinstance(result, tuple) and result:
+            result = (_from_tunix(result[0], names), *result[1:])
+        step = checked_step(result, where)
+        return step._replace(info={**step.info, **self._counts()}) if names or self.calls else step
+
+    def finish(self) -> float:
+        close = getattr(self.environment, "close", None)
+        if callable(close):
+            close()
+        return 0.0
+
+    def _counts(self) -> dict[str, float]:
+        return {"tool_calls": float(self.calls), "tool_errors": float(self.malformed)}
+
+
+def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
+    """Returns the action of a turn for a google-tunix `ToolEnvironment`."""
+    if not calls:
+        return completion
+    return [
+        {"id": f"call_{i}", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for i, call in enumerate(calls)
+    ]
+
+
+def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
+    """Returns the text or the messages of an observation of google-tunix.
+
+    A dict with `prompts` or `question` is this text and one with `tool_outputs` is one message per call, as for
+    google-tunix's agents; an empty dict is nothing, and another dict is written as JSON.
+
+    Args:
+      names: tool names by the id of the call.
+    """
+    if not isinstance(observation, Mapping):
+        return observation
+    for key in ("prompts", "question"):
+        if key in observation:
+            return observation[key]
+    if isinstance(outputs := observation.get("tool_outputs"), Mapping):
+        ordered = sorted(outputs, key=list(names).index) if set(outputs) <= set(names) else list(outputs)
+        return [
+            {"role": "tool", "content": str(outputs[call])} | ({"name": names[call]} if call in names else {})
+            for call in ordered
+        ]
+    return json.dumps(dict(observation), default=str, ensure_ascii=False) if observation else None
+
+
+def _tunix_tools(environment: Any) -> list[Mapping[str, Any]]:
+    manager = getattr(environment, "tool_manager", None)
+    return list(manager.get_json_schema()) if hasattr(manager, "get_json_schema") else []

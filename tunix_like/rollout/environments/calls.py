@@ -1,0 +1,143 @@
+"""One call of an environment in its own process: the bytes to and from its socket, and the check of its answer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import resource
+import socket
+from typing import Any
+
+from tunix_like.errors import UserError
+from tunix_like.rewards.worker import HEADER, message
+from tunix_like.rollout.environments.outcomes import Outcome
+from tunix_like.rollout.environments.results import (
+    MOST_CHARACTERS,
+    checked_number,
+    checked_observation,
+    checked_step,
+    show,
+)
+
+MOST_ANSWER = 16 * MOST_CHARACTERS
+"""Largest answer in bytes. The checks in the child keep answers below it; a longer one is not from them."""
+
+_READ = 1 << 20
+
+
+class Answered(Exception):
+    """The process sent something that is not an answer; the message describes it."""
+
+
+class Caller:
+    """The connection of one trajectory to its process, and its current call.
+
+    Attributes:
+      number: the trajectory, as the caller of the pool numbers it.
+      serial: the number of its process, which is never used again.
+      channel: the socket; None until the process is ordered.
+      pid: the process; None until it has begun.
+      what: the current or last call, `reset`, `step` or `finish`.
+      given, deadline: `time.monotonic` values of the start of the current call and of its end at the latest.
+      closed: whether the process has closed its end of the socket.
+      ended: how the process ended while it had no call; None if it runs.
+    """
+
+    def __init__(self, number: int, serial: int):
+        self.number, self.serial = number, serial
+        self.channel: socket.socket | None = None
+        self.pid: int | None = None
+        self.what, self.given, self.deadline = "reset", 0.0, 0.0
+        self.closed = False
+        self.ended: str | None = None
+        self.out, self._in = b"", bytearray()
+
+    def connect(self) -> socket.socket:
+        """Makes the socket; returns the end of the process.
+
+        Raises:
+          UserError: the system allows no more open files.
+        """
+        self.channel, theirs = _socket_pair()
+        self.channel.setblocking(False)
+        return theirs
+
+    def call(self, what: str, request: bytes) -> None:
+        """Prepares a call; `pump` sends it."""
+        self.what, self.out = what, message(request)
+
+    def pump(self) -> Outcome | str | None:
+        """Writes and reads without blocking; returns the outcome of the call, the reason why it failed, or None.
+
+        Raises:
+          Answered: what arrived is no answer.
+        """
+        assert self.channel is not None
+        try:
+            while self.out:
+                self.out = self.out[self.channel.send(self.out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        try:
+            while len(self._in) <= MOST_ANSWER and (part := self.channel.recv(_READ)):
+                self._in += part
+            self.closed = self.closed or len(self._in) <= MOST_ANSWER
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+        return self._read()
+
+    def _read(self) -> Outcome | str | None:
+        if len(self._in) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self._in)[0]
+        if end > MOST_ANSWER:
+            raise Answered(f"sent {show(bytes(self._in[:60]))}, which is not an answer")
+        if len(self._in) < end:
+            return None
+        content = bytes(self._in[HEADER.size : end])
+        del self._in[:end]
+        try:
+            answer = json.loads(content)
+            if "error" in answer:
+                return str(answer["error"])
+            return self._outcome(answer)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
+
+    def _outcome(self, answer: dict[str, Any]) -> Outcome:
+        """Checks the answer again, since the user's code can write to the socket."""
+        if self.what == "reset":
+            return Outcome(self.number, checked_observation(answer["observation"], "reset"))
+        if self.what == "finish":
+            return Outcome(self.number, reward=checked_number(answer["reward"], "finish"))
+        fields = tuple(answer[name] for name in ("observation", "reward", "done", "info"))
+        return Outcome(self.number, *checked_step(fields, "step"))
+
+    def close(self) -> None:
+        """Closes the socket."""
+        if self.channel is not None:
+            self.channel.close()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Makes a pair of sockets; raises this process's limit of open files if it is reached."""
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise UserError(
+            f"Environments: no more files can be opened ({error.strerror}; the limit is {soft}). Each trajectory needs "
+            "one; raise the limit with 'ulimit -n', or use fewer trajectories per step."
+        ) from error

@@ -1,0 +1,283 @@
+"""The program that holds environments: it loads the user's module once and forks one child per trajectory.
+
+The program is a fresh interpreter and never a fork of the run, so it holds no lock, thread or device of the run. It
+runs user code only while it loads the module; afterwards it starts, reaps and kills children. Each child answers the
+calls of its trajectory on a socket of its own. The run enforces deadlines and the memory limit (`pool.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from tunix_like.rewards.calls import explain
+from tunix_like.rewards.worker import HEADER, die_with, message, read_exactly
+from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
+from tunix_like.rollout.environments.process_tree import children_of, descendants_of
+from tunix_like.runtime.user_code import load_function
+
+START = (
+    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
+    "from tunix_like.rollout.environments.fork_server import serve; "
+    "serve(given['socket'], given['places'], given['parent'])"
+)
+"""Code that the interpreter runs (`-c`); see `rewards.worker.START`."""
+
+ORDER = struct.Struct("!cQ")
+"""A message to the program: `BEGIN` (with a socket attached) or `END`, and the number of the trajectory."""
+
+BEGIN, END = b"b", b"e"
+
+TOOLS_PREFIX = "tools:"
+"""Begins the first place if the places are tools and not one environment."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+
+
+def load(places: list[str]) -> Adapted:
+    """Loads an environment, or tools if the first of the places begins with `TOOLS_PREFIX`.
+
+    Raises:
+      UserError: see `load_function` and `as_environment`.
+    """
+    if not places[0].startswith(TOOLS_PREFIX):
+        return as_environment(load_function(places[0], "Environment"))
+    return as_environment([load_function(place.removeprefix(TOOLS_PREFIX), "Tool") for place in places])
+
+
+def serve(number: int, places: list[str], parent: int) -> None:
+    """Loads the environment, sends `{"tools": [...]}` or `{"error": text}`, and then follows orders.
+
+    Each child that starts is reported as `{"begun": number, "pid": pid}`, each that ended as `{"ended": number,
+    "status": exit status, or -signal}`, and each `END` is answered with `{"stopped": number}`. The program ends with
+    all children when the socket is closed or the run has ended.
+
+    Args:
+      number: file descriptor of the socket to the run.
+      places: what `load` takes.
+      parent: id of the process that started this one.
+    """
+    die_with(parent)
+    _adopt_orphans()
+    channel = socket.socket(fileno=number)
+    try:
+        adapted = load(places)
+        ready: dict[str, Any] = {"tools": adapted.tools()}
+        content = json.dumps(ready)
+    except BaseException as error:  # includes SystemExit
+        channel.sendall(message(json.dumps({"error": explain(_name(places), error, "Environment")}).encode()))
+        return
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        # a line is one write, so that lines of several children do not mix
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    _Server(channel, adapted, parent).run(message(content.encode()))
+
+
+def _name(places: list[str]) -> str:
+    return places[0].removeprefix(TOOLS_PREFIX)
+
+
+class _Server:
+    """Follows the orders of the run."""
+
+    def __init__(self, channel: socket.socket, adapted: Adapted, parent: int):
+        self.channel, self.adapted, self.parent = channel, adapted, parent
+        self.children: dict[int, int] = {}  # numbers of trajectories by process id
+        self.pids: dict[int, int] = {}
+        self.older = set(children_of(os.getpid()))  # processes that the user's module started
+        self.out = b""
+        self.closed = False
+
+    def run(self, ready: bytes) -> None:
+        """Sends `ready` and follows orders until the socket is closed."""
+        waker, woken = socket.socketpair()
+        for end in (waker, woken, self.channel):
+            end.setblocking(False)
+        for number in _SIGNALS:  # a child may send any of them
+            signal.signal(number, lambda *_: None)
+        die_with(self.parent, signal.SIGTERM)  # instead of SIGKILL, to kill what the environments started
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        self.private = (waker, woken)
+        gc.collect()
+        gc.freeze()  # the collector then writes to fewer pages that the children share
+        self.out = ready
+        while not self.closed and os.getppid() == self.parent:
+            with selectors.DefaultSelector() as selector:
+                selector.register(waker, selectors.EVENT_READ)
+                selector.register(self.channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self.out else 0))
+                selector.select()
+            with contextlib.suppress(BlockingIOError):
+                waker.recv(4096)
+            self._follow()
+            self._reap()
+            self._send()
+        for number in list(self.pids):
+            self._kill(number)
+        self._kill_all(set(children_of(os.getpid())))
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(0, signal.SIGKILL)  # this process is the leader of its session and group
+
+    def _follow(self) -> None:
+        """Follows the orders that have arrived."""
+        while True:
+            try:
+                order, descriptors, _, _ = socket.recv_fds(self.channel, ORDER.size, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                order = b""
+            if len(order) < ORDER.size:  # orders are written whole, so a part means that the run has ended
+                self.closed = True
+                return
+            what, number = ORDER.unpack(order)
+            if what == BEGIN:
+                self._begin(number, descriptors[0])
+            else:
+                self._kill(number)
+                self._tell({"stopped": number})
+
+    def _begin(self, number: int, descriptor: int) -> None:
+        """Forks the child of a trajectory."""
+        own = os.getpid()
+        try:
+            with warnings.catch_warnings():
+                # The module may have imported jax, which warns of its threads at a fork. They are not started by an
+                # import.
+                warnings.simplefilter("ignore")
+                pid = os.fork()
+        except OSError as error:
+            os.close(descriptor)
+            self._tell({"ended": number, "error": f"no process could be started ({error})"})
+            return
+        if pid == 0:
+            try:
+                self._be_child(descriptor, own)
+            finally:
+                os._exit(0)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # here too, since the child may not have run yet when it is killed
+        self.children[pid], self.pids[number] = number, pid
+        self._tell({"begun": number, "pid": pid})
+
+    def _be_child(self, descriptor: int, parent: int) -> None:
+        os.setpgid(0, 0)  # what the environment starts is killed with its group
+        die_with(parent)
+        _adopt_orphans()
+        signal.set_wakeup_fd(-1)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.channel.close()
+        for end in self.private:
+            end.close()
+        faulthandler.enable()  # prints a traceback on a crash in C code
+        if random := sys.modules.get("numpy.random"):
+            random.seed()  # otherwise all children draw the same numbers; `random` of Python does this itself
+        answer_calls(socket.socket(fileno=descriptor), self.adapted)
+
+    def _kill(self, number: int) -> None:
+        """Kills the child of a trajectory with everything that it started."""
+        if (pid := self.pids.get(number)) is not None:
+            self._kill_all([*descendants_of(pid), pid])
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _kill_all(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Reports children that have ended, and kills what they left behind."""
+        ended = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            ended = True
+            if (number := self.children.pop(pid, None)) is not None:
+                del self.pids[number]
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+                self._tell({"ended": number, "status": os.waitstatus_to_exitcode(status)})
+        if ended:  # processes of ended children that have left their group are now children of this process
+            self._kill_all(set(children_of(os.getpid())) - self.older - set(self.children))
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        self.out += message(json.dumps(what).encode())
+
+    def _send(self) -> None:
+        try:
+            while self.out:
+                self.out = self.out[self.channel.send(self.out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+
+
+def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
+    """Answers the calls of one trajectory until it is finished or the socket is closed.
+
+    A call is a pickled `("reset", columns)`, `("step", text)` or `("finish", None)`. An answer is JSON: the fields of a
+    `Step` by name, or `{"error": text}`, after which the trajectory is over.
+    """
+    own = os.getpid()
+    trajectory: Trajectory | None = None
+    while (length := read_exactly(channel, HEADER.size)) is not None:
+        request = read_exactly(channel, HEADER.unpack(length)[0])
+        if request is None:
+            return
+        what = "reset"
+        try:
+            what, given = pickle.loads(request)
+            if what == "reset":
+                trajectory = adapted.start(given)
+            assert trajectory is not None
+            answer = _answer(trajectory, what, given)
+            if what == "finish":
+                trajectory = None  # what the object does when it is freed counts in the time of the call
+            content = json.dumps(answer, ensure_ascii=False).encode()
+        except BaseException as error:  # includes SystemExit and KeyboardInterrupt
+            content = json.dumps({"error": explain(adapted.name, error, "Environment")}).encode()
+            what = "finish"
+        if os.getpid() != own:
+            return  # the environment forked and this is the child; only the parent answers
+        channel.sendall(message(content))
+        if what == "finish":
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            return
+
+
+def _answer(trajectory: Trajectory, what: str, given: Any) -> dict[str, Any]:
+    if what == "reset":
+        return {"observation": trajectory.reset(given)}
+    if what == "finish":
+        return {"reward": trajectory.finish()}
+    return trajectory.step(given)._asdict()
+
+
+def _adopt_orphans() -> None:
+    """Makes this process the parent of processes below it whose own parent has ended (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,0 +1,89 @@
+"""Runs environments in this process, without deadlines: for closures, notebooks and environments that are trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tunix_like.rewards.calls import Failure, explain
+from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
+from tunix_like.rollout.environments.outcomes import Outcome
+
+
+class LocalEnvironments:
+    """Implements `Environments` in this process. A call runs at once, in the order of the calls.
+
+    An exception ends its trajectory alone. An environment that hangs or exits stops the run; use `EnvironmentPool` for
+    these.
+
+    Args:
+      factory: a class or a function that makes environments, or a list of functions that are tools.
+
+    Raises:
+      UserError: the factory or its class cannot make environments.
+    """
+
+    def __init__(self, factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted):
+        self._adapted = as_environment(factory)
+        self._tools: list[Mapping[str, Any]] | None = None
+        self._trajectories: dict[int, Trajectory] = {}
+        self._ready: list[Outcome] = []
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools; empty without tools."""
+        if self._tools is None:
+            self._tools = self._adapted.tools()
+        return self._tools
+
+    def reset(self, number: int, columns: Mapping[str, Any]) -> None:
+        """Makes and resets the environment of a trajectory; see `Environments.reset`.
+
+        Raises:
+          ValueError: the trajectory already has an environment.
+        """
+        if number in self._trajectories:
+            raise ValueError(f"Trajectory {number} already has an environment; finish it first.")
+
+        def start() -> Outcome:
+            self._trajectories[number] = trajectory = self._adapted.start(columns)
+            return Outcome(number, trajectory.reset(columns))
+
+        self._run(number, start)
+
+    def step(self, number: int, completion: str) -> None:
+        """Steps the environment of a trajectory; see `Environments.step`.
+
+        Raises:
+          ValueError: the trajectory has no environment.
+        """
+        if number not in self._trajectories:
+            raise ValueError(f"Trajectory {number} has no environment; reset it first.")
+        self._run(number, lambda: Outcome(number, *self._trajectories[number].step(completion)))
+
+    def finish(self, number: int) -> None:
+        """Ends a trajectory; see `Environments.finish`."""
+        trajectory = self._trajectories.get(number)
+        if trajectory is None:
+            self._ready.append(Outcome(number))
+            return
+        self._run(number, lambda: Outcome(number, reward=trajectory.finish()))
+        self._trajectories.pop(number, None)
+
+    def outcomes(self, wait: bool) -> list[Outcome]:
+        """Returns the outcomes that were not returned before."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        """Drops all environments and outcomes."""
+        self._trajectories.clear()
+        self._ready.clear()
+
+    def _run(self, number: int, call: Callable[[], Outcome]) -> None:
+        try:
+            outcome = call()
+        except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
+            outcome = Outcome(number, failure=Failure("error", explain(self._adapted.name, error, "Environment")))
+            self._trajectories.pop(number, None)
+        self._ready.append(outcome)

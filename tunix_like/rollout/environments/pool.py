@@ -1,0 +1,372 @@
+"""Runs each environment in a process of its own, with deadlines and a memory limit.
+
+`fork_server.py` holds the user's module and starts the processes, since a start of the interpreter for each trajectory
+would take longer than most episodes. An environment that hangs, exits or grows is killed with everything that it
+started, and costs its own trajectory alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from tunix_like.errors import UserError
+from tunix_like.rewards.calls import LONGEST_REASON, Failure
+from tunix_like.rewards.pool import START_SECONDS
+from tunix_like.rewards.process import WorkerProcess
+from tunix_like.rollout.environments.calls import Answered, Caller
+from tunix_like.rollout.environments.fork_server import BEGIN, END, ORDER, START, TOOLS_PREFIX
+from tunix_like.rollout.environments.outcomes import Outcome
+from tunix_like.rollout.environments.process_tree import members_of, memory_of
+
+POLL_SECONDS = 0.1
+"""Interval of the memory checks while environments are busy."""
+
+PATIENCE = 10.0
+"""Maximum seconds for the server to follow an order, which takes milliseconds."""
+
+_EXIT_SECONDS = 1.0  # time for the exit status to arrive after the socket was closed
+
+
+class EnvironmentPool:
+    """Implements `Environments` with one process per trajectory. Not thread-safe.
+
+    The processes start at the first `reset` and are forked from a fresh interpreter that has loaded the user's module.
+    Time in which `outcomes` is not called does not count for the deadlines.
+
+    Args:
+      place: location of a class or factory (`rewards.pool.place_of`), or the locations of functions that are tools.
+      workers: number of calls that run at the same time; the others wait.
+      timeout_seconds: time limit of one call. Start, construction and `reset` are one call.
+      memory_gb: an environment that holds more than this many GB (10^9 bytes), with the processes that it started, is
+        stopped (Linux only).
+    """
+
+    def __init__(self, place: str | Sequence[str], *, workers: int, timeout_seconds: float, memory_gb: float):
+        self.places = [place] if isinstance(place, str) else [f"{TOOLS_PREFIX}{tool}" for tool in place]
+        self.name = place.rpartition(":")[2] if isinstance(place, str) else "tools"
+        self.workers, self.timeout_seconds = workers, timeout_seconds
+        self.memory_bytes = int(memory_gb * 1e9)
+        self._tools: list[Mapping[str, Any]] | None = None
+        self._callers: dict[int, Caller] = {}
+        self._serials: dict[int, Caller] = {}  # those whose process was ordered
+        self._requests: deque[tuple[Caller, str, bytes]] = deque()  # calls that wait
+        self._running: dict[int, Caller] = {}
+        self._ready: list[Outcome] = []
+        self._next = 0
+        self._orders: deque[tuple[bytes, socket.socket | None]] = deque()
+        self._unanswered: dict[tuple[str, int], float] = {}  # times of orders
+        self._server: WorkerProcess | None = None
+        self._loaded, self._started = False, 0.0
+        self._looked = self._measured = 0.0
+        self._held: list[WorkerProcess] = []
+        # also runs at interpreter exit if `close` was not called
+        self._finalizer = weakref.finalize(self, _stop_all, self._held)
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools; empty without tools. Starts the server to load the user's module.
+
+        Raises:
+          UserError: the module cannot be loaded, or is no environment.
+        """
+        while self._tools is None:
+            server = self._server or self._start()
+            answer = self._load(server)
+            if answer is not None:
+                self._stop_server()
+                raise UserError(answer)
+            if self._tools is None:
+                self._select(POLL_SECONDS)
+        return self._tools
+
+    def reset(self, number: int, columns: Mapping[str, Any]) -> None:
+        """Makes the environment of a trajectory and resets it; see `Environments.reset`.
+
+        Raises:
+          UserError: a column cannot be pickled.
+          ValueError: the trajectory already has an environment.
+        """
+        if number in self._callers:
+            raise ValueError(f"Trajectory {number} already has an environment; finish it first.")
+        try:
+            request = pickle.dumps(("reset", dict(columns)))
+        except Exception as error:
+            raise UserError(
+                f"Environment '{self.name}': a column ({', '.join(columns)}) cannot be sent to its process "
+                f"({type(error).__name__}: {error}); use columns of plain values."
+            ) from error
+        caller = self._callers[number] = Caller(number, self._next)
+        self._next += 1
+        self._submit(caller, "reset", request)
+
+    def step(self, number: int, completion: str) -> None:
+        """Steps the environment of a trajectory; see `Environments.step`.
+
+        Raises:
+          ValueError: the trajectory has no environment.
+        """
+        if number not in self._callers:
+            raise ValueError(f"Trajectory {number} has no environment; reset it first.")
+        self._submit(self._callers[number], "step", pickle.dumps(("step", completion)))
+
+    def finish(self, number: int) -> None:
+        """Ends a trajectory; see `Environments.finish`. One without an environment gets an outcome with reward 0."""
+        if number not in self._callers:
+            self._ready.append(Outcome(number))
+        else:
+            self._submit(self._callers[number], "finish", pickle.dumps(("finish", None)))
+
+    def outcomes(self, wait: bool) -> list[Outcome]:
+        """Returns the outcomes that are ready; with `wait`, at least one if a call is unanswered."""
+        while True:
+            self._look()
+            self._hand_out()
+            if self._ready or not wait or not (self._running or self._requests):
+                ready, self._ready = self._ready, []
+                return ready
+            self._select(self._until_next())
+
+    def close(self) -> None:
+        """Stops all environments and the server, and drops unanswered calls."""
+        for caller in self._callers.values():
+            caller.close()
+        for held in (self._callers, self._serials, self._running, self._requests, self._ready):
+            held.clear()
+        self._stop_server()
+
+    def _submit(self, caller: Caller, what: str, request: bytes) -> None:
+        self._requests.append((caller, what, request))
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Starts waiting calls while fewer than `workers` run, and sends orders."""
+        while self._requests and len(self._running) < self.workers:
+            caller, what, request = self._requests[0]
+            if what == "reset" and not self._loaded:
+                if self._server is None:
+                    self._start()
+                break
+            self._requests.popleft()
+            if caller.ended is not None:
+                self._fail(caller, "error", f"its process {caller.ended} before the call of {what}.")
+                continue
+            caller.call(what, request)
+            if what == "reset":
+                self._order(BEGIN, caller.serial, caller.connect())
+                self._serials[caller.serial] = caller
+            caller.given = time.monotonic()
+            caller.deadline = caller.given + self.timeout_seconds
+            self._running[caller.number] = caller
+            self._pump(caller)
+        self._send_orders()
+
+    def _look(self) -> None:
+        """Reads what has arrived and stops what is over a limit."""
+        self._look_at_server()
+        now = time.monotonic()
+        unattended = self._looked if now - self._looked > 10 * POLL_SECONDS else now
+        check_memory = now - self._measured > POLL_SECONDS / 2
+        for caller in list(self._running.values()):
+            caller.deadline += now - max(unattended, caller.given) if unattended < now else 0.0
+            self._pump(caller)
+            if self._running.get(caller.number) is not caller:
+                continue
+            if check_memory and self._is_over(caller):
+                continue
+            if now > caller.deadline:
+                self._over_time(caller)
+        self._looked = now
+        if check_memory:
+            self._measured = now
+
+    def _pump(self, caller: Caller) -> None:
+        try:
+            answer = caller.pump()
+        except Answered as error:
+            self._fail(caller, "error", f"its process {error}.")
+            return
+        if isinstance(answer, Outcome):
+            if caller.what == "finish":
+                self._drop(caller)
+            elif self._is_over(caller):
+                return
+            self._running.pop(caller.number, None)
+            self._ready.append(answer)
+        elif answer is not None:
+            self._fail(caller, "error", answer, whole=True)
+        elif caller.closed:
+            caller.deadline = min(caller.deadline, time.monotonic() + _EXIT_SECONDS)
+
+    def _is_over(self, caller: Caller) -> bool:
+        """Stops an environment that is over the memory limit; returns whether it is."""
+        if caller.pid is None or memory_of(caller.pid) <= self.memory_bytes:
+            return False
+        limit = f"environment.memory_gb={self.memory_bytes / 1e9:g} GB"
+        self._fail(caller, "error", f"it held more than {limit} in {caller.what} and was stopped.")
+        return True
+
+    def _over_time(self, caller: Caller) -> None:
+        if caller.closed:
+            self._fail(caller, "error", f"its process closed its socket in {caller.what}.")
+        else:
+            limit = f"environment.timeout_seconds={self.timeout_seconds:g} s"
+            self._fail(caller, "timeout", f"{caller.what} did not return within {limit}.")
+
+    def _fail(self, caller: Caller, kind: Literal["timeout", "error"], reason: str, whole: bool = False) -> None:
+        """Stops an environment; `whole` if the reason is complete without its name."""
+        text = reason if whole else f"Environment '{self.name}': {reason}"
+        self._drop(caller)
+        self._ready.append(Outcome(caller.number, failure=Failure(kind, text[:LONGEST_REASON])))
+
+    def _drop(self, caller: Caller) -> None:
+        caller.close()
+        for held in (self._callers, self._running):
+            held.pop(caller.number, None)
+        if self._serials.pop(caller.serial, None) is not None and caller.ended is None:
+            self._order(END, caller.serial, None)
+
+    def _order(self, what: bytes, serial: int, theirs: socket.socket | None) -> None:
+        self._unanswered["begun" if what == BEGIN else "stopped", serial] = time.monotonic()
+        self._orders.append((ORDER.pack(what, serial), theirs))
+        self._send_orders()
+
+    def _send_orders(self) -> None:
+        if self._server is None:
+            return
+        with contextlib.suppress(OSError):  # it is full, or the server has ended, which `_look_at_server` finds
+            while self._orders:
+                order, theirs = self._orders[0]
+                socket.send_fds(self._server.channel, [order], [] if theirs is None else [theirs.fileno()])
+                self._orders.popleft()
+                if theirs is not None:
+                    theirs.close()
+
+    def _start(self) -> WorkerProcess:
+        self._server = WorkerProcess(self.places, START, "environments")
+        self._held.append(self._server)
+        self._loaded, self._started = False, time.monotonic()
+        return self._server
+
+    def _load(self, server: WorkerProcess) -> str | None:
+        """Reads the first message of the server; returns why it cannot be used, or None."""
+        alive = server.alive  # checked before `pump`, so that what was written just before an exit is still read
+        answer = server.pump()
+        if answer is not None and "tools" in answer:
+            self._loaded, self._tools = True, answer["tools"]
+        elif answer is not None:
+            return str(answer["error"])
+        elif not alive:
+            return f"Environment '{self.name}' could not be loaded: its process {server.kill()}"
+        elif time.monotonic() - self._started > START_SECONDS:
+            return f"Environment '{self.name}' was not loaded within {START_SECONDS} s."
+        return None
+
+    def _look_at_server(self) -> None:
+        """Reads the messages of the server, and replaces it if it has ended or does not answer."""
+        server = self._server
+        if server is None:
+            return
+        if not self._loaded:
+            if (problem := self._load(server)) is not None:
+                self._stop_server()
+                for caller, _, _ in list(self._requests):
+                    self._fail(caller, "error", problem, whole=True)
+                self._requests.clear()
+            return
+        alive = server.alive
+        while (answer := server.pump()) is not None:
+            self._told(server, answer)
+        if not alive:
+            self._lose_server(f"the process that starts environments {server.kill()}")
+        elif any(time.monotonic() - given > PATIENCE for given in self._unanswered.values()):
+            self._lose_server(f"the process that starts environments did not answer within {PATIENCE:g} s")
+
+    def _told(self, server: WorkerProcess, answer: Mapping[str, Any]) -> None:
+        """Takes notice of a message of the server."""
+        for what in ("begun", "stopped"):
+            if what in answer:
+                self._unanswered.pop((what, answer[what]), None)
+        if "begun" in answer and (caller := self._serials.get(answer["begun"])) is not None:
+            caller.pid = answer["pid"]
+        if "ended" not in answer:
+            return
+        self._unanswered.pop(("begun", answer["ended"]), None)
+        if (caller := self._serials.get(answer["ended"])) is None:
+            return
+        if caller.number in self._running:
+            self._pump(caller)  # it may have answered just before its end
+        how = answer.get("error") or _how(answer["status"])
+        if caller.number in self._running:
+            caller.ended = how
+            self._fail(caller, "error", f"its process {how} in {caller.what}.{_traceback(server, how)}")
+        else:
+            caller.ended = how
+
+    def _lose_server(self, why: str) -> None:
+        """Fails the trajectories of a server that has ended. Calls of `reset` that wait start another one."""
+        self._stop_server()
+        for caller in list(self._serials.values()):
+            caller.ended = f"ended, because {why},"
+            if caller.number in self._running:
+                self._fail(caller, "error", f"{why} in {caller.what}.")
+
+    def _stop_server(self) -> None:
+        for _, theirs in self._orders:
+            if theirs is not None:
+                theirs.close()
+        self._orders.clear()
+        self._unanswered.clear()
+        _stop_all(self._held)
+        self._server, self._loaded = None, False
+
+    def _until_next(self) -> float:
+        """Returns the seconds to wait for an event at most."""
+        deadlines = [caller.deadline for caller in self._running.values()]
+        return max(0.0, min([POLL_SECONDS, *(deadline - time.monotonic() for deadline in deadlines)]))
+
+    def _select(self, seconds: float) -> None:
+        with selectors.PollSelector() as selector:
+            if self._server is not None:
+                self._server.register(selector)
+            for caller in self._running.values():
+                if caller.channel is not None and not caller.closed:
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.out else 0)
+                    selector.register(caller.channel, events)
+            selector.select(seconds)
+
+
+def _traceback(server: WorkerProcess, how: str) -> str:
+    """Returns the traceback that `faulthandler` printed at a crash; the output of all environments is one stream."""
+    start = server.last_output.rfind("Fatal Python error") if "by signal" in how else -1
+    return "" if start < 0 else f" The last crash printed:\n{server.last_output[start:]}"
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was killed by signal {-status} ({signal.strsignal(-status)})"
+
+
+def _stop_all(servers: list[WorkerProcess]) -> None:
+    """Ends servers with all their environments. A server whose socket is closed kills them; what is left is killed
+    here."""
+    for server in servers:
+        with contextlib.suppress(OSError):
+            server.channel.shutdown(socket.SHUT_RDWR)
+    while servers:
+        server = servers.pop()
+        server.wait(2.0)
+        server.kill()
+        for pid in members_of(server.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,162 @@
+"""Checks what a user's environment returned, and cuts observations that are far beyond any token limit.
+
+This module runs in the worker processes too and does not import jax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tunix_like.errors import UserError
+from tunix_like.rewards.calls import LARGEST
+
+if TYPE_CHECKING:
+    from tunix_like.types import Message
+
+MOST_CHARACTERS = 500_000
+"""Characters of an observation that are kept. This is over 100,000 tokens of usual text, which is more than any
+`max_observation_tokens` in use; the caller applies that limit. Longer text would only be encoded to be dropped."""
+
+MOST_MESSAGES = 1_000
+"""Largest number of messages of one observation."""
+
+MOST_INFO = 100
+"""Entries of `info` that are kept, and the largest number of characters of their names."""
+
+
+class Step(NamedTuple):
+    """A checked result of a step; the attributes are those of `EnvStepResult`, with `info` reduced to numbers."""
+
+    observation: str | Sequence[Message] | None = None
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, float] = {}
+
+
+def checked_step(value: Any, where: str) -> Step:
+    """Returns the result of a step that a user's method returned.
+
+    Args:
+      value: an `EnvStepResult`, a tuple `(observation, reward, done)` or `(observation, reward, done, info)`, or an
+        object with these attributes.
+      where: class and method, for error messages, e.g. `MyEnv.step`.
+
+    Raises:
+      UserError: it has another form, or an entry has a wrong type or value.
+    """
+    if all(hasattr(value, name) for name in ("observation", "reward", "done")):
+        fields = (value.observation, value.reward, value.done, getattr(value, "info", None))
+    elif isinstance(value, tuple) and len(value) in (3, 4):
+        fields = (*value, None)[:4]
+    else:
+        what = f"a tuple of {len(value)}" if isinstance(value, tuple) else show(value)
+        raise UserError(
+            f"{where} returned {what}; return EnvStepResult(observation, reward, done) or the tuple (observation, "
+            "reward, done[, info])."
+        )
+    observation, reward, done, info = fields
+    return Step(
+        checked_observation(observation, where),
+        checked_number(reward, f"{where}: reward"),
+        _checked_flag(done, where),
+        _checked_info(info, where),
+    )
+
+
+def checked_observation(value: Any, where: str) -> str | Sequence[Message] | None:
+    """Returns a text, a list of messages or None, cut to `MOST_CHARACTERS` in total.
+
+    Messages keep their entries that are strings. Characters that UTF-8 cannot represent become "?".
+
+    Raises:
+      UserError: the value is none of these.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _text(value, MOST_CHARACTERS)
+    if not isinstance(value, list | tuple):
+        cure = "; decode it" if isinstance(value, bytes | bytearray) else ""
+        raise UserError(
+            f"{where}: the observation is {show(value)}, of type {type(value).__name__}{cure}; it must be a str, a "
+            "list of messages or None."
+        )
+    if len(value) > MOST_MESSAGES:
+        raise UserError(f"{where}: the observation has {len(value)} messages; at most {MOST_MESSAGES} are possible.")
+    messages, room = [], MOST_CHARACTERS
+    for message in value:
+        valid = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+        if not valid:
+            raise UserError(
+                f"{where}: the observation contains {show(message)}, which is no message; write "
+                '{"role": "user", "content": "..."}, both strings.'
+            )
+        part = {_text(k, 100): _text(v, room) for k, v in message.items() if isinstance(k, str) and isinstance(v, str)}
+        room -= len(part["content"])
+        messages.append(part)
+    return messages
+
+
+def checked_number(value: Any, where: str) -> float:
+    """Returns a finite number of at most `LARGEST` in absolute value.
+
+    Raises:
+      UserError: the value is something else.
+    """
+    number = _number(value)
+    if number is None:
+        raise UserError(f"{where} {show(value)} is not a number; return a float, 0.0 for no reward.")
+    if not abs(number) <= LARGEST:  # also true for NaN
+        raise UserError(f"{where} {show(value)} is not a finite number within +-{LARGEST:.0e}.")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    if getattr(value, "ndim", None) == 0:  # scalars of numpy, jax and torch
+        value = value.item()
+    if value is None or isinstance(value, str | bytes | bytearray | complex):  # float() would parse a text
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
+
+
+def _checked_flag(value: Any, where: str) -> bool:
+    flag = value.item() if getattr(value, "ndim", None) == 0 else value
+    if not isinstance(flag, bool):
+        raise UserError(f"{where}: done is {show(value)}, of type {type(value).__name__}; it must be True or False.")
+    return flag
+
+
+def _checked_info(value: Any, where: str) -> dict[str, float]:
+    """Returns the finite numbers of `info`, without flags and texts."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: info is {show(value)}, of type {type(value).__name__}; it must be a dict.")
+    kept: dict[str, float] = {}
+    for name, entry in value.items():
+        if len(kept) == MOST_INFO:
+            break
+        number = _number(entry)
+        if isinstance(name, str) and number is not None and math.isfinite(number):
+            kept[_text(name, MOST_INFO)] = number
+    return kept
+
+
+def _text(value: str, most: int) -> str:
+    return value[:most].encode("utf-8", "replace").decode("utf-8")
+
+
+def show(value: Any) -> str:
+    """Formats a value for a message, in at most 200 characters."""
+    try:
+        text = repr(value[:200] if isinstance(value, str | bytes) else value)
+    except Exception:  # the user's own __repr__
+        text = f"an object of type {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."

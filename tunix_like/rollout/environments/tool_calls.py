@@ -1,0 +1,108 @@
+"""Reads the tool calls in the text of a turn, in the form of Hermes and Qwen or in that of Llama 3."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import Any, NamedTuple
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_LLAMA_TAG = "<|python_tag|>"
+_DECODER = json.JSONDecoder()
+
+MOST_CALLS = 32
+"""Tool calls of one turn that are read; the rest is one error."""
+
+
+class ToolCall(NamedTuple):
+    """One call of a tool.
+
+    Attributes:
+      name: the tool; "" if it could not be read.
+      arguments: by name of the parameter.
+      error: why the call is malformed; None if it is valid.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    error: str | None = None
+
+
+def tool_calls(text: str) -> list[ToolCall]:
+    """Returns the tool calls in a turn, in their order; empty if it has none. It never raises.
+
+    Two forms are read. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several in a
+    turn. Llama 3 writes a turn that is `{"name": ..., "parameters": {...}}`, several separated by `;` or newlines. The
+    text of a `<think>` block is not searched.
+    """
+    text = _THINKING.sub("", text)
+    if "</think>" in text:  # the chat template opened the block in the prompt
+        text = text.rpartition("</think>")[2]
+    bodies = _HERMES.findall(text)
+    calls = [_hermes_call(body) for body in bodies[:MOST_CALLS]] if bodies else _llama_calls(text)
+    if len(bodies) > MOST_CALLS or len(calls) > MOST_CALLS:
+        calls = [*calls[:MOST_CALLS], ToolCall("", {}, f"a turn may have at most {MOST_CALLS} tool calls")]
+    return calls
+
+
+def _hermes_call(body: str) -> ToolCall:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", {}, f"the tool call is not valid JSON: {_reason(error)}")
+    return _call_of(value)
+
+
+def _llama_calls(text: str) -> list[ToolCall]:
+    """Reads a turn that consists of JSON objects with a name and parameters; any other turn has no calls."""
+    marked = _LLAMA_TAG in text
+    text = text.rpartition(_LLAMA_TAG)[2].strip()
+    if not text.startswith("{"):
+        return [ToolCall("", {}, "the tool call is not a JSON object")] if marked else []
+    calls: list[ToolCall] = []
+    position = 0
+    while position < len(text) and len(calls) <= MOST_CALLS:
+        try:
+            value, position = _DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            # a turn that begins with an opening brace may be an answer, such as LaTeX or JSON
+            if not (calls or marked or _looks_like_call(text)):
+                return []
+            return [*calls, ToolCall("", {}, f"the tool call is not valid JSON: {_reason(error)}")]
+        if not (calls or marked or _is_call(value)):
+            return []
+        calls.append(_call_of(value))
+        while position < len(text) and (text[position].isspace() or text[position] == ";"):
+            position += 1
+    return calls
+
+
+def _looks_like_call(text: str) -> bool:
+    return '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value)
+
+
+def _call_of(value: Any) -> ToolCall:
+    if not isinstance(value, dict):
+        return ToolCall("", {}, "the tool call is not a JSON object")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return ToolCall("", {}, 'the tool call has no "name"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # the form of OpenAI, which some models write
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return ToolCall(name, {}, "the arguments of the tool call are not a JSON object")
+    return ToolCall(name, arguments)
+
+
+def _reason(error: Exception) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deeply or a number is too long"
