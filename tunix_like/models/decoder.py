@@ -267,8 +267,8 @@ class Decoder(nnx.Module):
           cache with the new tokens in the last columns.
         """
         width, room = tokens.shape[-1], cache[0][1].shape[2]
-        real = jnp.arange(width) >= width - counts[..., None]
-        places = ages[..., None] + jnp.arange(width) - (width - counts[..., None])  # in the completion
+        number = jnp.arange(width)[None, None] - (width - counts[..., None])  # negative for padding
+        real, places = number >= 0, ages[..., None] + number
         positions = prompt_lengths[:, None, None] + jnp.maximum(places, 0)
         segments, new = to_rows(jnp.where(real, 0, -1)), to_rows(real)
         ropes = self._ropes(positions)

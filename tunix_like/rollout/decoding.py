@@ -277,14 +277,14 @@ def append(
     """
     model, room, width = _merge(graphdef, params), rows.room, tokens.shape[-1]
     ends = rows.column - rows.gap  # after the last token of each row; it moves to column `room - counts`
-    order = ((ends + counts)[..., None] + jnp.arange(room)).reshape(-1, room) % room
+    order = ((ends + counts).reshape(-1, 1) + jnp.arange(room)[None]) % room
     moved = [
         (jnp.take_along_axis(k, order[:, None, None], axis=3), jnp.take_along_axis(v, order[:, None, :, None], axis=2))
         for k, v in rows.cache
     ]
     hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, moved)
-    place = rows.age[..., None] + jnp.arange(width) - (width - counts[..., None])
-    real = jnp.arange(width) >= width - counts[..., None]
+    number = jnp.arange(width)[None, None] - (width - counts[..., None])
+    place, real = rows.age[..., None] + number, number >= 0
     slots, samples = _row_index(rows)
     place = jnp.where(real, place, rows.tokens.shape[-1])  # out of range: dropped
     written = slots[..., None], samples[..., None], place

@@ -80,7 +80,7 @@ class TurnSchedule(Schedule):
         if not stopped.any():
             return
         tokens, turns = fetch(self.rows.tokens, self.sampler.mesh), []
-        for slot, row in np.argwhere(stopped):
+        for slot, row in np.argwhere(stopped).tolist():
             group, sample = index = int(self.slot_prompt[slot]), int(self.row_sample[slot, row])
             turn = slice(self.turn_start[index], ages[slot, row])
             self.sampled[index][turn] = True
@@ -93,7 +93,7 @@ class TurnSchedule(Schedule):
         """Appends replies to their rows. A row without a reply, or without space for it, is finished."""
         places = {
             (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
-            for slot, row in np.argwhere(self.row_sample >= 0)
+            for slot, row in np.argwhere(self.row_sample >= 0).tolist()
         }
         done, finished = np.zeros(ages.shape, bool), np.zeros(ages.shape, bool)
         appended: dict[tuple[int, int], Sequence[int]] = {}
