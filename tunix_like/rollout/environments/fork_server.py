@@ -126,11 +126,18 @@ class _Server:
             self._follow()
             self._reap()
             self._send()
+        self._end()
+
+    def _end(self) -> None:
+        """Kills all processes below this one, waits for their end, and kills this process."""
         for number in list(self.pids):
             self._kill(number)
-        self._kill_all(set(children_of(os.getpid())))
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                self._kill_all(children_of(os.getpid()))  # a process whose parent has ended is a child of this one
+                os.waitpid(-1, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(0, signal.SIGKILL)  # this process is the leader of its session and group
+            os.killpg(0, signal.SIGKILL)  # with what the user's module started in the group of this process
 
     def _follow(self) -> None:
         """Follows the orders that have arrived."""
