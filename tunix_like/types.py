@@ -29,12 +29,14 @@ class Problem:
       text: the rendered prompt, as the model and the reward functions receive it.
       tokens: the token ids of the prompt.
       columns: all other columns of the row, passed to reward functions by name.
+      source: the prompt before it was rendered, text or messages.
     """
 
     number: int
     text: str
     tokens: Sequence[int]
     columns: Mapping[str, Any]
+    source: Any = None
 
 
 class GroupBatch(NamedTuple):
@@ -143,6 +145,7 @@ class Reply(NamedTuple):
     tokens: Sequence[int] | None
 
 
+@runtime_checkable
 class Responder(Protocol):
     """Answers the turns of trajectories with tokens. `rollout.environments` implements it; engines call it."""
 
@@ -224,6 +227,7 @@ class EnvStepResult(NamedTuple):
     info: Mapping[str, Any] = {}
 
 
+@runtime_checkable
 class Environment(Protocol):
     """The other side of one trajectory: it answers the turns of the policy and gives rewards.
 

@@ -14,7 +14,8 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.weights import hf_name
-from tunix_like.rollout.sampler import Sampler, pad_tokens
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.rollout.shapes import pad_tokens
 from tunix_like.training.forward import ForwardOptions, batch_logprobs
 from tunix_like.training.packing import choose_layout, pack
 from tunix_like.types import GroupBatch, SamplingParams

@@ -26,7 +26,7 @@ from tunix_like.models.sharding import (
     scope,
     shardings_of,
 )
-from tunix_like.rollout import decoding, sampler
+from tunix_like.rollout import decoding, sampler, schedule, shapes
 from tunix_like.training.device import Device
 from tunix_like.training.engine import make_engine
 from tunix_like.training.forward import ForwardOptions, place_packed
@@ -115,7 +115,7 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, max_concurrent_rows=8)
 
     def chosen(memory: int) -> list[int]:
-        layout = rollout_mesh(model, rollout, mesh, sampler.slot_shape, Device("cpu", memory))
+        layout = rollout_mesh(model, rollout, mesh, shapes.slot_shape, Device("cpu", memory))
         return list(layout.shape.values())
 
     assert chosen(10**9) == [8, 1, 1]
@@ -143,7 +143,7 @@ def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
     model = Decoder(dataclasses.replace(CONFIG, vocab_size=33), rngs=nnx.Rngs(0))
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
-    layout = rollout_mesh(model, rollout, mesh, sampler.slot_shape, Device("cpu", 1000))
+    layout = rollout_mesh(model, rollout, mesh, shapes.slot_shape, Device("cpu", 1000))
     assert list(layout.shape.values()) == [1, 8, 1]
 
 
@@ -164,8 +164,8 @@ def test_a_wrong_rollout_layout_is_refused(layout, message):
 def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):
     mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1)
-        patch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
+        patch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
+        patch.setattr(schedule, "FEWEST_ROWS", {"cpu": 1})
         moved = train(mesh)
     waiting = train(mesh, max_concurrent_rows=8)
     assert moved[2] == waiting[2] == alone[2]
@@ -184,9 +184,9 @@ def test_what_the_sampler_works_on_is_never_whole_on_a_device(monkeypatch):
         return advance(graphdef, params, prompts, rows, *rest)
 
     monkeypatch.setattr(decoding, "advance", spy)
-    monkeypatch.setattr(sampler, "FIRST_CACHE", 16)
-    monkeypatch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1)
-    monkeypatch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
+    monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
+    monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
+    monkeypatch.setattr(schedule, "FEWEST_ROWS", {"cpu": 1})
     config = dataclasses.replace(CONFIG, num_layers=1)
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     params = place_params(nnx.to_pure_dict(state), mesh)

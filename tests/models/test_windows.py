@@ -11,8 +11,9 @@ from flax import nnx
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.rope import LinearScaling
-from tunix_like.rollout import sampler
-from tunix_like.rollout.sampler import Sampler, pad_tokens
+from tunix_like.rollout import schedule
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.rollout.shapes import pad_tokens
 from tunix_like.training.forward import ForwardOptions, batch_logprobs
 from tunix_like.training.packing import choose_layout, pack
 from tunix_like.types import GroupBatch, SamplingParams
@@ -51,7 +52,7 @@ def drawn():
     """Rows of 1 to 60 tokens, four at work at once in a cache that starts small: new ones start in the middle of the
     ring, and it grows under those that last."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "FIRST_CACHE", 16)
+        patch.setattr(schedule, "FIRST_CACHE", 16)
         made = Sampler(GRAPHDEF, (3,), max_prompt_length=24, max_tokens=STEPS, max_concurrent_rows=4)
         found = made.generate(PARAMS, PROMPTS, range(5), SIZE, jax.random.key(0), SamplingParams(TEMPERATURE))
     lengths = np.sort(found.lengths, axis=None)

@@ -18,8 +18,9 @@ from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, prompt_mask
-from tunix_like.rollout import decoding, sampler
-from tunix_like.rollout.sampler import Sampler, length_bucket, pad_tokens, slot_shape
+from tunix_like.rollout import decoding, schedule
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.rollout.shapes import length_bucket, pad_tokens, slot_shape
 from tunix_like.training.engine import make_engine
 from tunix_like.types import SamplingParams
 
@@ -83,7 +84,7 @@ def endless():
 
 def test_logprobs_are_those_of_the_full_forward(monkeypatch):
     """Over 70 tokens, so that the cache grows on the way."""
-    monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
+    monkeypatch.setattr(schedule, "FIRST_CACHE", 32)
     found = sample(max_tokens=70)
     assert found.tokens.shape == (3, SIZE, 70)
     logits = full_logits([A, B, C], found.tokens)
@@ -151,7 +152,7 @@ MANY, PROMPTS, NUMBERS = 6, (A, B, C, LONG), (3, 8, 1, 7)
 def ragged():
     """Six completions of four prompts, from one token to all 80, all of them in work at once and never moved."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1000)
+        patch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1000)
         found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
     assert found.lengths.min() < 5 and (found.lengths == 80).any() and len(np.unique(found.lengths)) > 8
     return found
@@ -192,9 +193,9 @@ def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
 
 def test_moved_rows_change_nothing(ragged, monkeypatch):
     """Gathered into fewer rows as they finish, one prompt in several slots, then the cache grown."""
-    monkeypatch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1)
-    monkeypatch.setattr(sampler, "FEWEST_ROWS", {"cpu": 1})
-    monkeypatch.setattr(sampler, "FIRST_CACHE", 32)
+    monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
+    monkeypatch.setattr(schedule, "FEWEST_ROWS", {"cpu": 1})
+    monkeypatch.setattr(schedule, "FIRST_CACHE", 32)
     seen = events(monkeypatch)
     found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
     for values, expected in zip(found, ragged, strict=True):
@@ -206,7 +207,7 @@ def test_moved_rows_change_nothing(ragged, monkeypatch):
 
 def test_a_ring_that_has_wrapped_grows_in_order(monkeypatch):
     """Waiting rows keep a small cache going round; then one needs more of it than there is."""
-    monkeypatch.setattr(sampler, "FIRST_CACHE", 8)
+    monkeypatch.setattr(schedule, "FIRST_CACHE", 8)
     whole = sample(PROMPTS, NUMBERS, MANY, eos_ids=(0, 3), max_tokens=40)
     assert (whole.lengths < 6).any() and (whole.lengths > 17).any()
     seen = events(monkeypatch)
@@ -284,7 +285,7 @@ def test_the_shape_of_slots():
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_prompt_in_several_slots_is_computed_once(ragged, monkeypatch, width):
     """Of four prompts, two stand in the slots at first and go from one slot to another; the others follow."""
-    monkeypatch.setattr(sampler, "slot_shape", lambda *_: (8 // width, width))
+    monkeypatch.setattr(schedule, "slot_shape", lambda *_: (8 // width, width))
     seen = events(monkeypatch)
     found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=8)
     for values, expected in zip(found, ragged, strict=True):
@@ -298,7 +299,7 @@ def test_useful_share_of_the_work(ragged, monkeypatch):
     made = {
         rows: Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=80, max_concurrent_rows=rows) for rows in (1, 24)
     }
-    monkeypatch.setattr(sampler, "FEWEST_TOKENS_LEFT", 1000)
+    monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1000)
     for one in made.values():
         one.generate(PARAMS, PROMPTS, NUMBERS, MANY, KEY, WARM)
     assert made[1].row_steps == ragged.lengths.sum(), "one row is live until it is done"

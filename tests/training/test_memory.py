@@ -35,7 +35,7 @@ from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
 from tunix_like.models.shares import Share, parameter_shapes, share_of
-from tunix_like.rollout import decoding, sampler
+from tunix_like.rollout import decoding, shapes
 from tunix_like.training import device, rollout_layout, sizes
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.learners import GRPOConfig
@@ -227,7 +227,7 @@ def test_an_accelerator_turns_one_matrix_back_at_a_time():
 
 
 def test_the_first_cache_is_the_samplers():
-    assert sampler.FIRST_CACHE == FIRST_CACHE
+    assert shapes.FIRST_CACHE == FIRST_CACHE
 
 
 def test_a_reference_and_devices_count():
@@ -369,7 +369,7 @@ def foreseen() -> sizes.MemoryEstimate:
         algorithm=AlgorithmConfig(advantage_estimator="grpo", num_generations=8),
         rollout=RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64, max_concurrent_rows=16),
     )
-    return sizes.estimate_memory(config, decoder(), None, sampler.slot_shape)
+    return sizes.estimate_memory(config, decoder(), None, shapes.slot_shape)
 
 
 def test_what_is_foreseen_is_said(memory):

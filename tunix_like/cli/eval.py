@@ -18,7 +18,6 @@ from tunix_like.cli.common import chosen_source, setup_jax
 from tunix_like.errors import UserError
 from tunix_like.evaluation import compare as eval_compare
 from tunix_like.evaluation.evaluate import Evaluation, Evaluator
-from tunix_like.rewards import close_pools
 from tunix_like.runs.trained import Trained, evaluator_of, open_trained
 from tunix_like.runtime import console
 from tunix_like.runtime.processes import by_first
@@ -106,7 +105,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
     try:
         return Measured(trained, split, evaluator, evaluator(trained.params))
     finally:
-        close_pools(function for _, function, _ in evaluator.rewards)
+        evaluator.close()
 
 
 def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:

@@ -31,11 +31,12 @@ _COUNTED = 100_000
 
 
 class Prompt(NamedTuple):
-    """A rendered and tokenised prompt; `columns` are the other columns of its row."""
+    """A rendered and tokenised prompt; `columns` are the other columns of its row, `source` is its column `prompt`."""
 
     text: str
     tokens: list[int]
     columns: dict[str, Any]
+    source: Any = None
 
 
 class Skipped(NamedTuple):
@@ -131,7 +132,8 @@ def render_all(rows: Sequence[Any], tokenizer: Tokenizer, most: int | None = Non
         if isinstance(result, UserError):
             yield result
         else:
-            yield Prompt(*result, {name: value for name, value in row.items() if name != "prompt"})
+            columns = {name: value for name, value in row.items() if name != "prompt"}
+            yield Prompt(*result, columns, row["prompt"])
 
 
 def _problem(row: Any) -> str | None:

@@ -148,8 +148,8 @@ class Tokenizer:
         return self._copy(eos_ids=ids)
 
     def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
-        """Returns a copy that passes these variables to every chat template rendering, e.g. `enable_thinking`."""
-        return self._copy(template_variables=variables)
+        """Returns a copy that passes these variables too to every chat template rendering, e.g. `enable_thinking`."""
+        return self._copy(template_variables={**self._template_variables, **variables})
 
     def _copy(self, **changed: Any) -> Tokenizer:
         same: dict[str, Any] = {
@@ -246,6 +246,34 @@ class Tokenizer:
         if isinstance(text, UserError):
             raise text
         return text
+
+    def render_guarded(
+        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool, **template_variables: Any
+    ) -> Iterator[str | UserError]:
+        """Yields the rendering of each conversation, or its error; one request for all of them.
+
+        All texts of the messages count as data. Control tokens in them are replaced by references, which
+        `encode_guarded` encodes as plain text, so control tokens in the result come from the template.
+
+        Args: see `render`.
+        """
+        guarded = [self._guarded(messages) for messages in conversations]
+        good = [turns for turns in guarded if isinstance(turns, list)]
+        rendered = self._rendered(good, add_generation_prompt, template_variables)
+        for turns in guarded:
+            yield next(rendered) if isinstance(turns, list) else turns
+
+    def encode_guarded(self, text: str, most: int) -> list[int]:
+        """Encodes a text of `render_guarded`, or a part of it, without adding special tokens.
+
+        Args:
+          most: of a text with more ids than this, only the beginning may be encoded, with more ids than this. It
+            bounds the time.
+
+        Raises:
+          UserError: see `encode`.
+        """
+        return self._encode_guarded(text, False, most)[1]
 
     def _rendered(
         self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]

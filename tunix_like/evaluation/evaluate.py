@@ -18,20 +18,25 @@ from tunix_like.data.stream import Skipped, check_overlong, render, tokens_to_co
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluation.statistics import intervals, mean_known, problem_values, value_ranges
-from tunix_like.rewards import ANSWERS, REWARDS, Scores
+from tunix_like.rewards import ANSWERS, REWARDS, Scores, close_pools
 from tunix_like.rewards.pool import PooledFunction
+from tunix_like.rollout.environments.episodes import episode_metrics, with_environment
+from tunix_like.rollout.environments.trajectories import Player, generate
 from tunix_like.rollout.rollouts import (
     FirstFailure,
+    Rollout,
     WeightedReward,
     completion_texts,
+    first_axis,
     groups_by_source,
     nothing_scored_message,
     saved_on_failure,
     score_completions,
     succeeds,
+    with_width,
 )
 from tunix_like.runtime import progress
-from tunix_like.types import Completions, Engine, Problem, SamplingParams
+from tunix_like.types import Engine, Problem, SamplingParams
 
 EVAL_KEY = 2
 """Folded into the run's random key for evaluation."""
@@ -135,6 +140,7 @@ class Evaluator:
     key: jax.Array
     first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
     skipped: Skipped | None = None
+    player: Player | None = None
 
     @property
     def skipped_prompts(self) -> int:
@@ -158,39 +164,44 @@ class Evaluator:
             later steps the metrics are NaN instead, and the run continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance:
-            return self._summary(*self._sampled(self.engine.place(params), advance, rollouts, step))
+            return self._summary(self._sampled(self.engine.place(params), advance, rollouts, step))
 
-    def _sampled(
-        self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int
-    ) -> tuple[Scores, Int[np.ndarray, "N n"], Bool[np.ndarray, "N n"], list[list[str]]]:
-        """Returns scores, lengths, finished flags and texts of the completions of all problems."""
+    def _sampled(self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int) -> list[Rollout]:
+        """Returns the scored completions of all problems, batch after batch."""
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
-        parts: list[tuple[Completions, Scores]] = []
-        texts: list[list[str]] = []
+        parts: list[Rollout] = []
         unused = 1 + max(problem.number for problem in problems)
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
             padded = part + [part[-1]] * (size - len(part))  # same shape for all batches, to compile once
-            numbers = [p.number for p in part] + [unused + i for i in range(size - len(part))]
-            out = self.engine.generate(params, [p.tokens for p in padded], numbers, config.samples, self.key, sampling)
-            out = Completions(*(values[: len(part)] for values in out))
+            # Each problem of a call needs a number of its own.
+            padded[len(part) :] = [dataclasses.replace(p, number=unused + i) for i, p in enumerate(padded[len(part) :])]
+            given = self.engine, self.player, params, padded, config.samples, self.key, sampling
+            padded, out, trajectories = generate(*given)
+            part = padded[: len(part)]
+            out = first_axis(with_width(out, out.tokens.shape[-1]), slice(len(part)))
             flat = completion_texts(out, self.tokenizer)
             with saved_on_failure(rollouts, step, part, flat):
                 scores = score_completions(self.rewards, part, flat, config.samples)
+                episodes = None if trajectories is None else trajectories.episodes()[: len(flat)]
+                scores = scores if episodes is None else with_environment(scores, episodes)
                 if step == 0 and not parts and (scores.timeouts | scores.errors).all():
                     raise UserError(f"evaluation: {nothing_scored_message(scores)}")
             self.first_failure(scores, rollouts)
-            texts += [flat[i : i + config.samples] for i in range(0, len(flat), config.samples)]
-            parts.append((out, scores))
+            parts.append(Rollout(part, flat, out, scores, episodes))
             advance(len(part))
-        scores = functools.reduce(Scores.join, [part_scores for _, part_scores in parts])
-        if step == 0 and not scores.scored.any():
+        if step == 0 and not any(rollout.scores.scored.any() for rollout in parts):
+            scores = functools.reduce(Scores.join, [rollout.scores for rollout in parts])
             raise UserError(f"evaluation: {nothing_scored_message(scores)}")
-        lengths = np.concatenate([out.lengths for out, _ in parts])
-        finished = np.concatenate([out.finished for out, _ in parts])
-        return scores, lengths, finished, texts
+        return parts
+
+    def close(self) -> None:
+        """Stops the worker processes of rewards and environments; they start again at the next call."""
+        close_pools(function for _, function, _ in self.rewards)
+        if self.player is not None:
+            self.player.environments.close()
 
     def objectives(self) -> list[str]:
         """Returns the names of the metrics for which higher is better, without sampling."""
@@ -202,13 +213,12 @@ class Evaluator:
         ends = [f"{end}/{name}" for end in ("low", "high") for name in names]
         return [f"eval/{name}" for name in (*names, "rewards/mean", *by_source, *ends)]
 
-    def _summary(
-        self,
-        scores: Scores,
-        lengths: Int[np.ndarray, "N n"],
-        finished: Bool[np.ndarray, "N n"],
-        texts: list[list[str]],
-    ) -> Evaluation:
+    def _summary(self, parts: Sequence[Rollout]) -> Evaluation:
+        scores = functools.reduce(Scores.join, [rollout.scores for rollout in parts])
+        lengths = np.concatenate([rollout.sampled_lengths for rollout in parts])
+        finished = np.concatenate([rollout.completions.finished for rollout in parts])
+        samples, flat = self.config.samples, [text for rollout in parts for text in rollout.texts]
+        texts = [flat[i : i + samples] for i in range(0, len(flat), samples)]
         total: np.ndarray = scores.total.reshape(lengths.shape)
         known = ~np.isnan(total)
         succeeded = known & succeeds(np.nan_to_num(total, nan=-np.inf), self.success_threshold)
@@ -224,6 +234,8 @@ class Evaluator:
             "eval/error_frac": float(scores.errors.mean()),
             "eval/skipped_prompts": self.skipped_prompts,
         }
+        if episodes := [episode for rollout in parts for episode in rollout.episodes or ()]:
+            metrics |= {f"eval/{name}": value for name, value in episode_metrics(episodes).items()}
         for label, selected in groups_by_source(self.problems).items():
             metrics |= {f"eval/{name}/{label}": mean_known(values[name][selected]) for name in _passes(values)}
         ranges = value_ranges(values, [total, [self.success_threshold]])

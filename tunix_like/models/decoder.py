@@ -244,6 +244,55 @@ class Decoder(nnx.Module):
             x, _ = layer(x, ropes[index], attend)
         return self.norm(x[:, :, 0]), filled
 
+    def extend(
+        self,
+        tokens: Int[Array, "P G N"],
+        counts: Int[Array, "P G"],
+        ages: Int[Array, "P G"],
+        prompt_lengths: Int[Array, "P"],
+        prompt_cache: list[KeyValue],
+        cache: list[KeyValue],
+    ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
+        """Runs the model on several further tokens of every completion, given the keys and values of the earlier ones.
+
+        Args:
+          tokens: padded on the left.
+          counts: number of tokens of each completion, at most `N`; may be 0.
+          ages: number of earlier tokens of each completion.
+          prompt_cache: from `prefill`, shared by the group.
+          cache: as in `decode`. The earlier tokens are in the columns `[U - count - age, U - count)`.
+
+        Returns:
+          normalised hidden states that predict the token after the last one, undefined where `counts` is 0; and the
+          cache with the new tokens in the last columns.
+        """
+        width, room = tokens.shape[-1], cache[0][1].shape[2]
+        real = jnp.arange(width) >= width - counts[..., None]
+        places = ages[..., None] + jnp.arange(width) - (width - counts[..., None])  # in the completion
+        positions = prompt_lengths[:, None, None] + jnp.maximum(places, 0)
+        segments, new = to_rows(jnp.where(real, 0, -1)), to_rows(real)
+        ropes = self._ropes(positions)
+        ends = (room - counts).reshape(-1)
+        x = self.embed_tokens(tokens)
+        filled: list[KeyValue] = []
+        for index, (layer, prompt, (keys, values)) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
+            window = self.config.window(index)
+            first = jnp.zeros_like(places) if window is None else jnp.clip(places - window + 1, 0)
+            starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
+            of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
+            own = Part(keys, values, Lengths(ends, to_rows(first + (room - counts - ages)[..., None])))
+
+            def attend(
+                q: Array, k: Array, v: Array, of_prompt: Part = of_prompt, own: Part = own, window: Any = window
+            ) -> Array:
+                block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
+                end = lambda old, add, axis: _with_end(old, add, new, axis)  # noqa: E731
+                filled.append((end(own.k, block.k, 3), end(own.v, block.v, 2)))
+                return group_attention(q, of_prompt, own, block, kind="auto", cap=self.config.attention_cap)
+
+            x, _ = layer(x, ropes[index], attend)
+        return self.norm(x[:, :, -1]), filled
+
     def completion_hidden(
         self,
         first: Float[Array, "A D"],
@@ -293,6 +342,14 @@ def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
 def check_decoder(name: str, value: Any) -> None:
     """Raises a UserError if the argument `name` of a Python call is not a `Decoder`."""
     check_type(name, value, Decoder, "give a Decoder; tunix_like.load_model(folder) returns one, and its tokenizer")
+
+
+def _with_end(x: Array, new: Array, real: Bool[Array, "R N"], axis: int) -> Array:
+    """Replaces the last columns (along `axis`) of cached keys or values where `real`."""
+    shape = [1] * x.ndim
+    shape[0], shape[axis] = real.shape
+    start, last = jnp.split(x, [x.shape[axis] - real.shape[1]], axis)
+    return jnp.concatenate([start, jnp.where(real.reshape(shape), new, last)], axis)
 
 
 def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:

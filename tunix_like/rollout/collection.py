@@ -22,6 +22,8 @@ from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
+from tunix_like.rollout.environments.episodes import with_environment
+from tunix_like.rollout.environments.trajectories import Player, generate
 from tunix_like.rollout.rollouts import (
     FirstFailure,
     Rollout,
@@ -70,6 +72,7 @@ class Collector:
     Attributes:
       key: random key of all completions of the run.
       rollouts: folder for completions that cannot be scored, or None.
+      player: plays the trajectories of several turns; None: completions have a single turn.
       drawn: number of prompts taken from the stream so far. It is the number of the next problem, so problem numbers
         are unique in a run.
       started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
@@ -85,6 +88,7 @@ class Collector:
     rollouts: Path | None = None
     first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
     drawn: int = 0
+    player: Player | None = None
     started: bool = False
     _warned: bool = False
 
@@ -111,7 +115,7 @@ class Collector:
         if algo.dynamic_sampling:
             rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
-        tokens = int(rollout.completions.lengths.sum())
+        tokens = int(rollout.sampled_lengths.sum())
         if len(rollout.problems) > self.batch_size:
             chosen = np.sort(np.argsort(~self._has_signal(rollout, rewards), kind="stable")[: self.batch_size])
             rollout, rewards = pick_groups(rollout, chosen), rewards[chosen]
@@ -174,20 +178,17 @@ class Collector:
         problems = [Problem(self.drawn + i, *prompt) for i, prompt in enumerate(prompts)]
         self.drawn += len(problems)
         lap("data")
-        completions = self.engine.generate(
-            params,
-            [problem.tokens for problem in problems],
-            [problem.number for problem in problems],
-            size,
-            jax.random.fold_in(self.key, TRAIN_KEY),
-            SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
-        )
-        completions = with_width(completions, rollout.max_tokens_to_generate)
+        key = jax.random.fold_in(self.key, TRAIN_KEY)
+        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+        problems, out, trajectories = generate(self.engine, self.player, params, problems, size, key, sampling)
+        completions = with_width(out, rollout.max_tokens_to_generate)
         lap("rollout")
         texts = completion_texts(completions, self.tokenizer)
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
             scores = score_completions(self.task.rewards, problems, texts, size)
-            sampled = Rollout(problems, texts, completions, scores)
+            episodes = None if trajectories is None else trajectories.episodes()
+            scores = scores if episodes is None else with_environment(scores, episodes)
+            sampled = Rollout(problems, texts, completions, scores, episodes)
             rewards = self._rewards(sampled)
             if problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
@@ -197,7 +198,7 @@ class Collector:
 
     def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
         """Returns the shaped and checked rewards, which are the input of the estimator."""
-        lengths, algo = rollout.completions.lengths, self.task.algo
+        lengths, algo = rollout.sampled_lengths, self.task.algo
         total = rollout.scores.total.reshape(lengths.shape)
         rewards = shape_rewards(
             total, lengths, algo, self.task.rollout_config.max_tokens_to_generate, self.task.success_threshold

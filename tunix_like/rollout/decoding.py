@@ -2,7 +2,9 @@
 
 Each of the `A` slots holds one prompt and `g` rows, one completion per row. All rows write their keys and values into
 the same column of a ring buffer with `U` columns, so the write is a single slice even if rows have different ages. A
-row attends only to the columns written since it started. `sampler.py` schedules these programs.
+row attends only to the columns written since it started. A row that waits for a reply (completions of several turns)
+keeps its columns, while other rows go on; `append` moves them to the current column again. `schedule.py` and `turns.py`
+schedule these programs.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class Rows(NamedTuple):
       age: number of tokens of each row.
       live: False once a row has `ended` or reached the length limit.
       ended: whether the row ended with an end-of-sequence token.
+      gap: number of columns that were written since the last token of a row that is not live.
+      held: True for rows whose columns must be kept even if they are not live, because they may continue.
       keys: random key data of each row.
     """
 
@@ -48,6 +52,8 @@ class Rows(NamedTuple):
     age: Int[Array, "A g"]
     live: Bool[Array, "A g"]
     ended: Bool[Array, "A g"]
+    gap: Int[Array, "A g"]
+    held: Bool[Array, "A g"]
     keys: UInt32[Array, "A g W"]
     hidden: Float[Array, "A g D"]
     tokens: Int[Array, "A g T"]
@@ -96,6 +102,8 @@ def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_word
         age=jnp.zeros(shape, jnp.int32),
         live=jnp.zeros(shape, bool),
         ended=jnp.zeros(shape, bool),
+        gap=jnp.zeros(shape, jnp.int32),
+        held=jnp.zeros(shape, bool),
         keys=jnp.zeros((*shape, key_words), jnp.uint32),
         hidden=jnp.zeros((*shape, prompts.hidden.shape[-1]), prompts.hidden.dtype),
         tokens=jnp.zeros((*shape, max_tokens), jnp.int32),
@@ -130,6 +138,7 @@ def fill(
         age=jnp.where(take, 0, rows.age),
         live=rows.live | take,
         ended=rows.ended & ~take,
+        gap=jnp.where(take, 0, rows.gap),
         keys=jnp.where(take[..., None], jax.random.key_data(fresh), rows.keys),
         hidden=jnp.where(take[..., None], prompts.hidden[:, None], rows.hidden),
     )
@@ -171,13 +180,14 @@ def advance(
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples tokens until at most `stop_at` rows are live, or until a live row has filled the cache."""
+    """Samples tokens until at most `stop_at` rows are live, or until the cache has no column left for a live row, or
+    none that is not in use by a held one."""
     model = _merge(graphdef, params)
     head = model.head()  # outside the loop, because a tied head is a transpose
     room, (slots, size), limit = rows.room, rows.live.shape, rows.tokens.shape[-1]
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, prompts.cache[0][1].shape[2])
-    row_index = jnp.arange(slots)[:, None], jnp.arange(size)[None]
+    row_index = _row_index(rows)
 
     def body(rows: Rows) -> Rows:
         logits = model.scores(rows.hidden, head).reshape(slots * size, -1)
@@ -202,17 +212,24 @@ def advance(
             age=age,
             live=rows.live & ~ended & (age < limit),
             ended=ended,
-            hidden=hidden,
+            gap=jnp.where(rows.live, 0, rows.gap + 1),
+            hidden=jnp.where(rows.live[..., None], hidden, rows.hidden),
             tokens=rows.tokens.at[written].set(tokens, mode="drop"),
             logprobs=rows.logprobs.at[written].set(logprobs, mode="drop"),
             cache=cache,
         )
 
     def more(rows: Rows) -> Array:
-        return (rows.live.sum() > stop_at) & (jnp.where(rows.live, rows.age, 0).max() < room)
+        used = jnp.where(rows.live | rows.held, rows.age + rows.gap, 0).max()
+        return (rows.live.sum() > stop_at) & (used < room)
 
     with jax.named_scope(TOKENS):
         return jax.lax.while_loop(more, body, rows)
+
+
+def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
+    slots, size = rows.age.shape
+    return jnp.arange(slots)[:, None], jnp.arange(size)[None]
 
 
 @functools.partial(jax.jit, static_argnames=("room",))
@@ -239,8 +256,44 @@ def regroup(
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
-        for name in ("age", "live", "ended", "keys", "hidden", "tokens", "logprobs")
+        for name in ("age", "live", "ended", "gap", "held", "keys", "hidden", "tokens", "logprobs")
     }
     moved["cache"] = jax.tree.map(lambda x: x[picked.reshape(-1)], rows.cache)
     moved["live"] &= real
     return pick_prompts(prompts, source), rows._replace(**moved)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("rows",))
+def append(
+    graphdef: Any, params: Any, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g N"], counts: Int[Array, "A g"]
+) -> Rows:
+    """Appends tokens that the policy did not sample to rows, with one forward pass over these tokens only.
+
+    The columns of every row are moved, so that its last token is in the last column and no row has a gap.
+
+    Args:
+      tokens: padded on the left; `N` is at most the number of columns of the cache.
+      counts: number of tokens of each row, 0 for rows that only move. `age + counts` is at most the number of columns.
+    """
+    model, room, width = _merge(graphdef, params), rows.room, tokens.shape[-1]
+    ends = rows.column - rows.gap  # after the last token of each row; it moves to column `room - counts`
+    order = ((ends + counts)[..., None] + jnp.arange(room)).reshape(-1, room) % room
+    moved = [
+        (jnp.take_along_axis(k, order[:, None, None], axis=3), jnp.take_along_axis(v, order[:, None, :, None], axis=2))
+        for k, v in rows.cache
+    ]
+    hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, moved)
+    place = rows.age[..., None] + jnp.arange(width) - (width - counts[..., None])
+    real = jnp.arange(width) >= width - counts[..., None]
+    slots, samples = _row_index(rows)
+    place = jnp.where(real, place, rows.tokens.shape[-1])  # out of range: dropped
+    written = slots[..., None], samples[..., None], place
+    return rows._replace(
+        column=jnp.int32(0),
+        age=rows.age + counts,
+        gap=jnp.zeros_like(rows.gap),
+        hidden=jnp.where((counts > 0)[..., None], hidden, rows.hidden),
+        tokens=rows.tokens.at[written].set(tokens, mode="drop"),
+        logprobs=rows.logprobs.at[written].set(0.0, mode="drop"),
+        cache=cache,
+    )

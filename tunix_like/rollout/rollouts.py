@@ -23,7 +23,8 @@ from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.rewards import Scores, check_form, score
-from tunix_like.rollout.sampler import length_bucket, pad_tokens
+from tunix_like.rollout.environments.episodes import Episode, episode_metrics
+from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime.processes import spread
 from tunix_like.types import Completions, GroupBatch, Problem, RewardFunction
 
@@ -77,30 +78,46 @@ class Task(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Sampled and scored groups. `texts` holds `P * G` completions, group after group."""
+    """Sampled and scored groups.
+
+    `texts` has the `P * G` completions, group after group, and `episodes` their turns if there is an environment.
+    """
 
     problems: list[Problem]
     texts: list[str]
     completions: Completions
     scores: Scores
+    episodes: list[Episode] | None = None
+
+    @property
+    def sampled_lengths(self) -> Int[np.ndarray, "P G"]:
+        """Returns the number of tokens of each completion that the policy sampled."""
+        mask = self.completions.token_mask
+        return self.completions.lengths if mask is None else mask.sum(axis=-1, dtype=np.int32)
 
 
 def with_width(completions: Completions, width: int) -> Completions:
-    """Pads or cuts the token axis of completions to `width`. An engine may return arrays as wide as its longest
-    completion."""
+    """Pads or cuts the token axis of completions to `width`, and sets their `token_mask`.
+
+    An engine may return arrays as wide as its longest completion, and no mask.
+    """
 
     def fit(values: np.ndarray) -> np.ndarray:
         missing = max(0, width - values.shape[-1])
         return np.pad(values[..., :width], ((0, 0), (0, 0), (0, missing))) if missing else values[..., :width]
 
-    return completions._replace(tokens=fit(completions.tokens), logprobs=fit(completions.logprobs))
+    mask = completions.token_mask
+    mask = np.arange(width) < completions.lengths[..., None] if mask is None else fit(mask)
+    return completions._replace(tokens=fit(completions.tokens), logprobs=fit(completions.logprobs), token_mask=mask)
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
     """Concatenates the groups of two rollouts."""
     scores = first.scores.join(second.scores)
-    completions = Completions(*map(np.concatenate, zip(first.completions, second.completions, strict=True)))
-    return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores)
+    parts = zip(first.completions, second.completions, strict=True)
+    completions = Completions(*(np.concatenate(part) for part in parts))  # type: ignore[arg-type]
+    episodes = None if first.episodes is None else [*first.episodes, *(second.episodes or ())]
+    return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores, episodes)
 
 
 def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
@@ -108,8 +125,15 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
     size = rollout.completions.lengths.shape[1]
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     scores = rollout.scores.pick(rows)
-    completions = Completions(*(values[groups] for values in rollout.completions))
-    return Rollout([rollout.problems[g] for g in groups], [rollout.texts[r] for r in rows], completions, scores)
+    completions = first_axis(rollout.completions, groups)
+    episodes = None if rollout.episodes is None else [rollout.episodes[r] for r in rows]
+    problems, texts = [rollout.problems[g] for g in groups], [rollout.texts[r] for r in rows]
+    return Rollout(problems, texts, completions, scores, episodes)
+
+
+def first_axis(completions: Completions, index: Any) -> Completions:
+    """Selects groups of completions that have a `token_mask`."""
+    return Completions(*(values[index] for values in completions if values is not None))
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
@@ -174,7 +198,7 @@ def to_batch(
         prompt_lengths=lengths,
         completion_tokens=completions.tokens[:, :, :steps],
         completion_lengths=completions.lengths,
-        token_mask=np.arange(steps) < completions.lengths[..., None],
+        token_mask=None if completions.token_mask is None else completions.token_mask[:, :, :steps],
         rollout_logprobs=completions.logprobs[:, :, :steps],
         rewards=np.where(scored, rewards, 0.0).astype(np.float32),
         scored=scored,
@@ -210,6 +234,9 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
         "completions/min_length": float(completions.lengths.min()),
         "completions/clipped_ratio": 1.0 - float(completions.finished.mean()),
     }
+    if rollout.episodes is not None:
+        metrics |= episode_metrics(rollout.episodes)
+        metrics["completions/mean_sampled"] = float(rollout.sampled_lengths.mean())
     for label, groups in groups_by_source(rollout.problems).items():
         seen = total[groups][scored[groups]]
         metrics |= {f"pass@1/{label}": _mean(succeeds(seen, threshold)), f"rewards/mean/{label}": _mean(seen)}
@@ -255,13 +282,16 @@ def write_rollouts(
 ) -> Path:
     """Writes one JSON object per completion to `folder/step_<n>.jsonl`, and returns the file.
 
-    An object has the data source (if the row has one), the prompt, the completion and the given `columns` (arrays of
-    `P * G` values, or of shape `[P, G]`).
+    An object has the data source (if the row has one), the prompt, the completion and the given `columns` (lists or
+    arrays of `P * G` values, or arrays of shape `[P, G]`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.jsonl"
     size = len(texts) // len(problems)
-    flat = {name: np.asarray(values).reshape(-1).tolist() for name, values in columns.items()}
+    flat = {
+        name: values if isinstance(values, list) else np.asarray(values).reshape(-1).tolist()
+        for name, values in columns.items()
+    }
     with file.open("w", encoding="utf-8") as out:
         for index, text in enumerate(texts):
             problem = problems[index // size]
@@ -289,9 +319,11 @@ class RolloutFiles:
         if self.folder is None:
             return
         shaped = np.where(batch.scored, batch.rewards, np.nan)
-        columns = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
+        columns: dict[str, Any] = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
         columns |= {"length": batch.completion_lengths, "finished": rollout.completions.finished}
         columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
+        if rollout.episodes is not None:
+            columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
         try:
             write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
         except OSError as error:

@@ -23,7 +23,10 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model
 from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
+from tunix_like.rollout.environments.outcomes import Environments
+from tunix_like.rollout.environments.trajectories import Player
 from tunix_like.rollout.rollouts import WeightedReward
+from tunix_like.runs.environments import environments_of, has_environment, with_tools
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
 from tunix_like.storage.loggers import check_loggers
@@ -47,6 +50,7 @@ class Parts(NamedTuple):
     rewards: list[WeightedReward]
     mesh: Mesh | None
     weights: str = ""
+    environments: Environments | None = None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """Builds an evaluator for the run's held-out problems, with `settings` instead of its `eval` section."""
@@ -77,6 +81,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     _check_lora(config)
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
+    has_environment(config)
     ks_of(config.eval)
     check_profile_steps(config.training.profile_steps)
     check_loggers(config.training.loggers)
@@ -137,10 +142,21 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     check_fit(model.config, tokenizer, config.rollout)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
-    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights)
+    environments = environments_of(config)
+    tokenizer = with_tools(tokenizer, environments)
+    check_turns(environments, config, tokenizer, source)
+    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments)
     if config.training.best_metric is not None:  # checked here, because SFT may run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
     return parts
+
+
+def check_turns(environments: Environments | None, config: Config, tokenizer: Tokenizer, source: DataSource) -> None:
+    """Checks that the prompts of the data can have several turns. Raises UserError if not."""
+    if environments is not None:
+        Player(environments, config.environment, tokenizer, config.rollout.eos_tokens or tokenizer.eos_ids).bridge(
+            source.train[0]["prompt"]
+        )
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:
@@ -234,11 +250,13 @@ def make_evaluator(
 ) -> Evaluator:
     """Builds an evaluator for the held-out rows of a data source."""
     rollout = config.rollout
+    environments = environments_of(config)
     problems, skipped = eval_problems(
         source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems, config.data.overlong_prompts
     )
+    engine = make_engine(graphdef, tokenizer, rollout, mesh)
     return Evaluator(
-        make_engine(graphdef, tokenizer, rollout, mesh),
+        engine,
         tokenizer,
         problems,
         rewards,
@@ -246,4 +264,5 @@ def make_evaluator(
         config.rewards.success_threshold,
         jax.random.fold_in(jax.random.key(config.training.seed), EVAL_KEY),
         skipped=skipped,
+        player=None if environments is None else Player(environments, config.environment, tokenizer, engine.eos_ids),
     )

@@ -14,7 +14,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.rollouts import WeightedReward
-from tunix_like.rollout.sampler import slot_shape
+from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import Parts, updates_per_batch
 from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 

@@ -39,7 +39,8 @@ from tunix_like.models.sharding import (
 )
 from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
-from tunix_like.rollout.sampler import jit_place, slot_shape
+from tunix_like.rollout.sampler import jit_place
+from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import check_batches, check_config, named_model, updates_per_batch
 from tunix_like.runtime.accelerators import cudnn_installed
 from tunix_like.runtime.compiled_costs import Trips

@@ -14,7 +14,6 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data.shared import compared_once
 from tunix_like.errors import NotSaved
-from tunix_like.rewards import close_pools
 from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
@@ -113,6 +112,8 @@ def make_learner(
         training_config=dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer),
         eval_config=config.eval,
         mesh=parts.mesh,
+        environment=parts.environments,
+        environment_config=config.environment,
         success_threshold=config.rewards.success_threshold,
         source_estimators=parts.source_estimators,
         on_row=on_row,
@@ -125,7 +126,7 @@ def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) 
 
     Returns the error if the last checkpoint could not be written, which does not end the run; a signal raises.
     """
-    config, evaluate = parts.config, None
+    config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval):
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
@@ -153,5 +154,6 @@ def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) 
             raise
         return error
     finally:
-        close_pools(function for _, function, _ in parts.rewards)  # of the evaluations; a learner starts its own
+        if evaluator is not None:
+            evaluator.close()  # a learner starts its own processes
     return None

@@ -10,9 +10,7 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rollout.rollouts import WeightedReward
-
-MOST_WORKERS = 4
-"""Maximum number of worker processes for rewards when `rewards.workers` is unset."""
+from tunix_like.runs.environments import MOST_WORKERS, has_environment
 
 
 def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
@@ -42,11 +40,13 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """Returns the reward functions of `rewards`, and checks that the source's rows have the columns that they need.
+    """Returns the reward functions of `rewards`; by default that of the data source, or none with an environment.
 
-    Some or all of them run in worker processes (`rewards.workers`).
+    It checks that the source's rows have the columns that the functions need. Some or all functions run in worker
+    processes (`rewards.workers`).
     """
-    functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, source.reward)]
+    default = None if has_environment(config) else source.reward  # an environment gives rewards itself
+    functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]
     check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
     check_rewards(source, functions)
     return _in_workers(config.rewards, functions)

@@ -10,7 +10,14 @@ import jax
 import numpy as np
 
 from tunix_like.algorithms.objective import resolve
-from tunix_like.config.schema import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config.schema import (
+    AlgorithmConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+)
 from tunix_like.errors import UserError, check_type
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.types import Engine
@@ -74,11 +81,20 @@ def identity_of(learner: Learner) -> dict[str, Any]:
         "optimizer": dataclasses.asdict(optimizer) if isinstance(optimizer, OptimizerConfig) else None,
         "rewards": {name: weight for name, _, weight in learner.rewards},
         "success_threshold": learner.success_threshold,
+        **({} if learner.player is None else {"environment": _environment_identity(learner.player.config)}),
         "source_estimators": learner.source_estimators,
         "adapters": adapters and str(adapters),
         "quantized": learner.model.quantized,
         "seed": learner.training.seed,
     }
+
+
+def _environment_identity(config: EnvironmentConfig) -> dict[str, Any]:
+    """Returns the settings of trajectories that the tokens depend on."""
+    fields = dataclasses.asdict(config)
+    for name in ("mode", "workers", "timeout_seconds", "memory_gb"):
+        del fields[name]
+    return fields
 
 
 def check_rows(rows: Any) -> None:

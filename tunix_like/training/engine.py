@@ -15,15 +15,17 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.rollouts import Task
-from tunix_like.rollout.sampler import Sampler, slot_shape
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.rollout.shapes import slot_shape
 from tunix_like.training.rollout_layout import concurrent_rows, rollout_mesh
-from tunix_like.types import Completions, Engine, SamplingParams
+from tunix_like.types import Completions, Engine, Responder, SamplingParams
 
 _KINDS = {
     "tokens": (np.integer, "integers"),
     "lengths": (np.integer, "integers"),
     "logprobs": (np.floating, "floating-point numbers"),
     "finished": (np.bool_, "booleans"),
+    "token_mask": (np.bool_, "booleans"),
 }
 """Field of `Completions` to the type of its entries, and its name in error messages."""
 
@@ -84,6 +86,7 @@ class CheckedEngine:
         num_generations: int,
         key: Array,
         sampling: SamplingParams,
+        responder: Responder | None = None,
     ) -> Completions:
         """Returns the completions of the checked engine.
 
@@ -91,7 +94,9 @@ class CheckedEngine:
           UserError: the result is not a `Completions`, or a field has a wrong type, shape or value. Entries at or
             beyond the length of a completion are not checked; nothing reads them.
         """
-        out = self.engine.generate(params, prompts, numbers, num_generations, key, sampling)
+        given = params, prompts, numbers, num_generations, key, sampling
+        # An engine without turns need not have the parameter `responder`.
+        out = self.engine.generate(*given) if responder is None else self.engine.generate(*given, responder)
         self._check_arrays(out, (len(prompts), num_generations))
         most = min(out.tokens.shape[-1], self.max_tokens)
         limit = f"between 0 and {most} (width of `tokens`: {out.tokens.shape[-1]}, limit of a completion: "
@@ -102,6 +107,14 @@ class CheckedEngine:
         self._check_values("tokens", out.tokens, outside, f"token ids between 0 and {self.vocab_size - 1}")
         finite = "finite log-probabilities of the sampled tokens"
         self._check_values("logprobs", out.logprobs, sampled & ~np.isfinite(out.logprobs), finite)
+        if out.token_mask is not None:
+            inside = "True only for tokens of the completion"
+            self._check_values("token_mask", out.token_mask, out.token_mask & ~sampled, inside)
+        elif responder is not None:
+            raise UserError(
+                f"engine {type(self.engine).__name__}: `token_mask` must mark the sampled tokens, because completions "
+                "have several turns."
+            )
         return out
 
     def _check_arrays(self, out: Any, shape: tuple[int, int]) -> None:
@@ -112,6 +125,8 @@ class CheckedEngine:
                 f"{type(out).__name__}."
             )
         for field, value in out._asdict().items():
+            if field == "token_mask" and value is None:
+                continue
             if not isinstance(value, np.ndarray):
                 raise UserError(
                     f"engine {name}: `{field}` must be a numpy array; it is of type {type(value).__name__}. Convert it "
@@ -120,7 +135,7 @@ class CheckedEngine:
             kind, expected = _KINDS[field]
             if not np.issubdtype(value.dtype, kind):
                 raise UserError(f"engine {name}: `{field}` must contain {expected}; its dtype is {value.dtype}.")
-            per_token = field in ("tokens", "logprobs")
+            per_token = field in ("tokens", "logprobs", "token_mask")
             width = out.tokens.shape[-1:] if per_token else ()
             if value.shape != (*shape, *width) or value.ndim != 2 + per_token:
                 last = ", tokens" if per_token else ""

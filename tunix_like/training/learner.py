@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import grain.python as grain
@@ -21,23 +20,28 @@ from jaxtyping import Float
 
 from tunix_like.algorithms.objective import build_objective, check_accepts_negative, trace_user_functions
 from tunix_like.config.load import as_dict
-from tunix_like.config.schema import AlgorithmConfig, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config.schema import (
+    AlgorithmConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+)
 from tunix_like.data.shared import warn_shared
 from tunix_like.data.stream import check_prompts, refusing
 from tunix_like.errors import UserError, check_type
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder, check_decoder
-from tunix_like.models.loading import save_description
-from tunix_like.models.lora import save_adapter_config
 from tunix_like.models.sharding import check_batch, place_replicated, scope
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.collection import Collector
+from tunix_like.rollout.environments.trajectories import make_player
 from tunix_like.rollout.rollouts import (
     FirstFailure,
     Rollout,
     RolloutFiles,
     Task,
-    repeat_columns,
     saved_on_failure,
     weighted_rewards,
 )
@@ -62,8 +66,8 @@ from tunix_like.training.engine import CheckedEngine, make_engine
 from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
 from tunix_like.training.reference import Reference, make_reference
-from tunix_like.training.step_metrics import advantage_metrics, speed_metrics
-from tunix_like.training.trainer import Trainer
+from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
+from tunix_like.training.trainer import Trainer, write_description
 from tunix_like.training.updates import Updates
 from tunix_like.types import Engine, GroupBatch, RewardFunction
 
@@ -108,6 +112,10 @@ class Learner(Trainer):
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
         every step; `aggregation` reduces the value over completions.
       engine: generates completions; defaults to the in-process sampler of this model.
+      environment: makes completions trajectories of several turns: a class or factory of `Environment`s, which then run
+        in this process, a list of functions that the model may call as tools, or an object that runs environments, such
+        as an `EnvironmentPool`. Their rewards are added to those of `reward_fns`, which may then be empty.
+      environment_config: turns, lengths and order of the trajectories.
       on_row: `f(row, total steps or None)`, called with every logged row of metrics.
       on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps` with the best and the worst
         completion of one prompt, a `tunix_like.rollout.samples.Samples`.
@@ -124,7 +132,7 @@ class Learner(Trainer):
         *,
         model: Decoder,
         tokenizer: Any,
-        reward_fns: RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction],
+        reward_fns: RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction] = (),
         algo_config: AlgorithmConfig | None = None,
         rollout_config: RolloutConfig | None = None,
         training_config: RLTrainingConfig | None = None,
@@ -136,6 +144,8 @@ class Learner(Trainer):
         source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
         metric_fns: Sequence[Callable[..., Mapping[str, tuple[Any, Callable[[Any], float]]]]] = (),
         engine: Engine | None = None,
+        environment: Any = None,
+        environment_config: EnvironmentConfig | None = None,
         on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
         on_samples: Callable[[int, Samples], None] | None = None,
     ):
@@ -153,7 +163,11 @@ class Learner(Trainer):
         self.eval_config = EvalConfig() if eval_config is None else eval_config
         self.metric_fns = tuple(metric_fns)
         self._on_row, self._on_samples = on_row, on_samples
-        self.rewards = weighted_rewards(reward_fns, reward_weights)
+        self.player = make_player(environment, environment_config, self.tokenizer, self.rollout_config)
+        self.tokenizer = self.tokenizer if self.player is None else self.player.tokenizer
+        self.rewards = (
+            [] if self.player is not None and not reward_fns else weighted_rewards(reward_fns, reward_weights)
+        )
         self.success_threshold = success_threshold
         self.task = Task(self.algo, self.rollout_config, self.rewards, success_threshold)
         if self.rollout_config.temperature == 0:
@@ -223,7 +237,7 @@ class Learner(Trainer):
                 last = run(self, lambda row: self._on_row(row, self.total), check_owner)
             finally:
                 call.profile.close()
-                close_pools(function for _, function, _ in self.rewards)
+                self._close_workers()
         if not last and self.folder is not None:  # the run was already finished
             folder = self.folder
             last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
@@ -233,7 +247,7 @@ class Learner(Trainer):
         if self.folder is None:
             return None
         model, best = self.folder / "model", self.training.best_metric
-        by_first(lambda: self._describe(model))
+        by_first(lambda: write_description(self.model, self.tokenizer, model))
         kept = self.training.max_checkpoints_to_keep
         return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
 
@@ -269,7 +283,7 @@ class Learner(Trainer):
         drawn = self._call.collector.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
             self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
-            self.first_failure, drawn,
+            self.first_failure, drawn, self.player,
         )  # fmt: skip
         step_updates = Updates(self, self.algo, objective, mini, self.reference is not None)
         return _Call(batch_size, collector, step_updates, evaluator, files, SignalWatch(self.task), profile)
@@ -318,7 +332,7 @@ class Learner(Trainer):
             clock.lap("update")
             metrics |= kl_metrics | update_metrics
             metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
-            metrics |= self._user_metrics(rollout, advantages)
+            metrics |= user_metrics(self.metric_fns, rollout, advantages)
             self._show(call, number, rollout, batch, advantages)
             clock.lap("other")
             metrics |= clock.seconds
@@ -349,25 +363,10 @@ class Learner(Trainer):
         clock.lap("reference")
         return batch, ref, metrics
 
-    def _user_metrics(self, rollout: Rollout, advantages: np.ndarray) -> dict[str, float]:
-        out: dict[str, float] = {}
-        for function in self.metric_fns:
-            prompts, columns = repeat_columns(rollout.problems, self.algo.num_generations)
-            metrics = function(prompts, rollout.texts, rollout.scores.total, advantages.reshape(-1), **columns)
-            out |= {name: float(aggregate(value)) for name, (value, aggregate) in metrics.items()}
-        return out
-
     def _settings(self) -> dict[str, Any]:
         parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}
         parts |= {"eval": self.eval_config, "optimizer": self.training.actor_optimizer}
         return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}
-
-    def _describe(self, folder: Path) -> None:
-        """Writes the description of the model, and for adapters that of their base model."""
-        model = self.model
-        save_description(model.config, self.tokenizer, folder, model.param_dtype.name)
-        if model.adapters is not None:
-            save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
         """Evaluates the current weights on held-out rows (see `Evaluator`); `overlong_prompts` is as for `train`."""
@@ -375,7 +374,12 @@ class Learner(Trainer):
         try:
             return self.evaluator(eval_ds, overlong_prompts)(self.params)
         finally:
-            close_pools(function for _, function, _ in self.rewards)
+            self._close_workers()
+
+    def _close_workers(self) -> None:
+        close_pools(function for _, function, _ in self.rewards)
+        if self.player is not None:
+            self.player.environments.close()
 
     def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
         """Builds an evaluator for rows of data. Logs a warning if rows are skipped."""
@@ -392,4 +396,5 @@ class Learner(Trainer):
             jax.random.fold_in(self.key, EVAL_KEY),
             self.first_failure,
             skipped,
+            self.player,
         )

@@ -22,7 +22,7 @@ from tunix_like.models.shares import Share
 from tunix_like.training.packing import choose_layout
 
 FIRST_CACHE = 128
-"""Initial number of columns of the sampler's cache, which then doubles (`rollout/sampler.py`)."""
+"""Initial number of columns of the sampler's cache, which then doubles (`rollout/shapes.py`)."""
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
 """Number of arrays per token that a layer saves for its backward pass, of the width of the MLP, of the model, of all

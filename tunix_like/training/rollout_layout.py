@@ -24,7 +24,7 @@ from tunix_like.training.device import Device, most_that_fits, this_device, too_
 from tunix_like.training.memory import Work, rollout_phase
 
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
-"""`rollout.sampler.slot_shape`: returns the number of slots and of completions per slot."""
+"""`rollout.shapes.slot_shape`: returns the number of slots and of completions per slot."""
 
 USUAL_GROUP = 8
 """Assumed number of completions per prompt if the group size is not known."""

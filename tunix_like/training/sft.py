@@ -21,7 +21,7 @@ from tunix_like.data.stream import Prompt, check_prompts
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
-from tunix_like.rollout.sampler import length_bucket, pad_tokens
+from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.arguments import likelihood_options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.pass_rates import count_groups, sum_advantages
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.operations import forward_operations
-from tunix_like.rollout.rollouts import Rollout, pass_rate_bins
+from tunix_like.rollout.rollouts import Rollout, pass_rate_bins, repeat_columns
 from tunix_like.runtime.profile import Compilations, peak_flops
 from tunix_like.types import GroupBatch
 
@@ -72,3 +73,15 @@ def speed_metrics(
         done = {"rollout": forward / rollout, "update": known["perf/update_operations"] / update}
         metrics |= {f"perf/{name}_mfu": rate / peak for name, rate in done.items()}
     return metrics
+
+
+def user_metrics(
+    functions: Sequence[Callable[..., Any]], rollout: Rollout, advantages: Float[np.ndarray, "P G"]
+) -> dict[str, float]:
+    """Computes the metrics of the user's functions (`metric_fns` of a learner)."""
+    out: dict[str, float] = {}
+    for function in functions:
+        prompts, columns = repeat_columns(rollout.problems, advantages.shape[1])
+        metrics = function(prompts, rollout.texts, rollout.scores.total, advantages.reshape(-1), **columns)
+        out |= {name: float(aggregate(value)) for name, (value, aggregate) in metrics.items()}
+    return out

@@ -22,8 +22,8 @@ from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batc
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder, check_decoder
-from tunix_like.models.loading import check_fit
-from tunix_like.models.lora import fingerprint, join_params, split_params
+from tunix_like.models.loading import check_fit, save_description
+from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
 from tunix_like.models.sharding import check_divides, place_params, shardings_of
 from tunix_like.runtime.processes import is_first
 from tunix_like.storage.checkpoints import Checkpoints
@@ -240,3 +240,10 @@ class Trainer:
         if self.model.adapters is None:
             return {}
         return {"base": fingerprint(self.model.config, self.frozen, self.mesh)}
+
+
+def write_description(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the description of a model, and for adapters that of their base model."""
+    save_description(model.config, tokenizer, folder, model.param_dtype.name)
+    if model.adapters is not None:
+        save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)

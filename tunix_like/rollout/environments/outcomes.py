@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from tunix_like.rewards.calls import Failure
 
@@ -29,6 +29,7 @@ class Outcome(NamedTuple):
     failure: Failure | None = None
 
 
+@runtime_checkable
 class Environments(Protocol):
     """Runs one environment per trajectory. Calls return at once; the outcomes are collected later.
 

@@ -1,0 +1,287 @@
+"""Makes the tokens between two turns of a trajectory: token in, token out.
+
+A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again. After a turn, which ended with
+an end-of-sequence token that the policy sampled, only the bridge is encoded and appended: the observation of the
+environment with what the chat template puts around it and the start of the next assistant's turn. A text environment
+(no chat template) appends the observation alone.
+
+Observations are untrusted: control tokens that are written in them are encoded as plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
+from tunix_like.rollout.environments.template_difference import ROLES, TemplateDifference
+from tunix_like.runtime.untrusted import Filled, texts
+from tunix_like.types import Message
+
+_LONG_TOKEN = 64
+"""An observation with more characters than this per allowed token is overlong. It is not tokenised, since a text of
+10 MB would take seconds."""
+
+Observation = str | Sequence[Message] | None
+
+
+class Bridged(NamedTuple):
+    """The tokens to append after a turn.
+
+    Attributes:
+      tokens: token ids; None: there are none, and the trajectory ends unscored.
+      cut: whether the observation was shortened.
+      problem: why there are no tokens.
+    """
+
+    tokens: list[int] | None
+    cut: bool = False
+    problem: str | None = None
+
+
+class _Pending(NamedTuple):
+    """An observation that is not encoded yet: its index, its messages, and the last token of the turn before it."""
+
+    place: int
+    chat: list[dict[str, str]]
+    end: int
+
+    def limited(self, size: int) -> _Pending:
+        """Returns the observation with each text shortened to `size` characters and a mark."""
+        return self._replace(chat=[message | {"content": _limited(message["content"], size)} for message in self.chat])
+
+
+class Bridge:
+    """Turns observations into the token ids to append. Made by `make_bridge`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
+    ) -> None:
+        """Args: see `make_bridge`; `difference` is None if the prompts are plain text."""
+        self._tokenizer, self._difference = tokenizer, difference
+        self._most, self._cuts = most_tokens, overlong == "cut"
+        self._check_room()
+
+    def tokens(self, observations: Sequence[Observation], ends: Sequence[int]) -> list[Bridged]:
+        """Returns the tokens to append after one turn of each trajectory.
+
+        All observations are rendered by one request to the template process, and by about ten more if some must be
+        shortened. In plain text, an observation is appended as it is. With a chat template, a text is a user message;
+        None or an empty text is only the start of the next turn.
+
+        The end token that the policy sampled stays in the row. If the template writes another end token there, it is
+        not added; the tokens are those after it.
+
+        Args:
+          observations: one per trajectory.
+          ends: the last token of each turn, an end-of-sequence token.
+
+        Raises:
+          UserError: the chat template has no addition for this kind of message (`TemplateDifference.check`), or prompts
+            are plain text and observations are messages. What is wrong with a single observation is a `problem` of its
+            result.
+        """
+        results: dict[int, Bridged] = {}
+        pending: list[_Pending] = []
+        for place, (observation, end) in enumerate(zip(observations, ends, strict=True)):
+            if not isinstance(observation, str | None) and observation and self._difference is None:
+                raise UserError(
+                    "environment: an observation is messages, but the prompts are plain text; let the environment "
+                    "answer with text, or give prompts as messages (data.apply_chat_template=true)."
+                )
+            try:
+                pending.append(_Pending(place, _messages(observation), end))
+            except UserError as error:
+                results[place] = Bridged(None, problem=str(error))
+        self._check_roles(pending)
+        overlong = []
+        for each, ids in zip(pending, self._encoded(pending), strict=True):
+            if ids is None and self._cuts:
+                overlong.append(each)
+            else:
+                results[each.place] = self._bridged(ids)
+        for each, ids in zip(overlong, self._shortened(overlong), strict=True):
+            results[each.place] = self._bridged(ids, cut=isinstance(ids, list))
+        return [results[place] for place in range(len(observations))]
+
+    def _bridged(self, ids: list[int] | UserError | None, cut: bool = False) -> Bridged:
+        if ids is None:
+            return Bridged(None, problem=f"the observation takes more than {self._most} tokens")
+        return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut)
+
+    def _check_room(self) -> None:
+        """Raises a UserError if not even a completely shortened text fits."""
+        text = _limited("x" * 10**9, 0) if self._cuts else ""
+        (ids,) = self._encoded([_Pending(0, _messages(text), -1)])
+        if ids is None:
+            what = "a text that is shortened to nothing" if self._cuts else "an empty message"
+            raise UserError(
+                f"environment.max_observation_tokens={self._most}: {what} takes more tokens, with those of the "
+                "chat template; raise it."
+            )
+
+    def _check_roles(self, pending: Sequence[_Pending]) -> None:
+        if self._difference is not None:
+            for role in {message["role"] for each in pending for message in each.chat}:
+                self._difference.check(role)
+            if not all(each.chat for each in pending):
+                self._difference.check(None)
+
+    def _encoded(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
+        """Returns the token ids of each observation, its error, or None if it takes too many tokens."""
+        most = _LONG_TOKEN * self._most
+        tried = [sum(map(len, texts(each.chat))) <= most for each in pending]
+        chats = [each.chat for each, fits in zip(pending, tried, strict=True) if fits]
+        additions = self._additions(chats)
+        return [
+            self._encode(next(additions), each.end) if fits else None for each, fits in zip(pending, tried, strict=True)
+        ]
+
+    def _additions(self, chats: Sequence[list[dict[str, str]]]) -> Iterator[str | UserError]:
+        if self._difference is not None:
+            return self._difference.additions(chats)
+        return iter(["".join(message["content"] for message in chat) for chat in chats])
+
+    def _encode(self, addition: str | UserError, end: int) -> list[int] | UserError | None:
+        if isinstance(addition, UserError):
+            return addition
+        try:
+            ids = self._ids(addition, end)
+        except UserError as error:
+            return error
+        return ids if len(ids) <= self._most else None
+
+    def _ids(self, addition: str, end: int) -> list[int]:
+        """Returns the ids of an addition, or more than the allowed number of ids."""
+        if self._difference is None:
+            return self._tokenizer.encode_data(addition, self._most + 1)
+        if self._difference.end_id is None:
+            ids = self._tokenizer.encode_guarded(addition, self._most + 1)
+            # Some templates end a turn with the start of the next message (GLM: `<|user|>`), which was sampled then.
+            return ids[1:] if ids[:1] == [end] else ids
+        # The end token is encoded with the addition, since tokens after it may depend on it (it may remove spaces).
+        ids = self._tokenizer.encode_guarded(self._difference.end + addition, self._most + 1)
+        if ids[:1] == [self._difference.end_id]:
+            return ids[1:]
+        return self._tokenizer.encode_guarded(addition, self._most + 1)
+
+    def _shortened(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
+        """Returns the ids of overlong observations, shortened. All texts get the same limit, so the longest are cut.
+
+        The limit is found by bisection, to within three percent of the largest.
+        """
+        best = self._encoded([each.limited(0) for each in pending])
+        low = [0] * len(pending)
+        high = [max((len(message["content"]) for message in each.chat), default=0) for each in pending]
+        high = [min(size, _LONG_TOKEN * self._most) for size in high]
+
+        def unsure(i: int) -> bool:
+            return isinstance(best[i], list) and high[i] - low[i] > 1 + low[i] // 32
+
+        while active := [i for i in range(len(pending)) if unsure(i)]:
+            middle = [(low[i] + high[i]) // 2 for i in active]
+            tried = [pending[i].limited(size) for i, size in zip(active, middle, strict=True)]
+            for i, size, ids in zip(active, middle, self._encoded(tried), strict=True):
+                if isinstance(ids, list):
+                    low[i], best[i] = size, ids
+                else:
+                    high[i] = size
+        return best
+
+
+def make_bridge(
+    tokenizer: Tokenizer,
+    chat: bool,
+    eos_ids: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    most_tokens: int,
+    overlong: str,
+) -> Bridge:
+    """Makes the bridge of a run, and checks the chat template.
+
+    Args:
+      chat: whether prompts are rendered with the chat template; False: they are plain text.
+      eos_ids: the ids that end a turn.
+      tools: JSON schemas of the tools; if given, the template gets them as `tools`, as for the prompts.
+      most_tokens: maximum number of tokens to append, those of the chat template included.
+      overlong: for observations that need more, `cut` shortens the text and marks the place, `unscored` returns no
+        tokens.
+
+    Raises:
+      UserError: the chat template has no consistent addition (`TemplateDifference`), there are tools without a chat
+        template, or `most_tokens` is less than the template alone takes.
+    """
+    if tools and not chat:
+        raise UserError(
+            "environment: tools need a chat template, but the prompts are plain text; give prompts as messages "
+            "(data.apply_chat_template=true)."
+        )
+    difference = TemplateDifference(tokenizer, eos_ids, tools) if chat else None
+    return Bridge(tokenizer, difference, most_tokens, overlong)
+
+
+def with_observation(prompt: str | Sequence[Message], observation: Observation) -> str | list[Message]:
+    """Returns a prompt with the first observation of its environment.
+
+    Text is appended to a text prompt, or to the content of the last message; messages are appended as messages. The
+    observation counts as data: control tokens that are written in it are encoded as plain text.
+
+    Raises:
+      UserError: the observation is neither text nor messages, or it is messages and the prompt is text.
+    """
+    new = _messages(observation)
+    if isinstance(prompt, str):
+        if not new:
+            return prompt
+        if not isinstance(observation, str):
+            raise UserError(
+                "environment: the first observation is messages, but the prompt is text; give prompts as messages "
+                "(data.apply_chat_template=true), or let the environment answer with text."
+            )
+        text = Filled(prompt + observation)
+        values = prompt.values if isinstance(prompt, Filled) else []
+        text.values = [*values, (len(prompt), len(text))]
+        return text
+    if not isinstance(observation, str):
+        return [*prompt, *new]
+    last = dict(prompt[-1])
+    if not isinstance(last["content"], str):
+        raise UserError(
+            "environment: the first observation is text, but the content of the prompt's last message is not; let the "
+            "environment answer with messages."
+        )
+    return [*prompt[:-1], last | {"content": last["content"] + observation}]
+
+
+def _messages(observation: Observation) -> list[dict[str, str]]:
+    """Returns an observation as messages of text; a text is a user message, nothing is an empty list.
+
+    Raises:
+      UserError: it is neither text nor messages of text, or one has a role that an environment may not have.
+    """
+    if observation is None or isinstance(observation, str):
+        return [{"role": "user", "content": observation}] if observation else []
+    if not isinstance(observation, Sequence):
+        raise UserError(f"an observation must be text or a list of messages; it is a {type(observation).__name__}.")
+    out = []
+    for message in observation:
+        if not isinstance(message, Mapping) or not all(map(_is_text, [*message, *message.values()])):
+            raise UserError(f"a message of an observation must be a mapping of text to text; it is {message!r:.80}.")
+        if "content" not in message or message.get("role") not in ROLES:
+            raise UserError(
+                f"a message of an observation must have a content and a role ({', '.join(ROLES)}); its role is "
+                f"{message.get('role')!r:.40}."
+            )
+        out.append(dict(message))
+    return out
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _limited(text: str, size: int) -> str:
+    """Shortens a text to `size` characters and a mark, if it is longer."""
+    return text if len(text) <= size else f"{text[:size]} ... ({len(text) - size} characters omitted)"

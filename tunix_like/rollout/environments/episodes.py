@@ -1,0 +1,73 @@
+"""The record of a trajectory besides its tokens, and the rewards and metrics of environments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tunix_like.rewards import Scores
+from tunix_like.runtime.visible import visible
+
+REWARD = "environment"
+"""Name of the reward of the environment among those of the reward functions."""
+
+
+class Episode(NamedTuple):
+    """What happened in one trajectory besides its tokens.
+
+    Attributes:
+      messages: the turns as text, `{"role": "assistant" | "user" | "tool" | ..., "content": text}`, oldest first.
+      turns: number of turns of the policy.
+      limited: whether the trajectory ended because of `environment.max_turns`.
+      cut: number of observations that were shortened.
+      reward: the sum of the rewards of the environment; NaN if it failed.
+      info: the last numbers of the environment by name.
+      failure: why the environment failed, as `Failure`; None if it did not.
+    """
+
+    messages: list[dict[str, str]]
+    turns: int
+    limited: bool
+    cut: int
+    reward: float
+    info: dict[str, float]
+    failure: list[str] | None
+
+
+def with_environment(scores: Scores, episodes: Sequence[Episode]) -> Scores:
+    """Adds the rewards of the environments to the scores of the reward functions.
+
+    A trajectory whose environment failed is unscored.
+    """
+    rewards = np.array([episode.reward for episode in episodes])
+    kinds = [None if episode.failure is None else episode.failure[0] for episode in episodes]
+    first = next((episode for episode in episodes if episode.failure is not None), None)
+    failure = scores.first_failure
+    if failure is None and first is not None and first.failure is not None:
+        failure = f"{visible(first.failure[1])}\nTurns: {first.messages!r}"
+    return dataclasses.replace(
+        scores,
+        total=scores.total + rewards,
+        by_function=scores.by_function | {REWARD: rewards},
+        timeouts=scores.timeouts | np.array([kind == "timeout" for kind in kinds]),
+        errors=scores.errors | np.array([kind == "error" for kind in kinds]),
+        first_failure=failure,
+    )
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Computes the metrics of trajectories: their turns, and the means of the numbers that environments gave."""
+    turns = np.array([episode.turns for episode in episodes])
+    metrics = {
+        "turns/mean": float(turns.mean()),
+        "turns/max": float(turns.max()),
+        "turns/limited_frac": float(np.mean([episode.limited for episode in episodes])),
+        "turns/cut_observations": float(np.mean([episode.cut for episode in episodes])),
+    }
+    names = sorted({name for episode in episodes for name in episode.info})
+    for name in names:
+        metrics[f"environment/{name}"] = float(np.mean([e.info[name] for e in episodes if name in e.info]))
+    return metrics

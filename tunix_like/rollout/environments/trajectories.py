@@ -1,0 +1,317 @@
+"""Connects the sampler with environments: turns go to the environments, and their answers become tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
+from tunix_like.data.stream import render
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError, check_type
+from tunix_like.rewards.calls import Failure
+from tunix_like.rollout.environments.bridge import Bridge, make_bridge, with_observation
+from tunix_like.rollout.environments.episodes import Episode
+from tunix_like.rollout.environments.local import LocalEnvironments
+from tunix_like.rollout.environments.outcomes import Environments, Outcome
+from tunix_like.runtime.processes import gather, spread
+from tunix_like.types import Completions, Engine, Problem, Reply, SamplingParams, Turn
+
+
+@dataclasses.dataclass
+class _State:
+    """A trajectory that is being sampled; `last` is the last token of its current turn."""
+
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    turns: int = 0
+    limited: bool = False
+    cut: int = 0
+    reward: float = 0.0
+    info: dict[str, float] = dataclasses.field(default_factory=dict)
+    failure: Failure | None = None
+    last: int = -1
+    over: bool = False
+
+    def episode(self) -> Episode:
+        reward = float("nan") if self.failure is not None else self.reward
+        failure = None if self.failure is None else [*self.failure]
+        return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure)
+
+
+class Player:
+    """Plays trajectories: makes the `Responder` of each rollout of a run.
+
+    Args:
+      environments: runs the environments.
+      eos_ids: the ids that end a turn.
+
+    Raises:
+      UserError: the mode is eager in a run of several processes, whose schedules must be equal.
+    """
+
+    def __init__(
+        self, environments: Environments, config: EnvironmentConfig, tokenizer: Tokenizer, eos_ids: Sequence[int]
+    ):
+        if config.mode == "eager" and jax.process_count() > 1:
+            raise UserError("environment.mode: several processes need lockstep; set environment.mode=lockstep.")
+        self.environments, self.config, self.tokenizer, self.eos_ids = environments, config, tokenizer, tuple(eos_ids)
+        self._bridges: dict[bool, Bridge] = {}
+
+    def bridge(self, prompt: Any) -> Bridge:
+        """Returns the bridge for trajectories with this (unrendered) prompt, text or messages.
+
+        Raises:
+          UserError: the chat template cannot be used for several turns; see `make_bridge`.
+        """
+        chat = not isinstance(prompt, str)
+        if chat not in self._bridges:
+            config = self.config
+            self._bridges[chat] = make_bridge(
+                self.tokenizer,
+                chat,
+                self.eos_ids,
+                self.environments.tools,
+                most_tokens=config.max_observation_tokens,
+                overlong=config.overlong_observation,
+            )
+        return self._bridges[chat]
+
+    def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
+        """Resets `size` environments for each problem.
+
+        Raises:
+          UserError: the first observations of a problem differ, or a prompt with its observation has more than
+            `max_prompt_length` tokens.
+        """
+        return Trajectories(self, problems, size, max_prompt_length)
+
+
+class Trajectories:
+    """The environments of one rollout; the `Responder` of its completions.
+
+    With several processes, each one runs the environments of its share of the problems, and replies are exchanged.
+
+    Attributes:
+      problems: the problems, with the first observations in their prompts.
+    """
+
+    def __init__(self, player: Player, problems: Sequence[Problem], size: int, max_prompt_length: int):
+        self.player, self.size = player, size
+        self._environments = player.environments
+        bounds = np.linspace(0, len(problems), jax.process_count() + 1).astype(int)
+        self._own = range(bounds[jax.process_index()], bounds[jax.process_index() + 1])
+        self._states = {number: _State() for group in self._own for number in self._numbers(group)}
+        self._unanswered: set[int] = set()
+        self._ready: list[Reply] = []
+        self._given = list(problems)
+        self.problems = self._reset(max_prompt_length)
+
+    @property
+    def lockstep(self) -> bool:
+        return self.player.config.mode == "lockstep"
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Decodes the turns and sends them to the environments of this process. A truncated turn ends its trajectory
+        without a step of the environment."""
+        for turn in turns:
+            if turn.group not in self._own:
+                continue
+            number = turn.group * self.size + turn.sample
+            state = self._states[number]
+            text = self.player.tokenizer.decode(turn.tokens)
+            state.messages.append({"role": "assistant", "content": text})
+            state.turns += 1
+            if turn.truncated:
+                self._end(number)
+            elif state.failure is not None:  # its reset failed
+                self._ready.append(Reply(turn.group, turn.sample, None))
+            else:
+                state.last = int(turn.tokens[-1])
+                self._unanswered.add(number)
+                self._environments.step(number, text)
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Returns the replies that are ready (see `types.Responder`)."""
+        while True:
+            waits = wait and bool(self._unanswered) and (self.lockstep or not self._ready)
+            self._ready += self._answered(self._environments.outcomes(waits))
+            if not waits:
+                break
+        mine, self._ready = self._ready, []
+        return [Reply(*reply) for part in gather([[r.group, r.sample, r.tokens] for r in mine]) for reply in part]
+
+    def episodes(self) -> list[Episode]:
+        """Ends all trajectories and returns them, group after group."""
+        for number in self._states:
+            self._end(number)
+        self._wait_for(self._unanswered)
+        parts = spread(range(len(self._given)), self._shared)
+        return [Episode(*episode) for group in parts for episode in group]
+
+    def _shared(self, groups: Sequence[int]) -> list[Any]:
+        return [[list(self._states[number].episode()) for number in self._numbers(group)] for group in groups]
+
+    def _numbers(self, group: int) -> range:
+        return range(group * self.size, (group + 1) * self.size)
+
+    def _reset(self, max_prompt_length: int) -> list[Problem]:
+        for group in self._own:
+            for number in self._numbers(group):
+                self._unanswered.add(number)
+                self._environments.reset(number, self._given[group].columns)
+        first: dict[int, Any] = {}
+        for outcome in self._wait_for(self._unanswered):
+            if outcome.failure is None:
+                first[outcome.number] = outcome.observation
+        work = lambda groups: [self._opened(group, first, max_prompt_length) for group in groups]  # noqa: E731
+        return [
+            problem if opened is None else dataclasses.replace(problem, text=opened[0], tokens=opened[1])
+            for problem, opened in zip(self._given, spread(range(len(self._given)), work), strict=True)
+        ]
+
+    def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
+        """Returns the prompt of a problem with its first observation; None if there is no observation."""
+        problem = self._given[group]
+        seen = [first[number] for number in self._numbers(group) if number in first]
+        if any(observation != seen[0] for observation in seen):
+            raise UserError(
+                f"environment: the first observations of the trajectories of one row differ ({seen[0]!r:.200} and "
+                f"{next(o for o in seen if o != seen[0])!r:.200}); `reset` must depend on the columns of the row only, "
+                "because the trajectories of a row share its prompt."
+            )
+        if not seen or not seen[0]:
+            return None
+        prompt = render({"prompt": with_observation(problem.source, seen[0])}, self.player.tokenizer)
+        if len(prompt.tokens) > most:
+            raise UserError(
+                f"environment: the prompt {problem.text!r:.80} with its first observation has {len(prompt.tokens)} "
+                f"tokens, more than rollout.max_prompt_length={most}; raise it."
+            )
+        return prompt.text, prompt.tokens
+
+    def _wait_for(self, numbers: set[int]) -> list[Outcome]:
+        """Collects outcomes until none of `numbers` is unanswered."""
+        found: list[Outcome] = []
+        while numbers:
+            for outcome in self._environments.outcomes(wait=True):
+                self._record(outcome)
+                found.append(outcome)
+        return found
+
+    def _record(self, outcome: Outcome) -> None:
+        state = self._states[outcome.number]
+        self._unanswered.discard(outcome.number)
+        state.reward += outcome.reward
+        state.info |= outcome.info
+        if outcome.failure is not None:
+            state.failure, state.over = outcome.failure, True
+
+    def _answered(self, outcomes: Sequence[Outcome]) -> list[Reply]:
+        """Returns the replies to the turns that these outcomes answer."""
+        replies, going = [], []
+        for outcome in outcomes:
+            was_over = self._states[outcome.number].over
+            self._record(outcome)
+            if was_over:  # the answer to `finish`
+                continue
+            state = self._states[outcome.number]
+            state.limited = not outcome.done and state.turns >= self.player.config.max_turns
+            if outcome.failure is not None or outcome.done or state.limited:
+                self._note(state, outcome)
+                replies.append(self._ended(outcome.number))
+            else:
+                going.append(outcome)
+        return replies + self._bridged(going)
+
+    def _bridged(self, outcomes: Sequence[Outcome]) -> list[Reply]:
+        replies = []
+        for chat in {isinstance(self._prompt(outcome.number), str) for outcome in outcomes}:
+            part = [outcome for outcome in outcomes if isinstance(self._prompt(outcome.number), str) == chat]
+            bridge = self.player.bridge(self._prompt(part[0].number))
+            ends = [self._states[outcome.number].last for outcome in part]
+            bridged = bridge.tokens([outcome.observation for outcome in part], ends)
+            for outcome, (tokens, cut, problem) in zip(part, bridged, strict=True):
+                state = self._states[outcome.number]
+                self._note(state, outcome)
+                state.cut += cut
+                if tokens is None:
+                    state.failure = Failure("error", f"environment: {problem}")
+                    replies.append(self._ended(outcome.number))
+                else:
+                    replies.append(Reply(*divmod(outcome.number, self.size), tokens))
+        return replies
+
+    def _prompt(self, number: int) -> Any:
+        return self._given[number // self.size].source
+
+    def _note(self, state: _State, outcome: Outcome) -> None:
+        """Adds an observation to the text of a trajectory."""
+        observation = outcome.observation
+        if isinstance(observation, str) and observation:
+            state.messages.append({"role": "user", "content": observation})
+        elif observation:
+            state.messages += [{name: str(value) for name, value in message.items()} for message in observation]
+
+    def _ended(self, number: int) -> Reply:
+        self._end(number)
+        return Reply(*divmod(number, self.size), None)
+
+    def _end(self, number: int) -> None:
+        """Ends a trajectory, once."""
+        state = self._states[number]
+        if state.over:
+            return
+        state.over = True
+        self._unanswered.add(number)
+        self._environments.finish(number)
+
+
+def make_player(
+    environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
+) -> Player | None:
+    """Returns the player for the argument `environment` of a learner; None without one.
+
+    Its tokenizer passes the schemas of the tools to the chat template.
+
+    Raises:
+      UserError: the object cannot make environments, or there is a config without an environment.
+    """
+    if config is not None:
+        check_type("environment_config", config, EnvironmentConfig, "give a tunix_like.EnvironmentConfig(...)")
+    if environment is None:
+        if config not in (None, EnvironmentConfig()):
+            raise UserError("environment_config: it needs an environment; pass environment=... too.")
+        return None
+    running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
+    tools = [dict(tool) for tool in running.tools]
+    tokenizer = tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
+    return Player(running, config or EnvironmentConfig(), tokenizer, rollout.eos_tokens or tokenizer.eos_ids)
+
+
+def generate(
+    engine: Engine,
+    player: Player | None,
+    params: Any,
+    problems: Sequence[Problem],
+    size: int,
+    key: Array,
+    sampling: SamplingParams,
+) -> tuple[list[Problem], Completions, Trajectories | None]:
+    """Samples `size` completions of each problem, with environments if there is a player.
+
+    Returns:
+      the problems, with the first observations in their prompts; the completions; the trajectories, or None.
+    """
+    trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
+    if trajectories is not None:
+        problems = trajectories.problems
+    tokens, numbers = [problem.tokens for problem in problems], [problem.number for problem in problems]
+    given = params, tokens, numbers, size, key, sampling
+    # An engine without turns need not have the parameter `responder`.
+    out = engine.generate(*given) if trajectories is None else engine.generate(*given, trajectories)
+    return list(problems), out, trajectories

@@ -1,0 +1,254 @@
+"""Schedules one call of the sampler: which completion is in which row, and when rows are filled and compacted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts
+from tunix_like.rollout import decoding
+from tunix_like.rollout.shapes import (
+    FEWEST_ROWS,
+    FEWEST_ROWS_ELSEWHERE,
+    FEWEST_TOKENS_LEFT,
+    FIRST_CACHE,
+    length_bucket,
+    pad_tokens,
+    rounded,
+    slot_shape,
+)
+from tunix_like.runtime import progress
+from tunix_like.types import Completions, SamplingParams
+
+if TYPE_CHECKING:
+    from tunix_like.rollout.sampler import Sampler
+
+
+class Schedule:
+    """One call of `generate` with a single turn per completion.
+
+    Its state is the waiting completions, the contents of each row, and the finished completions.
+
+    Attributes:
+      slot_prompt: `[a]`, the prompt of slot `a`.
+      row_sample: `[a, i]`, the sample index of the completion in row `i` of slot `a`; -1 if the row is free.
+      ages: `[a, i]`, the number of tokens of that completion.
+      next_sample: `[p]`, the first sample of prompt `p` that has not been started.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        size: int,
+        key: Array,
+        sampling: SamplingParams,
+    ):
+        self.sampler, self.params, self.key, self.sampling = sampler, params, key, sampling
+        self.tokens = pad_tokens(prompts, length_bucket(max(len(p) for p in prompts), sampler.max_prompt_length))
+        self.lengths = np.array([len(p) for p in prompts], np.int32)
+        self.numbers, self.size = np.array(numbers, np.uint32), size
+        total, limit = len(prompts), sampler.max_tokens
+        at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
+        slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
+        if slots * width < total * size:  # some completions wait: use the same number of slots on each device
+            slots = max(slots - slots % prompt_parts(sampler.mesh), 1)
+        self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
+        self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
+        self.next_sample, self.steps = np.zeros(total, int), 0
+        self.prompts = self._prefill(np.unique(self.slot_prompt))
+        if width < size:
+            self.prompts = self._placed(decoding.pick_prompts(self.prompts, self.slot_prompt))
+        words = jax.random.key_data(key).shape[-1]
+        rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
+        self.rows = self._placed(rows)
+        self.out = Completions(
+            np.zeros((total, size, limit), np.int32),
+            np.zeros((total, size), np.int32),
+            np.zeros((total, size, limit), np.float32),
+            np.zeros((total, size), bool),
+        )
+
+    def finish(self, advance: progress.Advance) -> Completions:
+        """Samples all completions and returns them; reports finished completions to `advance`."""
+        self._fill()
+        while True:
+            self._make_room()
+            rows = decoding.advance(
+                self.sampler.graphdef,
+                self.params,
+                self.prompts,
+                self.rows,
+                np.int32(self._stop_at(int((self.row_sample >= 0).sum()))),
+                self.sampling,
+                self.sampler.eos_ids,
+            )
+            self.rows = self._placed(rows)
+            advance(self._collect(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
+            if not self._waiting() and not (self.row_sample >= 0).any():
+                return self._result()
+            self._fill()
+            if not self._waiting():
+                self._compact()
+
+    def _result(self) -> Completions:
+        sampled = np.arange(self.out.tokens.shape[-1]) < self.out.lengths[..., None]
+        return self.out._replace(token_mask=sampled)
+
+    def _make_room(self) -> None:
+        """Enlarges the cache if a row has filled it."""
+        if self.rows.room <= int(self.ages.max()):
+            self._grow()
+
+    def _grow(self) -> None:
+        self.rows = self._placed(decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens)))
+
+    def _prefill(self, chosen: Int[np.ndarray, "N"]) -> decoding.Prompts:
+        inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), self.sampler.mesh, axis=0)
+        return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
+
+    def _placed(self, tree: Any) -> Any:
+        """Reshards the result of a program as the next program expects it, so that it is not compiled again."""
+        return place_slots(tree, self.sampler.mesh)
+
+    def _waiting(self) -> bool:
+        """Returns whether any completion has not been started."""
+        return bool((self.next_sample < self.size).any())
+
+    def _stop_at(self, live: int) -> int:
+        """Returns the number of live rows at which the decode loop should stop.
+
+        While completions wait, this is when an eighth of the rows is free; then when the live rows fit into half of the
+        rows.
+        """
+        if self._waiting():
+            return max(0, live - max(1, self.row_sample.size // 8))
+        fewer = self._smaller_shapes()
+        if not fewer or not self._worth_compacting():
+            return 0
+        target = fewer[0][0] * fewer[0][1]
+        return target if live > target else max(0, live - max(1, target // 8))
+
+    def _collect(self) -> int:
+        """Copies finished completions to the output and frees their rows; returns their number."""
+        live, ended, ages = self._state()
+        done = (self.row_sample >= 0) & ~live
+        self.ages = np.where(live, ages, 0)
+        self._write(done, ages, ended)
+        return int(done.sum())
+
+    def _state(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns `live`, `ended` and `age` of the rows, and counts the decode steps."""
+        rows = self.rows
+        live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
+        self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
+        self.steps = int(steps)
+        return live, ended, ages
+
+    def _write(self, done: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"], finished: np.ndarray) -> None:
+        """Copies the completions of the rows `done` to the output and frees the rows."""
+        if not done.any():
+            return
+        out = self.out
+        tokens, logprobs = fetch((self.rows.tokens, self.rows.logprobs), self.sampler.mesh)
+        for slot, row in np.argwhere(done):
+            index, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
+            out.tokens[index][:length] = tokens[slot, row, :length]
+            out.logprobs[index][:length] = logprobs[slot, row, :length]
+            out.lengths[index], out.finished[index] = length, finished[slot, row]
+        self.row_sample[done] = -1
+
+    def _fill(self) -> None:
+        """Starts waiting completions in free rows.
+
+        A slot takes completions of its own prompt; an empty slot takes those of the first prompt that has waiting ones.
+        """
+        if not self._waiting():
+            return
+        held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
+        take = np.zeros(self.row_sample.shape, bool)
+        for slot, prompt in enumerate(held.tolist()):  # before empty slots, so that prompts stay in their slots
+            self._start(slot, prompt, take, samples)
+        for slot in np.flatnonzero((self.row_sample < 0).all(axis=1)).tolist():
+            if not self._waiting():
+                break
+            self.slot_prompt[slot] = prompt = int(np.argmax(self.next_sample < self.size))
+            self._start(slot, prompt, take, samples)
+        self._replace_prompts(held)
+        if take.any():
+            numbers = self.numbers[self.slot_prompt]
+            self.rows = self._placed(decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key))
+
+    def _start(self, slot: int, prompt: int, take: np.ndarray, samples: np.ndarray) -> None:
+        """Assigns waiting completions of a prompt to the free rows of a slot; writes `take` and `samples` in place."""
+        free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
+        take[slot, free] = True
+        samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
+        self.next_sample[prompt] += len(free)
+
+    def _replace_prompts(self, held: Int[np.ndarray, "A"]) -> None:
+        """Writes the prompts of slots whose prompt changed: copies them from another slot, or prefills each once.
+
+        The number of prompts is rounded up to a power of two, so that few shapes are compiled.
+        """
+        slots = np.flatnonzero(self.slot_prompt != held)
+        if not len(slots):
+            return
+        wanted = self.slot_prompt[slots]
+        fresh = np.setdiff1d(wanted, held)
+        source = np.array([np.argmax(held == p) if p in held else len(held) + np.argmax(fresh == p) for p in wanted])
+        new = self._prefill(rounded(fresh, len(held))) if len(fresh) else None
+        targets = rounded(slots, len(held), fill=len(held))  # slot numbers out of range are dropped
+        sources = rounded(source, len(held))
+        self.prompts = self._placed(decoding.replace_prompts(self.prompts, targets, sources, new))
+
+    def _smaller_shapes(self) -> list[tuple[int, int]]:
+        """Returns the shapes (slots, rows per slot) for compaction, largest first: half, a quarter, ... of the rows.
+
+        There are few shapes because each one is compiled. The number of slots stays divisible by the mesh.
+        """
+        slots, width = self.row_sample.shape
+        parts, shapes = prompt_parts(self.sampler.mesh), []
+        while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
+            slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
+            if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), FEWEST_ROWS_ELSEWHERE):
+                break
+            shapes.append((slots, width))
+        return shapes
+
+    def _compact(self) -> None:
+        """Compacts the live rows into the smallest shape that holds them; a prompt may then be in several slots."""
+        if not self._worth_compacting():
+            return
+        live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())
+        of_prompt = {p: np.flatnonzero((self.slot_prompt[:, None] == p) & live) for p in prompts}
+        fits = [
+            (slots, width)
+            for slots, width in self._smaller_shapes()
+            if sum(-(-len(rows) // width) for rows in of_prompt.values()) <= slots
+        ]
+        if not fits:
+            return
+        slots, width = fits[-1]
+        old = self.row_sample.shape[1]
+        chunks = [rows[i : i + width] for rows in of_prompt.values() for i in range(0, len(rows), width)]
+        source, picked = np.zeros(slots, np.int32), np.zeros((slots, width), np.int32)
+        samples = np.full((slots, width), -1)
+        for slot, chunk in enumerate(chunks):
+            source[slot], picked[slot, : len(chunk)] = chunk[0] // old, chunk
+            samples[slot, : len(chunk)] = self.row_sample.reshape(-1)[chunk]
+        self.ages = np.where(samples >= 0, self.ages.reshape(-1)[picked], 0)
+        self.slot_prompt, self.row_sample = self.slot_prompt[source], samples
+        moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
+        self.prompts, self.rows = self._placed(moved)
+
+    def _worth_compacting(self) -> bool:
+        live = self.ages[self.row_sample >= 0]
+        room = self.sampler.max_tokens - int(live.min()) if live.size else 0
+        return room >= FEWEST_TOKENS_LEFT

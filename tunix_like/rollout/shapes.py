@@ -1,0 +1,62 @@
+"""Chooses the array shapes of rollouts: lengths rounded to buckets, numbers of slots and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+FIRST_CACHE = 128
+"""Initial number of cache columns; it doubles as needed. Each size is compiled separately."""
+
+FEWEST_ROWS = {"cpu": 8}
+FEWEST_ROWS_ELSEWHERE = 64
+"""Minimum number of rows per device after compaction, by backend and on other backends. With fewer rows the cost of a
+step is dominated by reading the weights."""
+
+FEWEST_TOKENS_LEFT = 16
+"""Rows are compacted only if some row may still grow by at least this many tokens."""
+
+
+def length_bucket(length: int, limit: int | None = None) -> int:
+    """Rounds `length` up to the next of 16, 24, 32, 48, 64, 96, 128, ..., at most `limit`.
+
+    This bounds the number of compiled shapes. At most a third of the padded length is padding.
+    """
+    size = 16
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size if limit is None else max(length, min(size, limit))
+
+
+def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N W"]:
+    """Stacks rows of different lengths, padded on the right with 0."""
+    out = np.zeros((len(rows), width), np.int32)
+    for padded, row in zip(out, rows, strict=True):
+        padded[: len(row)] = row
+    return out
+
+
+def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
+    """Chooses the number of slots and of rows per slot, for at most `at_once` rows.
+
+    If all completions fit, each slot holds a whole group. Otherwise a slot takes the next prompt only when all of its
+    rows are done: with exponentially distributed lengths, `w` rows take `1 + 1/2 + ... + 1/w` times the mean length.
+    This favours few rows per slot. Many rows per slot, however, share the reads of the prompt's keys at every step.
+    """
+    if at_once >= prompts * size:
+        return prompts, size
+
+    def cost(width: int) -> float:
+        waiting = sum(1 / i for i in range(1, width + 1))
+        return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # 2.5: lengths are at most max_tokens
+
+    width = min((w for w in {*(1 << i for i in range(size.bit_length())), size} if w <= at_once), key=cost)
+    return min(prompts * -(-size // width), at_once // width), width
+
+
+def rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
+    """Pads `numbers` to the next power of two (at most `most`) with `fill`, by default the last number."""
+    count = max(len(numbers), min(1 << (len(numbers) - 1).bit_length(), most))
+    return np.pad(numbers, (0, count - len(numbers)), constant_values=numbers[-1] if fill is None else fill)

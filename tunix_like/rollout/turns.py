@@ -1,0 +1,133 @@
+"""Schedules a call of the sampler whose completions have several turns: rows wait for replies and continue.
+
+The keys and values of a row stay in the cache while it waits, so its history is never computed again. Only the tokens
+of a reply go through the model, in one block for all rows that have a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from tunix_like.models.sharding import fetch
+from tunix_like.rollout import decoding
+from tunix_like.rollout.schedule import Schedule
+from tunix_like.rollout.shapes import length_bucket
+from tunix_like.types import Completions, Reply, Responder, Turn
+
+MOST_APPENDED = 64
+"""Maximum number of tokens per row in one block, which bounds the memory. Longer replies take several blocks."""
+
+
+class TurnSchedule(Schedule):
+    """One call of `generate` with a `Responder`.
+
+    Attributes:
+      pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
+      turn_start: `[p, i]`, index of the first token of its current turn.
+      sampled: `[p, i, t]`, whether the policy sampled token `t`.
+    """
+
+    def __init__(self, *args: Any, responder: Responder):
+        super().__init__(*args)
+        self.responder = responder
+        shape = self.out.lengths.shape
+        self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
+        self.sampled = np.zeros(self.out.tokens.shape, bool)
+
+    def _stop_at(self, live: int) -> int:
+        live -= int(self._waits().sum())
+        return 0 if self.responder.lockstep else max(0, live - max(1, live // 8))
+
+    def _waits(self) -> Bool[np.ndarray, "A g"]:
+        """Returns which rows hold a completion that waits for a reply."""
+        used = self.row_sample >= 0
+        return used & self.pending[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
+
+    def _result(self) -> Completions:
+        return self.out._replace(token_mask=self.sampled)
+
+    def _make_room(self) -> None:
+        """Makes the cache large enough for another token of every live row, without overwriting rows that wait."""
+        self.rows = self._placed(self.rows._replace(held=jnp.asarray(self.row_sample >= 0)))
+        ages, gaps = fetch((self.rows.age, self.rows.gap), self.sampler.mesh)
+        if np.where(self.row_sample >= 0, ages + gaps, 0).max() < self.rows.room:
+            return
+        if self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * self.ages.max():
+            self._grow()
+        else:
+            self._append({})  # only moves the rows, which closes the gaps
+
+    def _collect(self) -> int:
+        """Submits the turns that have ended, and appends the replies that are ready."""
+        live, ended, ages = self._state()
+        used = self.row_sample >= 0
+        self.ages = np.where(used, ages, 0)
+        self._submit(used & ~live & ~self._waits(), ended, ages)
+        if self.pending.any():
+            self._reply(self.responder.replies(wait=not (used & live).any()), ages)
+        self.ages = np.where(self.row_sample >= 0, self.ages, 0)
+        return int((used & (self.row_sample < 0)).sum())
+
+    def _submit(
+        self, stopped: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
+    ) -> None:
+        """Submits the current turns of the rows `stopped`; a turn that has not `ended` is truncated."""
+        if not stopped.any():
+            return
+        tokens, turns = fetch(self.rows.tokens, self.sampler.mesh), []
+        for slot, row in np.argwhere(stopped):
+            group, sample = index = int(self.slot_prompt[slot]), int(self.row_sample[slot, row])
+            turn = slice(self.turn_start[index], ages[slot, row])
+            self.sampled[index][turn] = True
+            turns.append(Turn(group, sample, tokens[slot, row, turn].tolist(), not ended[slot, row]))
+            self.pending[index] = ended[slot, row]
+        self.responder.submit(turns)
+        self._write(stopped & ~ended, ages, ended)
+
+    def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> None:
+        """Appends replies to their rows. A row without a reply, or without space for it, is finished."""
+        places = {
+            (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
+            for slot, row in np.argwhere(self.row_sample >= 0)
+        }
+        done, finished = np.zeros(ages.shape, bool), np.zeros(ages.shape, bool)
+        appended: dict[tuple[int, int], Sequence[int]] = {}
+        for group, sample, tokens in replies:
+            place = places[group, sample]
+            self.pending[group, sample] = False
+            if tokens is None or ages[place] + len(tokens) >= self.sampler.max_tokens:
+                done[place], finished[place] = True, tokens is None
+            else:
+                appended[place] = tokens
+                self.turn_start[group, sample] = ages[place] + len(tokens)
+        self._write(done, ages, finished)
+        if appended:
+            self._append(appended)
+
+    def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
+        """Appends tokens to rows, by slot and row, and continues these rows."""
+        for place, tokens in replies.items():
+            self.ages[place] += len(tokens)
+        while self.rows.room < self.ages.max():
+            self._grow()
+        longest = max(map(len, replies.values()), default=0)
+        width = length_bucket(min(longest, MOST_APPENDED), self.rows.room)
+        for start in range(0, max(longest, 1), width):
+            block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)
+            for place, tokens in replies.items():
+                part = tokens[start : start + width]
+                counts[place] = len(part)
+                block[place][width - len(part) :] = part
+            given = self.sampler.graphdef, self.params, self.prompts, self.rows
+            self.rows = self._placed(decoding.append(*given, block, counts))
+            self.sampler.row_steps += block.size
+        resumed = np.zeros(self.ages.shape, bool)
+        for place in replies:
+            resumed[place] = True
+        live, ended = self.rows.live | resumed, self.rows.ended & ~resumed
+        self.rows = self._placed(self.rows._replace(live=live, ended=ended))

@@ -1,0 +1,60 @@
+"""Builds the environments of a config, and passes their tools to the chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from tunix_like.config.schema import Config, EnvironmentConfig
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
+from tunix_like.rewards.pool import place_of
+from tunix_like.rollout.environments.outcomes import Environments
+from tunix_like.rollout.environments.pool import EnvironmentPool
+from tunix_like.rollout.environments.registry import resolve
+
+MOST_WORKERS = 4
+"""Maximum number of worker processes of rewards, or of steps of environments at the same time, if none is set."""
+
+
+def has_environment(config: Config) -> bool:
+    """Returns whether the config sets an environment.
+
+    Raises:
+      UserError: both a name and tools are set, or other keys without them.
+    """
+    section = config.environment
+    if section.name is not None and section.tools is not None:
+        raise UserError("environment.tools: environment.name is set too; set one of them.")
+    if section.tools is not None and not section.tools:
+        raise UserError("environment.tools: the list is empty; name at least one function, as FILE.py:function.")
+    if section.name is not None or section.tools is not None:
+        return True
+    for field in dataclasses.fields(EnvironmentConfig):
+        if getattr(section, field.name) != field.default:
+            raise UserError(
+                f"environment.{field.name}: it needs an environment; set environment.name or environment.tools."
+            )
+    return False
+
+
+def environments_of(config: Config) -> Environments | None:
+    """Returns the environments of a config, which run in processes of their own; None if it has none.
+
+    Raises:
+      UserError: the environment or a tool cannot be used.
+    """
+    if not has_environment(config):
+        return None
+    section = config.environment
+    name = section.name
+    place = [str(tool) for tool in section.tools or ()] if name is None else place_of(name, resolve(name))
+    workers = min(MOST_WORKERS, os.cpu_count() or 1) if section.workers is None else section.workers
+    limits = {"timeout_seconds": section.timeout_seconds, "memory_gb": section.memory_gb}
+    return EnvironmentPool(place, workers=workers, **limits)
+
+
+def with_tools(tokenizer: Tokenizer, environments: Environments | None) -> Tokenizer:
+    """Returns the tokenizer, with the schemas of the environments' tools for its chat template."""
+    tools = () if environments is None else environments.tools
+    return tokenizer.with_template_variables({"tools": [dict(tool) for tool in tools]}) if tools else tokenizer
