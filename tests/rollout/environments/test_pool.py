@@ -1,5 +1,5 @@
-"""Environments in real processes: whatever one does costs its own trajectory alone, in bounded time, and nothing is left
-behind."""
+"""Environments in real processes: whatever one does costs its own trajectory alone, in bounded time, and nothing is
+left behind."""
 
 from __future__ import annotations
 
