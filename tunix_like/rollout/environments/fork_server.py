@@ -25,7 +25,7 @@ from typing import Any
 from tunix_like.rewards.calls import explain
 from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
-from tunix_like.rollout.environments.process_tree import children_of, descendants_of
+from tunix_like.rollout.environments.process_tree import children_of
 from tunix_like.runtime.user_code import load_function
 
 START = (
@@ -201,7 +201,7 @@ class _Server:
     def _kill(self, number: int) -> None:
         """Kills the child of a trajectory with everything that it started."""
         if (pid := self.pids.get(number)) is not None:
-            self._kill_all([*descendants_of(pid), pid])
+            self._kill_all([pid])  # it may have left its group; `_reap` kills what it leaves behind
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
