@@ -38,7 +38,7 @@ def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
       UserError: the docstring, a type hint or the description of a parameter is missing, the type has no JSON form, or
         the function is async.
     """
-    label = name or getattr(function, "__name__", repr(function))
+    label = str(name or getattr(function, "__name__", repr(function)))
     _check_kind(function, label)
     description, described = _read_docstring(inspect.getdoc(function) or "")
     if not description:
