@@ -8,10 +8,9 @@ import os
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.rewards.pool import place_of
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.pool import EnvironmentPool
-from tunix_like.rollout.environments.registry import resolve
+from tunix_like.rollout.environments.registry import environment_place, resolve, resolve_tools
 
 MOST_WORKERS = 4
 """Maximum number of worker processes of rewards, or of steps of environments at the same time, if none is set."""
@@ -47,8 +46,13 @@ def environments_of(config: Config) -> Environments | None:
     if not has_environment(config):
         return None
     section = config.environment
-    name = section.name
-    place = [str(tool) for tool in section.tools or ()] if name is None else place_of(name, resolve(name))
+    name, tools = section.name, section.tools or []
+    place: str | list[str]
+    if name is not None:
+        place = environment_place(name, resolve(name))
+    else:
+        functions = zip(tools, resolve_tools(tools), strict=True)
+        place = [environment_place(tool, function, "Tool") for tool, function in functions]
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if section.workers is None else section.workers
     limits = {"timeout_seconds": section.timeout_seconds, "memory_gb": section.memory_gb}
     return EnvironmentPool(place, workers=workers, **limits)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from tunix_like.errors import UserError
-from tunix_like.rollout.environments.results import Step, checked_observation, checked_step, show
+from tunix_like.rollout.environments.protocol import EnvStepResult
+from tunix_like.rollout.environments.results import checked_observation, checked_step, show
 from tunix_like.rollout.environments.tool_calls import tool_calls
 from tunix_like.rollout.environments.tool_environment import (
     ToolFunctions,
@@ -32,7 +33,7 @@ class Trajectory(Protocol):
     def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
         """Returns the first observation."""
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         """Answers one turn."""
 
     def finish(self) -> float:
@@ -103,6 +104,7 @@ class Adapted:
             raise UserError(f"Environment '{self.name}' is an async function; write a plain def.")
         if isinstance(factory, type):
             check_class(factory)
+        self._task = _task_parameter(factory)
 
     def tools(self) -> list[Mapping[str, Any]]:
         """Returns the schemas of the tools; empty without tools. A factory that is no class is called once for this.
@@ -146,13 +148,10 @@ class Adapted:
 
     def _make(self, columns: Mapping[str, Any]) -> Any:
         """Calls the factory: without arguments, or with the columns as `task` (google-tunix)."""
-        parameters = inspect.signature(self._factory).parameters
-        takes_task = "task" in parameters or "single_example" in parameters
-        if not takes_task and not (isinstance(self._factory, type) and kind_of(self._factory) == "tunix"):
+        if self._task is None:
             return self._factory()
-        first = next(iter(parameters.values()), None)
-        if first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-            return self._factory(dict(columns))  # google-tunix passes the task by position too
+        if self._task == "by position":  # as google-tunix does
+            return self._factory(dict(columns))
         return self._factory(task=dict(columns))
 
 
@@ -163,6 +162,20 @@ def as_environment(factory: Callable[..., Any] | Sequence[Callable[..., Any]] | 
       UserError: it is none of these (see `check_class`).
     """
     return factory if isinstance(factory, Adapted) else Adapted(factory)
+
+
+def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
+    """Returns how a factory takes the columns of a row as a task; None if it takes none."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # some classes of extension modules have no signature
+        return None
+    is_tunix = isinstance(factory, type) and kind_of(factory) == "tunix"
+    if not is_tunix and "task" not in parameters and "single_example" not in parameters:
+        return None
+    first = next(iter(parameters.values()), None)
+    positional = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return "by position" if positional else "by name"
 
 
 class _StepEnvironment:
@@ -176,7 +189,7 @@ class _StepEnvironment:
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, where)), where)
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         return checked_step(self.environment.step(completion), f"{self.name}.step")
 
     def finish(self) -> float:
@@ -203,7 +216,7 @@ class _TunixEnvironment:
             return None  # the columns of the row, whose prompt the policy has
         return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         where = f"{self.name}.step"
         if not hasattr(self.environment, "tool_manager"):
             action, names = completion, {}
@@ -213,7 +226,7 @@ class _TunixEnvironment:
             if wrong := [call for call in calls if call.error is not None]:
                 self.malformed += len(wrong)
                 messages = [{"role": "tool", "content": f"error: {call.error}"} for call in wrong]
-                return Step(messages, 0.0, False, self._counts())
+                return EnvStepResult(messages, 0.0, False, self._counts())
             names = {f"call_{i}": call.name for i, call in enumerate(calls)}
             action = _tunix_action(completion, calls)
         result = self.environment.step(action)
@@ -267,4 +280,4 @@ def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
 
 def _tunix_tools(environment: Any) -> list[Mapping[str, Any]]:
     manager = getattr(environment, "tool_manager", None)
-    return list(manager.get_json_schema()) if hasattr(manager, "get_json_schema") else []
+    return [] if manager is None else list(manager.get_json_schema())

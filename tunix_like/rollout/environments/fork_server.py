@@ -8,7 +8,6 @@ calls of its trajectory on a socket of its own. The run enforces deadlines and t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -24,9 +23,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tunix_like.rewards.calls import explain
-from tunix_like.rewards.worker import HEADER, die_with, message, read_exactly
+from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
-from tunix_like.rollout.environments.process_tree import children_of, descendants_of
+from tunix_like.rollout.environments.process_tree import children_of
 from tunix_like.runtime.user_code import load_function
 
 START = (
@@ -72,6 +71,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
       parent: id of the process that started this one.
     """
     die_with(parent)
+    go_first()
     _adopt_orphans()
     channel = socket.socket(fileno=number)
     try:
@@ -126,11 +126,18 @@ class _Server:
             self._follow()
             self._reap()
             self._send()
+        self._end()
+
+    def _end(self) -> None:
+        """Kills all processes below this one, waits for their end, and kills this process."""
         for number in list(self.pids):
             self._kill(number)
-        self._kill_all(set(children_of(os.getpid())))
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                self._kill_all(children_of(os.getpid()))  # a process whose parent has ended is a child of this one
+                os.waitpid(-1, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(0, signal.SIGKILL)  # this process is the leader of its session and group
+            os.killpg(0, signal.SIGKILL)  # with what the user's module started in the group of this process
 
     def _follow(self) -> None:
         """Follows the orders that have arrived."""
@@ -194,7 +201,7 @@ class _Server:
     def _kill(self, number: int) -> None:
         """Kills the child of a trajectory with everything that it started."""
         if (pid := self.pids.get(number)) is not None:
-            self._kill_all([*descendants_of(pid), pid])
+            self._kill_all([pid])  # it may have left its group; `_reap` kills what it leaves behind
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
@@ -239,7 +246,7 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory until it is finished or the socket is closed.
 
     A call is a pickled `("reset", columns)`, `("step", text)` or `("finish", None)`. An answer is JSON: the fields of a
-    `Step` by name, or `{"error": text}`, after which the trajectory is over.
+    `EnvStepResult` by name, or `{"error": text}`, after which the trajectory is over.
     """
     own = os.getpid()
     trajectory: Trajectory | None = None
@@ -280,4 +287,4 @@ def _answer(trajectory: Trajectory, what: str, given: Any) -> dict[str, Any]:
 def _adopt_orphans() -> None:
     """Makes this process the parent of processes below it whose own parent has ended (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        process_control(_PR_SET_CHILD_SUBREAPER, 1)
