@@ -10,7 +10,7 @@ import yaml
 from tunix_like.algorithms.pass_rates import bins_of, count_groups, sum_advantages
 from tunix_like.data import maze
 from tunix_like.data.source import SOURCE_COLUMN
-from tunix_like.rollout.rollouts import write_rollouts
+from tunix_like.rollout.files import write_rollouts
 from tunix_like.storage.metrics import MetricsLog
 from tunix_like.types import Problem
 

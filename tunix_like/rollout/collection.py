@@ -24,17 +24,15 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.episodes import with_environment
 from tunix_like.rollout.environments.trajectories import Player, generate
+from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
 from tunix_like.rollout.rollouts import (
-    FirstFailure,
     Rollout,
     Task,
     completion_texts,
     join_rollouts,
     mixed_groups,
-    nothing_scored_message,
     pick_groups,
     rollout_metrics,
-    saved_on_failure,
     score_completions,
     succeeds,
     to_batch,
