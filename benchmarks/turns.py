@@ -26,7 +26,7 @@ from tunix_like.rollout.sampler import Sampler
 from tunix_like.types import Reply, SamplingParams, Turn
 
 PROMPTS, SIZE, PROMPT = 8, 16, 96
-TURN, REPLY, TURNS = 32, 24, 8
+TURN, REPLY, TURNS = 32, 12, 8
 VOCABULARY, WIDTH, LAYERS = 512, 256, 6
 GREEDY = SamplingParams(0.0)
 

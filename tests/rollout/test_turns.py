@@ -188,7 +188,7 @@ def test_no_history_is_computed_again(monkeypatch):
     monkeypatch.setattr(decoding, "prefill", lambda *a: prefilled.append(a[2].shape) or prefill(*a))
     monkeypatch.setattr(decoding, "append", lambda *a: appended.append(a[4].shape[-1]) or append(*a))
     play(Scripted())
-    assert len(prefilled) == 1 and set(appended) <= {16, 24}, "at most 20 tokens are replied, in buckets of 16 and 24"
+    assert len(prefilled) == 1 and max(appended) <= 20, "at most 20 tokens are replied"
     assert len(appended) <= 4, "one block for all rows of a turn"
 
 

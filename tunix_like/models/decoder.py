@@ -346,10 +346,10 @@ def check_decoder(name: str, value: Any) -> None:
 
 def _with_end(x: Array, new: Array, real: Bool[Array, "R N"], axis: int) -> Array:
     """Replaces the last columns (along `axis`) of cached keys or values where `real`."""
-    shape = [1] * x.ndim
+    shape, start = [1] * x.ndim, x.shape[axis] - real.shape[1]
     shape[0], shape[axis] = real.shape
-    start, last = jnp.split(x, [x.shape[axis] - real.shape[1]], axis)
-    return jnp.concatenate([start, jnp.where(real.reshape(shape), new, last)], axis)
+    last = jax.lax.slice_in_dim(x, start, None, axis=axis)
+    return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(real.reshape(shape), new, last), start, axis)
 
 
 def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.errors import UserError
 from tunix_like.rewards import Scores
+from tunix_like.rollout.environments.episodes import REWARD
 from tunix_like.rollout.rollouts import Rollout
 from tunix_like.types import GroupBatch, Problem
 
@@ -134,9 +135,10 @@ class FirstFailure:
 
 def nothing_scored_message(scores: Scores) -> str:
     """Returns an error message for the case that no completion has a reward."""
+    where = "the environment" if REWARD in scores.by_function else "rewards.functions"
     if scores.first_failure is None:
-        return "no completion could be scored: every reward is None or NaN. Check rewards.functions."
-    return f"no completion could be scored; check rewards.functions. The first failure: {scores.first_failure}\n"
+        return f"no completion could be scored: every reward is None or NaN. Check {where}."
+    return f"no completion could be scored; check {where}. The first failure: {scores.first_failure}\n"
 
 
 def remove_steps_after(folder: Path, last: int) -> None:

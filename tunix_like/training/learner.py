@@ -251,6 +251,8 @@ class Learner(Trainer):
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
             limit = self.rollout_config.max_prompt_length
+            if self.player is not None:
+                self.player.check(train_ds)
             checked = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
             checked.warn("training")
             skipped = checked.prompts

@@ -81,6 +81,11 @@ class Player:
             )
         return self._bridges[chat]
 
+    def check(self, rows: Any) -> None:
+        """Checks that prompts like that of the first row can have several turns. Raises UserError if not."""
+        if len(rows) and rows[0] is not None:
+            self.bridge(rows[0].get("prompt"))
+
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
         """Resets `size` environments for each problem.
 
