@@ -113,6 +113,8 @@ class Collector:
         if algo.dynamic_sampling:
             rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
+        if self.player is not None:
+            metrics["time/environment"], self.player.seconds = self.player.seconds, 0.0
         tokens = int(rollout.sampled_lengths.sum())
         if len(rollout.problems) > self.batch_size:
             chosen = np.sort(np.argsort(~self._has_signal(rollout, rewards), kind="stable")[: self.batch_size])

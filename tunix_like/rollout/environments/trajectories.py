@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,9 @@ class Player:
       environments: runs the environments.
       eos_ids: the ids that end a turn.
 
+    Attributes:
+      seconds: time for which trajectories waited for environments, since it was last set to 0.
+
     Raises:
       UserError: the mode is eager in a run of several processes, whose schedules must be equal.
     """
@@ -61,6 +65,7 @@ class Player:
             raise UserError("environment.mode: several processes need lockstep; set environment.mode=lockstep.")
         self.environments, self.config, self.tokenizer, self.eos_ids = environments, config, tokenizer, tuple(eos_ids)
         self._bridges: dict[bool, Bridge] = {}
+        self.seconds = 0.0
 
     def bridge(self, prompt: Any) -> Bridge:
         """Returns the bridge for trajectories with this (unrendered) prompt, text or messages.
@@ -144,7 +149,10 @@ class Trajectories:
         """Returns the replies that are ready (see `types.Responder`)."""
         while True:
             waits = wait and bool(self._unanswered) and (self.lockstep or not self._ready)
-            self._ready += self._answered(self._environments.outcomes(waits))
+            start = time.perf_counter()
+            outcomes = self._environments.outcomes(waits)
+            self.player.seconds += time.perf_counter() - start
+            self._ready += self._answered(outcomes)
             if not waits:
                 break
         mine, self._ready = self._ready, []
@@ -203,7 +211,10 @@ class Trajectories:
         """Collects outcomes until none of `numbers` is unanswered."""
         found: list[Outcome] = []
         while numbers:
-            for outcome in self._environments.outcomes(wait=True):
+            start = time.perf_counter()
+            outcomes = self._environments.outcomes(wait=True)
+            self.player.seconds += time.perf_counter() - start
+            for outcome in outcomes:
                 self._record(outcome)
                 found.append(outcome)
         return found
