@@ -10,9 +10,9 @@ they are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +22,10 @@ import numpy as np
 import tunix_like
 from tunix_like import EnvironmentConfig, EnvironmentPool, MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfig
 from tunix_like.data import reverse_text
+
+MARK = "ENVIRONMENT_SOAK"
+SETTLED = 100
+"""Steps before the first look: programs are compiled until then."""
 
 MISBEHAVING = '''
 import os, subprocess, sys, time
@@ -63,13 +67,13 @@ MODEL = {
 
 
 def descendants() -> list[int]:
-    """Ids of all processes of this script's session group and of programs that environments started."""
-    out = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    lines = [line.split(None, 1) for line in out.splitlines()[1:]]
-    own = os.getpid()
-    return [
-        int(pid) for pid, line in lines if int(pid) != own and ("fork_server" in line or "time.sleep(1000)" in line)
-    ]
+    """Ids of all other processes that have this script's mark in their environment variables."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={os.getpid()}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def state() -> tuple[int, int, float]:
@@ -101,12 +105,14 @@ def main() -> int:
         on_row=lambda row, total: rows.append(dict(row)),
     )
     data = [reverse_text.record(text) for text in ("ab", "cd", "ef", "gh")]
-    learner.train(data, batch_size=4)
-    before = state()
+    os.environ[MARK] = str(os.getpid())
+    before = None
     while len(rows) < steps:
         learner.train(data, batch_size=4)
+        before = state() if before is None and len(rows) >= SETTLED else before
         print(f"step {len(rows)}: processes, descriptors, MB = {state()}", flush=True)
     after = state()
+    assert before is not None
     failed = np.array([row["train/reward/unscored_frac"] for row in rows])
     kinds = {name: float(np.mean([row[f"train/reward/{name}_frac"] for row in rows])) for name in ("timeout", "error")}
     print(
