@@ -137,6 +137,20 @@ def compiled_update(work: Work, size: int) -> int:
     return held_by(step.lower(TrainState(params, jax.eval_shape(optimizer.init, params)), data, frozen).compile())
 
 
+def accelerated(layers: int, backend: str) -> Work:
+    """Qwen3-1.7B's shapes over eight devices, 64 x 16 of 384 + 768 tokens."""
+    model = DecoderConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=layers, num_heads=16, num_kv_heads=8,
+        head_dim=128, qk_norm=True, tie_embeddings=True,
+    )  # fmt: skip
+    count = parameter_count(model)
+    share = Share(4 * count // 8, 4 * count // 8, count // 8, 151936 * 2048 // 8, ())
+    return dataclasses.replace(
+        BASE, model=model, share=share, prompts=64, group=16, widths=(384, 768), dtype=jnp.bfloat16, remat=True,
+        logits_chunk=1024, backend=backend, parts=8,
+    )  # fmt: skip
+
+
 ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)
 LARGE = dict(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
 """Little but weights."""
@@ -194,6 +208,16 @@ def test_a_rollout_holds_what_is_foreseen(name):
         moments.append(held_by(decoding.grow.lower(rows[0], room=steps).compile()) + nbytes((params, prompts)))
     foreseen = rollout_phase(work, count, slots, {"weights": work.weights}).bytes
     assert foreseen == pytest.approx(max(moments), rel=0.2)
+
+
+@pytest.mark.parametrize(("backend", "compiled"), [("tpu", 6.97), ("gpu", 6.2)])
+def test_the_samplers_copy_of_the_weights_is_held_while_sampling(backend, compiled):
+    """Qwen3-1.7B's shapes on eight devices, 128 rows: GB beside the trainer's arrays, while weights are laid out on
+    v5e and in a decode step on H200."""
+    work = accelerated(28, backend)
+    copy = Share(2 * parameter_count(work.model), 0, 0, 151936 * 2048, ())
+    phase = rollout_phase(dataclasses.replace(work, rollout_share=copy, rollout_parts=(8, 1)), 128, 128, {})
+    assert phase.bytes == pytest.approx(compiled * 1e9, rel=0.15)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "qkv_bias": True, "qk_norm": False}])
@@ -324,16 +348,7 @@ def test_a_chunk_takes_what_fits(memory, monkeypatch):
 def test_the_update_of_an_accelerator_by_its_compiler(layers, backend, compiled):
     """Qwen3-1.7B's shapes over eight devices, 64 x 16 of 384 + 768 tokens: GB that XLA:TPU (v5e) and XLA:GPU (H200)
     allocated."""
-    model = DecoderConfig(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=layers, num_heads=16, num_kv_heads=8,
-        head_dim=128, qk_norm=True, tie_embeddings=True,
-    )  # fmt: skip
-    count = parameter_count(model)
-    share = Share(4 * count // 8, 4 * count // 8, count // 8, 151936 * 2048 // 8, ())
-    work = dataclasses.replace(
-        BASE, model=model, share=share, prompts=64, group=16, widths=(384, 768), dtype=jnp.bfloat16, remat=True,
-        logits_chunk=1024, backend=backend, parts=8,
-    )  # fmt: skip
+    work = accelerated(layers, backend)
     assert update_phases(work, 168)[0].bytes == pytest.approx(compiled * 1e9, rel=0.05)
 
 
