@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import json
 import os
 import pickle
@@ -54,6 +55,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
       parent: id of the process that started this one.
     """
     die_with(parent)
+    go_first()
     faulthandler.enable()  # prints a traceback on a crash in C code
     channel, own = socket.socket(fileno=number), os.getpid()
     functions = {place: _load(place) for place in places}
@@ -70,18 +72,32 @@ def serve(number: int, places: list[str], parent: int) -> None:
 
 def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
     """Ends this process when its parent ends. On Linux the kernel kills it at once, even during a call; on other
-    systems it exits when the call returns. Also makes the out-of-memory killer choose this process before the run.
+    systems it exits when the call returns.
 
     Args:
       how: the signal that the kernel sends.
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
+    process_control(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def go_first() -> None:
+    """Makes the out-of-memory killer choose this process and those that it forks before the run (Linux only)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def process_control(option: int, value: int) -> None:
+    """Calls `prctl` of Linux."""
+    _libc().prctl(option, value)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)  # once, since forked processes inherit it
 
 
 def _load(place: str) -> Callable[..., Any] | str:

@@ -103,6 +103,7 @@ class Adapted:
             raise UserError(f"Environment '{self.name}' is an async function; write a plain def.")
         if isinstance(factory, type):
             check_class(factory)
+        self._task = _task_parameter(factory)
 
     def tools(self) -> list[Mapping[str, Any]]:
         """Returns the schemas of the tools; empty without tools. A factory that is no class is called once for this.
@@ -146,13 +147,10 @@ class Adapted:
 
     def _make(self, columns: Mapping[str, Any]) -> Any:
         """Calls the factory: without arguments, or with the columns as `task` (google-tunix)."""
-        parameters = inspect.signature(self._factory).parameters
-        takes_task = "task" in parameters or "single_example" in parameters
-        if not takes_task and not (isinstance(self._factory, type) and kind_of(self._factory) == "tunix"):
+        if self._task is None:
             return self._factory()
-        first = next(iter(parameters.values()), None)
-        if first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-            return self._factory(dict(columns))  # google-tunix passes the task by position too
+        if self._task == "by position":  # as google-tunix does
+            return self._factory(dict(columns))
         return self._factory(task=dict(columns))
 
 
@@ -163,6 +161,20 @@ def as_environment(factory: Callable[..., Any] | Sequence[Callable[..., Any]] | 
       UserError: it is none of these (see `check_class`).
     """
     return factory if isinstance(factory, Adapted) else Adapted(factory)
+
+
+def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
+    """Returns how a factory takes the columns of a row as a task; None if it takes none."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # some classes of extension modules have no signature
+        return None
+    is_tunix = isinstance(factory, type) and kind_of(factory) == "tunix"
+    if not is_tunix and "task" not in parameters and "single_example" not in parameters:
+        return None
+    first = next(iter(parameters.values()), None)
+    positional = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    return "by position" if positional else "by name"
 
 
 class _StepEnvironment:

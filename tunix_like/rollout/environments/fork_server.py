@@ -8,7 +8,6 @@ calls of its trajectory on a socket of its own. The run enforces deadlines and t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -24,7 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tunix_like.rewards.calls import explain
-from tunix_like.rewards.worker import HEADER, die_with, message, read_exactly
+from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
 from tunix_like.rollout.environments.process_tree import children_of, descendants_of
 from tunix_like.runtime.user_code import load_function
@@ -72,6 +71,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
       parent: id of the process that started this one.
     """
     die_with(parent)
+    go_first()
     _adopt_orphans()
     channel = socket.socket(fileno=number)
     try:
@@ -280,4 +280,4 @@ def _answer(trajectory: Trajectory, what: str, given: Any) -> dict[str, Any]:
 def _adopt_orphans() -> None:
     """Makes this process the parent of processes below it whose own parent has ended (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        process_control(_PR_SET_CHILD_SUBREAPER, 1)

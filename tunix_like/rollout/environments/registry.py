@@ -1,7 +1,88 @@
-"""Temporary."""
+"""The registry of environments by name, and the loading of environments and tools from a user's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from tunix_like.errors import UserError, nearest
+from tunix_like.rewards.pool import place_of
+from tunix_like.rollout.environments.adapters import as_environment
+from tunix_like.runtime.user_code import load_function
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
+"""Every registered environment, by name: a class or another factory."""
+
+_OTHERWISE = "run it in this process with LocalEnvironments"
 
 
-def resolve(name):
-    from tunix_like.runtime.user_code import load_function
+def register_environment(name: str) -> Callable[[_F], _F]:
+    """Decorator that registers an environment under `name`: a class, or a function that makes one.
 
-    return load_function(name, "Environment")
+    Raises:
+      UserError: the name is already registered, or contains a colon (reserved for files and modules), or the class
+        cannot be an environment.
+    """
+    if ":" in name:
+        raise UserError(
+            f"register_environment: the name '{name}' must not contain a colon, which is reserved for 'FILE.py:Class'; "
+            "choose another."
+        )
+
+    def register(factory: _F) -> _F:
+        if name in ENVIRONMENTS:
+            raise UserError(f"register_environment: the name '{name}' is already registered; choose another.")
+        as_environment(factory)
+        ENVIRONMENTS[name] = factory
+        return factory
+
+    return register
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Returns the environment for a name from the configuration, after a check of its class.
+
+    Args:
+      name: a registered name, `path/to/file.py:Class`, or `package.module:Class`.
+
+    Raises:
+      UserError: the name is unknown, the file or module is missing or fails to load, it does not define the class, or
+        the class cannot be an environment (see `adapters.check_class`).
+    """
+    if ":" in name:
+        factory = load_function(name, "Environment")
+    elif name in ENVIRONMENTS:
+        factory = ENVIRONMENTS[name]
+    else:
+        raise UserError(
+            f"Environment '{name}' is unknown. {nearest(name, ENVIRONMENTS)} "
+            "Write a class of your own as path/to/file.py:Class or package.module:Class."
+        )
+    as_environment(factory)
+    return factory
+
+
+def resolve_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
+    """Returns the functions for the names of `environment.tools`, after a check that they can be tools.
+
+    Raises:
+      UserError: a file, module or function is missing or fails to load, or a function cannot be a tool (see
+        `tools.schema_of`).
+    """
+    for name in names:
+        if ":" not in name:
+            raise UserError(f"Tool '{name}': write path/to/file.py:function or package.module:function.")
+    functions = [load_function(name, "Tool") for name in names]
+    as_environment(functions)
+    return functions
+
+
+def environment_place(name: str, factory: Callable[..., Any], what: str = "Environment") -> str:
+    """Returns the location from which `EnvironmentPool` imports an environment, or a tool (`what` is "Tool").
+
+    Raises:
+      UserError: another process cannot import it.
+    """
+    return place_of(name, factory, what, _OTHERWISE)

@@ -163,9 +163,8 @@ def _union(inner: tuple[Any, ...], label: str, parameter: str) -> dict[str, Any]
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Returns whether a JSON value has the type of a schema, at the outermost level and in lists."""
     if value is None:
-        return bool(schema.get("nullable")) or "null" in _listed(
-            schema.get("type", [] if "anyOf" in schema else "null")
-        )
+        untyped = "type" not in schema and "anyOf" not in schema
+        return untyped or bool(schema.get("nullable")) or "null" in _listed(schema.get("type", []))
     if "enum" in schema:
         return any(value == choice and type(value) is type(choice) for choice in schema["enum"])
     if "anyOf" in schema:
