@@ -279,4 +279,4 @@ def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
 
 def _tunix_tools(environment: Any) -> list[Mapping[str, Any]]:
     manager = getattr(environment, "tool_manager", None)
-    return list(manager.get_json_schema()) if hasattr(manager, "get_json_schema") else []
+    return [] if manager is None else list(manager.get_json_schema())
