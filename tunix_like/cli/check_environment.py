@@ -68,7 +68,7 @@ Script = Callable[[int], str]
 """The text of turn `n`, from 0."""
 
 
-def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tuple[Mapping[str, Any], Any]]]:
+def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tuple[Mapping[str, Any], Outcome]]]:
     """Plays episodes of several kinds with the first training rows, and calls each tool once.
 
     The kinds are: the `answer` of the row as every turn and, if it has several words, one word per turn, the last one
@@ -87,7 +87,7 @@ def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tu
         environments = environments_of(config)
         assert environments is not None, "the caller has checked that there is one"
         try:
-            tools = [(dict(tool), _called(environments, tool, problems[0])) for tool in environments.tools]
+            tools = [(tool, _called(environments, tool, problems[0])) for tool in environments.tools]
             most = config.environment.max_turns
             tried = [
                 _tried(kind, scripts, environments, problems, most, rewards)
@@ -250,7 +250,7 @@ def _print_tools(tools: Sequence[tuple[Mapping[str, Any], Outcome]]) -> tuple[li
     wrong, notes, rows = [], [], []
     for tool, outcome in tools:
         function = tool["function"]
-        console.print_text(json.dumps(tool, indent=2, ensure_ascii=False))
+        console.print_text(json.dumps(dict(tool), indent=2, ensure_ascii=False))
         messages = outcome.observation if outcome.observation and not isinstance(outcome.observation, str) else []
         result = "\n".join(message["content"] for message in messages) or _text(outcome.observation)
         if outcome.failure is not None:

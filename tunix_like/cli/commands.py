@@ -80,11 +80,13 @@ def _add_inference(command: AddCommand) -> None:
     )
     evaluate.add_argument("source", nargs="?", help=source)
     generate = command(
-        "generate", "generate:generate", "complete one prompt", 'generate runs/x --prompt "2 + 2 =" --greedy'
+        "generate",
+        "generate:generate",
+        "complete one prompt, play an environment, or talk to the model",
+        'generate runs/x --prompt "2 + 2 =" --greedy',
     )
     generate.add_argument(
         "--prompt",
-        required=True,
         help="text; a chat message if the run has a system prompt or data.apply_chat_template; prompt_template is not "
         "applied",
     )
@@ -93,6 +95,19 @@ def _add_inference(command: AddCommand) -> None:
         action="store_true",
         help="greedy decoding, as eval --preset greedy, instead of sampling at the rollout.temperature of the run; the "
         "same as rollout.temperature=0",
+    )
+    generate.add_argument(
+        "--row",
+        type=int,
+        metavar="N",
+        help="instead of --prompt: row N of the held-out data (of the training data if there is none), from 1; an "
+        "environment gets its columns",
+    )
+    generate.add_argument(
+        "--interactive",
+        action="store_true",
+        help="answer the turns of the model yourself: each line of standard input is an observation, until its end or "
+        "/quit; without --prompt and --row, the first line is the prompt",
     )
     generate.add_argument("source", help=source)
     export = command("export", "export:export", "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
