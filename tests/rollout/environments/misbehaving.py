@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+np.random.seed(0)  # the state that all children would begin with
+
 
 def _hang():
     time.sleep(1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.results import Step, checked_observation, checked_step, show
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["steps", "tunix", "tools"]
 
 
+@runtime_checkable
 class Trajectory(Protocol):
     """The environment of one trajectory. All results are checked; user exceptions pass through."""
 
@@ -278,4 +279,4 @@ def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
 
 def _tunix_tools(environment: Any) -> list[Mapping[str, Any]]:
     manager = getattr(environment, "tool_manager", None)
-    return list(manager.get_json_schema()) if hasattr(manager, "get_json_schema") else []
+    return [] if manager is None else list(manager.get_json_schema())

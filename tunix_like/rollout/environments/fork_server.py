@@ -25,7 +25,7 @@ from typing import Any
 from tunix_like.rewards.calls import explain
 from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
-from tunix_like.rollout.environments.process_tree import children_of, descendants_of
+from tunix_like.rollout.environments.process_tree import children_of
 from tunix_like.runtime.user_code import load_function
 
 START = (
@@ -126,11 +126,18 @@ class _Server:
             self._follow()
             self._reap()
             self._send()
+        self._end()
+
+    def _end(self) -> None:
+        """Kills all processes below this one, waits for their end, and kills this process."""
         for number in list(self.pids):
             self._kill(number)
-        self._kill_all(set(children_of(os.getpid())))
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                self._kill_all(children_of(os.getpid()))  # a process whose parent has ended is a child of this one
+                os.waitpid(-1, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(0, signal.SIGKILL)  # this process is the leader of its session and group
+            os.killpg(0, signal.SIGKILL)  # with what the user's module started in the group of this process
 
     def _follow(self) -> None:
         """Follows the orders that have arrived."""
@@ -194,7 +201,7 @@ class _Server:
     def _kill(self, number: int) -> None:
         """Kills the child of a trajectory with everything that it started."""
         if (pid := self.pids.get(number)) is not None:
-            self._kill_all([*descendants_of(pid), pid])
+            self._kill_all([pid])  # it may have left its group; `_reap` kills what it leaves behind
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 

@@ -26,7 +26,7 @@ from tunix_like.rewards.process import WorkerProcess
 from tunix_like.rollout.environments.calls import Answered, Caller
 from tunix_like.rollout.environments.fork_server import BEGIN, END, ORDER, START, TOOLS_PREFIX
 from tunix_like.rollout.environments.outcomes import Outcome
-from tunix_like.rollout.environments.process_tree import members_of, memory_of
+from tunix_like.rollout.environments.process_tree import descendants_of, members_of, memory_of
 
 POLL_SECONDS = 0.1
 """Interval of the memory checks while environments are busy."""
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.1
 PATIENCE = 10.0
 """Maximum seconds for the server to follow an order, which takes milliseconds."""
 
-_EXIT_SECONDS = 1.0  # time for the exit status to arrive after the socket was closed
+_EXIT_SECONDS = 1.0  # for an exit status to arrive after a socket was closed, and for the server to end by itself
 
 
 class EnvironmentPool:
@@ -360,13 +360,13 @@ def _how(status: int) -> str:
 def _stop_all(servers: list[WorkerProcess]) -> None:
     """Ends servers with all their environments. A server whose socket is closed kills them; what is left is killed
     here."""
-    for server in servers:
-        with contextlib.suppress(OSError):
-            server.channel.shutdown(socket.SHUT_RDWR)
     while servers:
         server = servers.pop()
-        server.wait(2.0)
+        with contextlib.suppress(OSError):
+            server.channel.shutdown(socket.SHUT_RDWR)
+            server.wait(_EXIT_SECONDS)
+        below = list(descendants_of(server.pid)) if server.alive else []
         server.kill()
-        for pid in members_of(server.pid):
+        for pid in (*below, *members_of(server.pid)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

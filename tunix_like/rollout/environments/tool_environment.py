@@ -96,9 +96,8 @@ class ToolObject:
 
     def finish(self) -> float:
         """Returns the reward of the object, or 0 if it has no `get_reward`."""
-        if not hasattr(self.environment, "get_reward"):
-            return 0.0
-        return checked_number(self.environment.get_reward(), f"{self.name}.get_reward: reward")
+        reward = getattr(self.environment, "get_reward", None)
+        return checked_number(reward(), f"{self.name}.get_reward: reward") if callable(reward) else 0.0
 
 
 class ToolFunctions:

@@ -25,7 +25,7 @@ _SECTION = re.compile(r"\n\s*(Args|Arguments|Returns|Raises|Yields|Examples?|Not
 _PARAMETER = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
-def schema_of(function: Callable[..., Any], name: str | None = None) -> dict[str, Any]:
+def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
     """Returns the description of a tool that chat templates take.
 
     It has the form `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`, as that of
@@ -38,7 +38,7 @@ def schema_of(function: Callable[..., Any], name: str | None = None) -> dict[str
       UserError: the docstring, a type hint or the description of a parameter is missing, the type has no JSON form, or
         the function is async.
     """
-    label = name or getattr(function, "__name__", repr(function))
+    label = str(name or getattr(function, "__name__", repr(function)))
     _check_kind(function, label)
     description, described = _read_docstring(inspect.getdoc(function) or "")
     if not description:
@@ -94,7 +94,7 @@ def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) ->
     return None
 
 
-def _check_kind(function: Callable[..., Any], label: str) -> None:
+def _check_kind(function: Any, label: str) -> None:
     if not callable(function):
         raise UserError(f"Tool '{label}' is of type {type(function).__name__}, which is not callable.")
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
