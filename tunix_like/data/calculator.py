@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
 SMALLEST, LARGEST = 100, 999
-CALLS = 8
+CALLS = 6
 """One in so many answers to a question is a call."""
 
 CONTINUED = 4

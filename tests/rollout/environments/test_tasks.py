@@ -12,12 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.process import ROOT
+from tunix_like.cli import main as cli
+from tunix_like.config.load import load
 from tunix_like.data import maze
 from tunix_like.rollout.environments.adapters import as_environment
 from tunix_like.rollout.environments.calculator import MOST_BITS, Calculator, calculator
 from tunix_like.rollout.environments.guess import COST, MOST_GUESSES, NUMBERS, Guess
+from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.maze_steps import MOST_MOVES, MOVES, MazeSteps
+from tunix_like.rollout.environments.pool import EnvironmentPool
 from tunix_like.rollout.environments.registry import ENVIRONMENTS, resolve
+from tunix_like.runs.environments import environments_of
+from tunix_like.storage.metrics import rows as metric_rows
 
 
 def test_the_shipped_environments_are_registered():
@@ -36,6 +42,17 @@ def test_a_process_that_loads_one_does_not_import_jax(name):
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize("name", ["guess", "maze_steps", "calculator"])
+def test_they_run_in_this_process_unless_workers_are_set(name):
+    yaml_file = ROOT / "examples" / "environments" / f"{name}.yaml"
+    assert isinstance(environments_of(load(yaml_file)), LocalEnvironments)
+    pool = environments_of(load(yaml_file, ["environment.workers=3"]))
+    assert isinstance(pool, EnvironmentPool) and pool.workers == 3
+    assert pool.places == [f"tunix_like.rollout.environments.{name}:{resolve(name).__name__}"]
+    assert [tool["function"]["name"] for tool in pool.tools] == (["calculator"] if name == "calculator" else [])
+    pool.close()
 
 
 def bisect(number):
@@ -213,3 +230,18 @@ def test_the_calculator_in_an_episode():
     assert nonsense.observation[0]["content"].startswith("error: ") and not nonsense.done
     last = episode.step("#### 56088")
     assert last.done and last.info == {"tool_calls": 3.0, "tool_errors": 2.0} and episode.finish() == 0.0
+
+
+@pytest.mark.slow
+def test_a_short_run_learns_to_walk(tmp_path, monkeypatch):
+    """From random legal walks; only the direction is asserted."""
+    monkeypatch.chdir(tmp_path)
+    small = ["data.maze_size=7", "data.train_size=400", "data.eval_size=32", "model.config.num_hidden_layers=2",
+             "sft.max_steps=80", "training.max_steps=25", "eval.samples=8", "eval.k=[1]"]  # fmt: skip
+    yaml_file = str(ROOT / "examples" / "environments" / "maze_steps.yaml")
+    assert cli.main(["train", yaml_file, "training.output_dir=run", *small]) == 0
+    found = [row for row in metric_rows(tmp_path / "run") if "step" in row and "eval/pass@1" in row]
+    first, last = found[0], found[-1]
+    assert (first["step"], last["step"]) == (0, 25)
+    assert last["eval/pass@1"] > first["eval/pass@1"] + 0.1
+    assert last["eval/environment/blocked"] < 1 and last["eval/turns/max"] <= MOST_MOVES
