@@ -9,9 +9,11 @@ from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rewards.pool import place_of
+from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.pool import EnvironmentPool
 from tunix_like.rollout.environments.registry import resolve
+from tunix_like.runtime.user_code import is_own
 
 MOST_WORKERS = 4
 """Maximum number of worker processes of rewards, or of steps of environments at the same time, if none is set."""
@@ -39,7 +41,10 @@ def has_environment(config: Config) -> bool:
 
 
 def environments_of(config: Config) -> Environments | None:
-    """Returns the environments of a config, which run in processes of their own; None if it has none.
+    """Returns the environments of a config; None if it has none.
+
+    They run in processes of their own. Those of this library run in this process unless `environment.workers` is set,
+    since they neither hang nor crash, and a process for each trajectory takes longer than such an episode.
 
     Raises:
       UserError: the environment or a tool cannot be used.
@@ -48,7 +53,10 @@ def environments_of(config: Config) -> Environments | None:
         return None
     section = config.environment
     name = section.name
-    place = [str(tool) for tool in section.tools or ()] if name is None else place_of(name, resolve(name))
+    factory = None if name is None else resolve(name)
+    if section.workers is None and factory is not None and not is_own(factory):
+        return LocalEnvironments(factory)
+    place = [str(tool) for tool in section.tools or ()] if factory is None else place_of(str(name), factory)
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if section.workers is None else section.workers
     limits = {"timeout_seconds": section.timeout_seconds, "memory_gb": section.memory_gb}
     return EnvironmentPool(place, workers=workers, **limits)

@@ -4,6 +4,7 @@ left behind."""
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -282,6 +283,33 @@ def test_close_drops_everything_and_leaves_nothing():
     assert answers(pool, 1)[0].observation == "start x"
     pool.close()
     assert descriptors() == count
+
+
+def test_many_trajectories_raise_the_limit_of_open_files(monkeypatch):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pool = make()
+    assert list(pool.tools) == []
+    free = os.dup(0)  # the lowest number that is free
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 5, limits[1]))
+    try:
+        for number in range(12):
+            pool.reset(number, {})
+        assert all(outcome.failure is None for outcome in answers(pool, 12).values())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+        pool.close()
+        pool.reset(0, {})
+        answers(pool, 1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 5, limits[1]))
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+        with pytest.raises(UserError, match="no more files can be opened.*raise the limit with 'ulimit -n'"):
+            for number in range(1, 12):
+                pool.reset(number, {})
+                answers(pool, 1)
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        pool.close()
 
 
 def test_misuse(patient):
