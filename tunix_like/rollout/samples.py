@@ -14,7 +14,8 @@ from tunix_like.rollout.rollouts import Rollout, mixed_groups
 class Sample(NamedTuple):
     """A completion with its total reward (NaN if unscored), advantage and length in tokens.
 
-    `text` has the turns with their roles if there is an environment. `finished` is True if it ended with an end-of-sequence token.
+    `text` has the turns with their roles if there is an environment. `finished` is True if it ended with an
+    end-of-sequence token.
     """
 
     text: str
