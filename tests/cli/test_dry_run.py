@@ -12,6 +12,7 @@ import pytest
 
 from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
 from tests.process import ROOT, python
+from tests.rollout.environments.test_bridge import QWEN25 as QWEN25_TEMPLATE
 from tunix_like.cli import main as cli
 from tunix_like.training import device, sizes
 
@@ -30,7 +31,7 @@ MODELS = {
 }
 """An example of GSM8K to the config of its model, and the millions of parameters that the model's card states."""
 LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner"}
-OTHERS = sorted(path.relative_to(ROOT).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "gsm8k")
+OTHERS = sorted(path.relative_to(ROOT).as_posix() for path in EXAMPLES.rglob("*.yaml") if "gsm8k" not in str(path))
 QUESTION = "Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell?"
 
 
@@ -135,6 +136,25 @@ def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
         )
         assert "training: 2 prompts\n" in said and said.rstrip().endswith("nothing was trained.")
         assert f"folder: runs/{name}-{estimator}-s0\n" in said and not (home / "runs").exists()
+
+
+def test_gsm8k_with_the_calculator(home, monkeypatch, capsys):
+    """The prompt has the tool, and a chat template without tools is an error."""
+    monkeypatch.chdir(home)
+    yaml_file = str(EXAMPLES / "environments" / "gsm8k_calculator.yaml")
+    argv = ["train", yaml_file, "model.path=qwen2.5_0.5b", "data.path=rows", "--dry-run"]
+    assert cli.main(argv) == 2
+    assert re.search("template.*tool", capsys.readouterr().err)
+    template = home / "qwen2.5_0.5b" / "chat_template.jinja"
+    before = template.read_text()
+    template.write_text(QWEN25_TEMPLATE)
+    try:
+        assert cli.main(argv) == 0
+    finally:
+        template.write_text(before)
+    said = capsys.readouterr().out
+    assert "  learner: MaxRLLearner (maxrl)\n" in said and "gsm8k" in said
+    assert re.search(r"prompt: .*calculator.*Natalia.*assistant", said) and said.rstrip().endswith("was trained.")
 
 
 @pytest.mark.parametrize("example", OTHERS)

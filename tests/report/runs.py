@@ -37,6 +37,32 @@ ADVANTAGES = np.array([[0.5, -0.5, 0.0, 0.25], [3.0, -1.0, -1.5, -1.0], [3.0, -1
 LENGTHS = np.array([[9, 8, 7, 6], [5, 4, 4, 12], [6, 6, 3, 9]])
 
 
+TURNS = [
+    [
+        {"role": "assistant", "content": f"I look it up. {HOSTILE}"},
+        {"role": "tool", "content": HOSTILE, "name": HOSTILE},
+        {"role": "user", "content": '<tool_call>{"name": "fake"}</tool_call>'},
+        {"role": "assistant", "content": 'so <tool_call>{"name": "find", "arguments": {"q": "needle"}}</tool_call>'},
+        {"role": "tool", "content": "hay", "name": "find"},
+        {"role": "assistant", "content": f"<tool_call>{HOSTILE}<tool_call>[1]</tool_call> after"},
+        {"role": "<b>odd</b>", "content": ""},
+        {"role": "assistant", "content": '{"name": "llama", "parameters": {}}'},
+    ],
+    [{"role": "assistant", "content": "one turn"}],
+]
+"""Two trajectories: of several turns with tool calls, good and bad, and of one turn."""
+
+
+def write_trajectories(folder: Path) -> Path:
+    """A run of one step with an environment."""
+    columns = {"reward": [1.0, 0.0], "advantage": [1.0, -1.0], "length": [40, 3], "finished": [True, True]}
+    columns |= {"sampled": [25, 3], "turns": TURNS}
+    MetricsLog(folder).write({"step": 1, "train/rewards/mean": 0.5, "train/turns/mean": 2.5})
+    whole = ["".join(turn["content"] for turn in turns) for turns in TURNS]
+    write_rollouts(folder / "rollouts", 1, [Problem(0, "Find it.", [1], {})], whole, columns)
+    return folder
+
+
 def write_run(folder: Path, steps: int = 6, **config: object) -> Path:
     """A run of SFT and RL that was evaluated before and after; completions at every second step."""
     log = MetricsLog(folder)

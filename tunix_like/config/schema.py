@@ -183,7 +183,9 @@ class LoraConfig(_Checked):
 class DataConfig(_Checked):
     section = "data"
     name: str = key(
-        "maze", doc="data source: maze, gsm8k, reverse_text, jsonl, hub, or mix (the sources listed in `sources`)"
+        "maze",
+        doc="data source: maze, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, or mix (the sources "
+        "listed in `sources`)",
     )
     sources: list[dict[str, Any]] | None = key(
         doc="mix: list of {name, <keys of that source>}; optional: label, weight (share of the prompts), and "
@@ -205,7 +207,7 @@ class DataConfig(_Checked):
     )
     batch_size: int = key(8, doc="prompts per training step", at_least=1)
     shuffle: bool = key(True, doc="shuffle the data anew in every epoch, seeded by training.seed")
-    seed: int = key(0, doc="maze, reverse_text: seed of the generated rows", at_least=0)
+    seed: int = key(0, doc="sources that generate their rows: seed of the rows", at_least=0)
     overlong_prompts: str = key(
         "skip",
         doc="training and evaluation prompts that are empty or longer than rollout.max_prompt_length: skip and count "
@@ -215,7 +217,7 @@ class DataConfig(_Checked):
     train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)
     maze_size: int | None = key(
-        doc="maze: side length of the square, walls included; odd (unset: 9)", at_least=5, at_most=255
+        doc="maze, maze_steps: side length of the square, walls included; odd (unset: 9)", at_least=5, at_most=255
     )
     text_length: int | None = key(doc="reverse_text: maximum string length (unset: 4)", at_least=2, at_most=1000)
 
@@ -370,7 +372,11 @@ class EnvironmentConfig(_Checked):
         "eager: a row continues as soon as its environment has answered",
         choices=("lockstep", "eager"),
     )
-    workers: int | None = key(doc="number of steps that run at the same time; unset: up to 4", at_least=1)
+    workers: int | None = key(
+        doc="number of steps that run at the same time, each trajectory in a process of its own; unset: up to 4, but "
+        "maze_steps, guess and calculator run in the training process",
+        at_least=1,
+    )
     timeout_seconds: float = key(20.0, doc="time limit of one step; the trajectory is unscored after it", above=0)
     memory_gb: float = key(4.0, doc="an environment that uses more than this many GB of memory is stopped", above=0)
 

@@ -60,6 +60,9 @@ SOURCES = {
     "maze": Source("maze:load", frozenset({"maze_size", "seed"})),
     "gsm8k": Source("gsm8k:load", _ROW_KEYS),
     "reverse_text": Source("reverse_text:load", frozenset({"text_length", "seed"})),
+    "maze_steps": Source("maze_steps:load", frozenset({"maze_size", "seed"})),
+    "guess": Source("guess:load", frozenset({"seed"})),
+    "calculator": Source("calculator:load", frozenset({"seed"})),
     "jsonl": Source("jsonl:load", _OWN_KEYS),
     "hub": Source("jsonl:load_hub", _OWN_KEYS),
 }

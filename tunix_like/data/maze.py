@@ -26,6 +26,7 @@ __all__ = [
     "Walk",
     "draw",
     "grid_of",
+    "grids",
     "load",
     "make",
     "record",
@@ -44,7 +45,20 @@ DEFAULT_SIZE, DEFAULT_TRAIN, DEFAULT_EVAL = 9, 8000, 256
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates the mazes of `data.seed`; held-out mazes come first, and no training maze equals one of them.
+    """Generates the mazes of `data.seed`. Raises the errors of `grids`."""
+    train, held_out = grids(config)
+    return DataSource(
+        MappedRows(train, record),
+        MappedRows(held_out, record),
+        tokenizer(),
+        reward="maze",
+        draw=lambda row, completion: draw(row["grid"], completion),
+    )
+
+
+def grids(config: DataConfig) -> tuple[list[str], list[str]]:
+    """Generates the training and the held-out grids of `data.seed`; the latter come first, and no training grid equals
+    one of them.
 
     Raises:
       UserError: the size is even or below 5, or has fewer distinct mazes than requested.
@@ -65,13 +79,7 @@ def load(config: DataConfig) -> DataSource:
     held_out = _distinct(size, eval_size, rng, set())
     train = _distinct(size, train_size, rng, set(held_out))
     assert not set(train) & set(held_out)
-    return DataSource(
-        MappedRows(train, record),
-        MappedRows(held_out, record),
-        tokenizer(),
-        reward="maze",
-        draw=lambda row, completion: draw(row["grid"], completion),
-    )
+    return train, held_out
 
 
 def _log10_distinct(size: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import grain.python as grain
 
+from tunix_like.data.source import HIDDEN_COLUMN
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first
@@ -98,7 +99,7 @@ def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
 
 
 def _key(rows: Any, place: int) -> int | None:
-    """Returns a 64-bit hash of the prompt of a row; None for a row without a prompt."""
+    """Returns a 64-bit hash of the prompt of a row and of what is hidden; None for a row without a prompt."""
     try:
         row = rows[place]
     except UserError:
@@ -106,4 +107,5 @@ def _key(rows: Any, place: int) -> int | None:
     prompt = row.get("prompt") if isinstance(row, Mapping) else None
     if prompt is None:
         return None
-    return hash(prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr))
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
+    return hash((text, row.get(HIDDEN_COLUMN)))

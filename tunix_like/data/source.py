@@ -27,6 +27,9 @@ SOURCE_COLUMN = "data_source"
 REWARD_COLUMN = "source_reward"
 """The column with the name of the default reward function of a row's source, in a mix of several sources."""
 
+HIDDEN_COLUMN = "hidden"
+"""The column with what an environment knows of a row and its prompt does not show. Rows with the same prompt and
+different values here are different rows."""
 
 MOST_GENERATED = 10**9
 """Maximum bytes of rows that a source generates and keeps in memory."""

@@ -8,9 +8,11 @@ import os
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
+from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.pool import EnvironmentPool
 from tunix_like.rollout.environments.registry import environment_place, resolve, resolve_tools
+from tunix_like.runtime.user_code import is_own
 
 MOST_WORKERS = 4
 """Maximum number of worker processes of rewards, or of steps of environments at the same time, if none is set."""
@@ -38,7 +40,10 @@ def has_environment(config: Config) -> bool:
 
 
 def environments_of(config: Config) -> Environments | None:
-    """Returns the environments of a config, which run in processes of their own; None if it has none.
+    """Returns the environments of a config; None if it has none.
+
+    They run in processes of their own. Those of this library run in this process unless `environment.workers` is set,
+    since they neither hang nor crash, and a process for each trajectory takes longer than such an episode.
 
     Raises:
       UserError: the environment or a tool cannot be used.
@@ -49,7 +54,10 @@ def environments_of(config: Config) -> Environments | None:
     name, tools = section.name, section.tools or []
     place: str | list[str]
     if name is not None:
-        place = environment_place(name, resolve(name))
+        factory = resolve(name)
+        if section.workers is None and not is_own(factory):
+            return LocalEnvironments(factory)
+        place = environment_place(name, factory)
     else:
         functions = zip(tools, resolve_tools(tools), strict=True)
         place = [environment_place(tool, function, "Tool") for tool, function in functions]

@@ -1,1 +1,12 @@
 """Environments: trajectories of several turns, with tools, in worker processes or in this one."""
+
+from __future__ import annotations
+
+from tunix_like.rollout.environments.calculator import Calculator
+from tunix_like.rollout.environments.guess import Guess
+from tunix_like.rollout.environments.maze_steps import MazeSteps
+from tunix_like.rollout.environments.registry import register_environment
+
+register_environment("calculator")(Calculator)
+register_environment("guess")(Guess)
+register_environment("maze_steps")(MazeSteps)

@@ -266,12 +266,14 @@ class Trajectories:
         return self._given[number // self.size].source
 
     def _note(self, state: _State, outcome: Outcome) -> None:
-        """Adds an observation to the text of a trajectory."""
+        """Adds an observation to the text of a trajectory. Only turns of the policy have the role assistant there."""
         observation = outcome.observation
         if isinstance(observation, str) and observation:
             state.messages.append({"role": "user", "content": observation})
         elif observation:
-            state.messages += [{name: str(value) for name, value in message.items()} for message in observation]
+            for message in observation:
+                text = {name: str(value) for name, value in message.items()}
+                state.messages.append(text | ({"role": "environment"} if text["role"] == "assistant" else {}))
 
     def _ended(self, number: int) -> Reply:
         self._end(number)

@@ -1,0 +1,122 @@
+"""Generates products of two numbers of three digits, as chats with a tool that calculates.
+
+A tiny model cannot learn these products, but it can learn to copy digits into a call and out of its result. The answers
+for SFT show both ways: most give the product at once, one in `CALLS` is a call. Some training rows are chats that
+continue after the result of a call, so that SFT also shows what follows.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import TYPE_CHECKING
+
+from tunix_like.data.source import STRING_BYTES, DataSource, MappedRows, Record, check_generated
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
+
+if TYPE_CHECKING:
+    from tunix_like.config.schema import DataConfig
+
+SMALLEST, LARGEST = 100, 999
+CALLS = 6
+"""One in so many answers to a question is a call."""
+
+CONTINUED = 4
+"""One in so many training rows continues after the result of a call."""
+
+DEFAULT_TRAIN, DEFAULT_EVAL = 8000, 128
+
+_OPEN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+_CLOSE = '"}}</tool_call>'
+_STRINGS = [
+    _OPEN,
+    _CLOSE,
+    "<tool_response>\n",
+    "\n</tool_response>",
+    "# Tools\n",
+    "calculator(expression)\n",
+    "system\n",
+    "user\n",
+    "assistant\n",
+    "What is ",
+    " * ",
+    "#### ",
+    "error: ",
+]
+"""Strings of the format that are one token each."""
+
+_CHAT_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(', ') }})\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{%- else %}<|im_start|>{{ message.role }}\n{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def load(config: DataConfig) -> DataSource:
+    """Generates questions from `data.seed`; the held-out ones come first, and no training row has one of them.
+
+    Raises:
+      UserError: more rows are held out than half of the possible questions.
+    """
+    eval_size = DEFAULT_EVAL if config.eval_size is None else config.eval_size
+    train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
+    existing = (LARGEST - SMALLEST + 1) ** 2
+    if eval_size > existing // 2:
+        raise UserError(f"data.eval_size={eval_size} is more than half of the {existing} possible questions; lower it.")
+    check_generated(config, train_size + eval_size, 4 * STRING_BYTES)
+    rng = random.Random(config.seed)
+    held_out: dict[tuple[int, int], None] = {}
+    while len(held_out) < eval_size:
+        held_out[_draw(rng)] = None
+    train: list[tuple[int, int, bool, bool]] = []
+    while len(train) < train_size:
+        factors = _draw(rng)
+        if factors not in held_out:
+            train.append((*factors, rng.random() * CALLS < 1, rng.random() * CONTINUED < 1))
+    questions = [(*factors, False, False) for factors in held_out]
+    return DataSource(MappedRows(train, record), MappedRows(questions, record), tokenizer(), reward="gsm8k")
+
+
+def _draw(rng: random.Random) -> tuple[int, int]:
+    # `random()` gives the same sequence on every Python version; `randrange` does not guarantee that.
+    count = LARGEST - SMALLEST + 1
+    return SMALLEST + int(rng.random() * count), SMALLEST + int(rng.random() * count)
+
+
+def record(drawn: tuple[int, int, bool, bool]) -> Record:
+    """Returns the row of two factors: `prompt` (messages), `answer` (for SFT) and `gold` (the product, for the reward).
+
+    Args:
+      drawn: the factors; whether `answer` is a call; whether the chat already contains the call and its result.
+    """
+    first, second, calls, continued = drawn
+    question, product = f"{first} * {second}", str(first * second)
+    call = f"{_OPEN}{question}{_CLOSE}"
+    prompt = [{"role": "user", "content": f"What is {question}?"}]
+    if continued:
+        prompt += [{"role": "assistant", "content": call}, {"role": "tool", "content": product}]
+    return {"prompt": prompt, "answer": call if calls and not continued else f"#### {product}", "gold": product}
+
+
+def tokenizer() -> Tokenizer:
+    """Returns the tokenizer: one token for each string of the format, else one per character.
+
+    Its chat template is that of ChatML with tools in the form of Hermes; it writes only the names of a tool and of its
+    parameters.
+    """
+    import tokenizers
+
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    characters = [*"0123456789+-*/%.()?e, \n", *"abcdfghijklmnopqrstuvwxyz", *'ABCDEFGHIJKLMNOPQRSTUVWXYZ_:;#{}<>"']
+    vocabulary = {token: i for i, token in enumerate([*special, "<unk>", *_STRINGS, *characters])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    longest_first = sorted(_STRINGS, key=len, reverse=True)
+    pattern = "|".join([*map(re.escape, longest_first), r"[\s\S]"])
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    backend.decoder = tokenizers.decoders.Fuse()  # no spaces between the tokens
+    backend.add_special_tokens(special)
+    return Tokenizer(backend, eos_token="<|im_end|>", pad_token="<pad>", chat_template=_CHAT_TEMPLATE)

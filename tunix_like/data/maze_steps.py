@@ -1,0 +1,55 @@
+"""Mazes of the environment `maze_steps`, with a legal but random walk as the answer that SFT trains on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING
+
+from tunix_like.data.maze import grids
+from tunix_like.data.source import HIDDEN_COLUMN, DataSource, MappedRows, Record
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.data.words import END, word_tokenizer
+from tunix_like.rewards.maze import MOVES
+
+if TYPE_CHECKING:
+    from tunix_like.config.schema import DataConfig
+
+MOST_MOVES = 16  # that of the environment; the tests compare them
+PROMPT = "WALK"
+
+
+def load(config: DataConfig) -> DataSource:
+    """Generates the same mazes as the source `maze`. Raises its errors."""
+    train, held_out = grids(config)
+    return DataSource(MappedRows(train, record), MappedRows(held_out, record), tokenizer(), reward="exact_match")
+
+
+def record(grid: str) -> Record:
+    """Returns the row of a maze: `prompt`, `answer` (a random walk, for SFT) and the grid in the column `hidden`.
+
+    The environment adds the first view to the prompt. The prompt of SFT lacks it, so the walk begins with it.
+    """
+    return {"prompt": PROMPT, "answer": random_walk(grid), HIDDEN_COLUMN: grid}
+
+
+def random_walk(grid: str) -> str:
+    """Returns the turns and views of a walk whose moves are uniform among the open ones; it is the same for a grid."""
+    rng = random.Random(grid)
+    rows, row, column = grid.split("\n"), 1, 1
+    words = []
+    for _ in range(MOST_MOVES):
+        moves = [move for move, (down, right) in MOVES.items() if rows[row + down][column + right] != "#"]
+        move = moves[int(rng.random() * len(moves))]
+        words += ["+".join(moves), move, END]
+        row, column = row + 2 * MOVES[move][0], column + 2 * MOVES[move][1]
+        if rows[row][column] == "G":
+            break
+    return " ".join(words[:-1])
+
+
+def tokenizer() -> Tokenizer:
+    """Returns the tokenizer: one token per move and per set of open moves."""
+    counts = range(2, len(MOVES) + 1)
+    views = ["+".join(chosen) for count in counts for chosen in itertools.combinations(MOVES, count)]
+    return word_tokenizer([PROMPT, *MOVES, *views])

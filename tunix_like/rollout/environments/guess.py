@@ -1,0 +1,51 @@
+"""The environment `guess`: find a hidden number from the answers HIGHER and LOWER."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+NUMBERS = 64
+"""The hidden number is one of 0, 1, ..., NUMBERS - 1."""
+
+MOST_GUESSES = 7
+"""The game is lost after this many turns. Bisection needs at most as many."""
+
+HIGHER, LOWER, INVALID = "HIGHER", "LOWER", "INVALID"
+
+COST = 0.05
+"""Reduction of the reward for each turn after the first."""
+
+
+class Answer(NamedTuple):
+    """The result of a step; see `types.EnvStepResult`, which this module does not import, since that imports jax."""
+
+    observation: str | None
+    reward: float
+    done: bool
+    info: dict[str, float]
+
+
+class Guess:
+    """One game. The guess of a turn is the last number in its text.
+
+    The reward is `1 - COST * (turns - 1)` for the hidden number, else 0. A turn without a number in the range counts
+    too, and its answer is INVALID. The metric `turns_to_success` counts `MOST_GUESSES + 1` for a game that is lost by
+    its turns.
+    """
+
+    def reset(self, number: int) -> None:
+        """Hides `number`."""
+        self.number, self.turns = number, 0
+
+    def step(self, completion: str) -> Answer:
+        """Compares the guess with the hidden number."""
+        self.turns += 1
+        found = re.findall(r"(?<![\d.-])\d{1,9}(?![\d.]*\d)", completion)
+        guess = int(found[-1]) if found else -1
+        if guess == self.number:
+            info = {"turns_to_success": float(self.turns), "solved": 1.0}
+            return Answer(None, 1 - COST * (self.turns - 1), True, info)
+        over = self.turns == MOST_GUESSES
+        text = INVALID if not 0 <= guess < NUMBERS else HIGHER if guess < self.number else LOWER
+        return Answer(None if over else text, 0.0, over, {"turns_to_success": MOST_GUESSES + 1.0, "solved": 0.0})

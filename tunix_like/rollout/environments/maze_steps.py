@@ -1,0 +1,55 @@
+"""The environment `maze_steps`: a maze walked one move a turn, of which only the place of the walker is seen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
+"""Offset of each move, as (rows, columns)."""
+
+MOST_MOVES = 16
+"""The episode is lost after this many turns."""
+
+
+class Moved(NamedTuple):
+    """The result of a step; see `types.EnvStepResult`, which this module does not import, since that imports jax."""
+
+    observation: str | None
+    reward: float
+    done: bool
+    info: dict[str, float]
+
+
+class MazeSteps:
+    """A walk from the cell at (1, 1), one move to a neighbouring cell per turn.
+
+    Cells are at odd rows and columns, with a wall or an opening between two neighbours. The observation is the moves
+    that are open, such as `DOWN+RIGHT`. A turn is one move, the last in its text. A move against a wall, or a turn
+    without a move, changes nothing and counts too. The reward is 1 at GOAL.
+    """
+
+    def reset(self, hidden: str) -> str:
+        """Starts a walk; `hidden` is the grid, rows of `#`, `.`, `S`, `G` joined by newlines."""
+        self.rows, self.row, self.column, self.turns, self.blocked = hidden.split("\n"), 1, 1, 0, 0
+        return f" {self._open()}"
+
+    def step(self, completion: str) -> Moved:
+        """Makes a move; the answer is the moves that are open now."""
+        self.turns += 1
+        moves = [word for word in completion.split() if word in MOVES]
+        if moves and self._is_open(moves[-1]):
+            down, right = MOVES[moves[-1]]
+            self.row, self.column = self.row + 2 * down, self.column + 2 * right
+        else:
+            self.blocked += 1
+        reached = self.rows[self.row][self.column] == "G"
+        over = reached or self.turns == MOST_MOVES
+        info = {"moves": float(self.turns), "blocked": float(self.blocked)}
+        return Moved(None if over else self._open(), float(reached), over, info)
+
+    def _is_open(self, move: str) -> bool:
+        down, right = MOVES[move]
+        return self.rows[self.row + down][self.column + right] != "#"
+
+    def _open(self) -> str:
+        return "+".join(move for move in MOVES if self._is_open(move))
