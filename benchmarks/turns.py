@@ -1,6 +1,6 @@
 """`python -m benchmarks.turns`: the time of completions of several turns, beside one turn and beside prefilling again.
 
-Three sides sample the same number of tokens per completion, by turns: one turn; several turns, whose replies are
+Three sides sample the same number of tokens per completion, alternately: one turn; several turns, whose replies are
 appended to the cache; and several turns where the prompt of each turn is the whole history, which is prefilled again.
 The model counts: after token `i` comes `i + 1`, so that every turn has the same length. Its arithmetic is that of any
 other model of its size.
@@ -116,7 +116,7 @@ def sides(graphdef: Any, params: Any) -> dict[str, Any]:
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Runs all sides by turns, after one run of each for the compilations."""
+    """Runs all sides alternately, after one run of each for the compilations."""
     runs = sides(*counting_model())
     counts = {name: run() for name, run in runs.items()}
     assert len(set(counts.values())) == 1, counts
