@@ -25,7 +25,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.types import Reply, SamplingParams, Turn
 
-PROMPTS, SIZE, PROMPT = 8, 16, 96
+PROMPTS, SIZE, PROMPT = 4, 8, 96
 TURN, REPLY, TURNS = 32, 12, 8
 VOCABULARY, WIDTH, LAYERS = 512, 256, 6
 GREEDY = SamplingParams(0.0)
@@ -139,7 +139,7 @@ def measure(repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Prints medians with their spread, and writes them to `--json FILE`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = measure(arguments.repeats)
