@@ -139,7 +139,6 @@ def test_an_answer_of_one_word_a_turn(capsys):
     ("name", "parts"),
     [
         ("Always", ["no text: succeeds in 2 of 2 rows. The first, row 1: prompt '1', reward 1", "a broken tool call:"]),
-        ("Never", ["nothing succeeds: no episode reaches rewards.success_threshold=1", "answer 'a b c'"]),
         ("Moody", ["row 1: two episodes began with different observations"]),
     ],
 )
@@ -147,6 +146,13 @@ def test_what_is_suspicious_is_said(name, parts, capsys):
     status, said = check(capsys, f"environment.name=mine.py:{name}")
     assert status == 1 and "nothing suspicious" not in said.out
     assert [part for part in parts if part not in said.out] == []
+
+
+def test_gold_answers_that_fail_are_reported_only(capsys):
+    """They need not be what a turn should be."""
+    status, said = check(capsys, "environment.name=mine.py:Never")
+    assert status == 0 and "no gold answer succeeds: none reaches rewards.success_threshold=1" in said.out
+    assert "answer 'a b c'" in said.out and "nothing suspicious" not in said.out
 
 
 def test_failures_by_cause(capsys):

@@ -33,7 +33,7 @@ WORDS = "gold answer, a word a turn"
 NONSENSE = {
     "no text": "",
     "a very long text": "word " * 20_000,
-    "control characters": "\x00\x1b[2J\r\n\u202e\ufffd",
+    "control characters": "\x00\x1b[J\r\n\u202e\ufffd",
     "a broken tool call": '<tool_call>{"name": "no_such_tool", "arguments": {</tool_call>',
 }
 
@@ -236,11 +236,10 @@ def print_report(config: Config) -> int:
     shown = console.excerpt(_text(first), 600)
     console.print_text(f"first observation of row 1: {shown}" if shown else "reset gives no first observation")
     wrong += _failures(tried) + _differing(tried) + _cheap(tried, problems, threshold)
-    gold = _gold(tried, problems, threshold)
-    (wrong if gold.nothing else notes).extend(gold.lines)
-    for line in wrong + notes:
+    lines, nothing_succeeds = _gold(tried, problems, threshold)
+    for line in wrong + notes + lines:
         console.print_text(line)
-    if not wrong:
+    if not wrong and not nothing_succeeds:
         console.print_text("nothing suspicious: no failure, and nonsense does not succeed")
     return int(bool(wrong))
 
@@ -328,31 +327,22 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
     return lines
 
 
-class _Gold(NamedTuple):
-    """What the gold answers show; `nothing` if they never succeed."""
+def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
+    """Returns notes on gold answers, and whether all fail.
 
-    lines: list[str]
-    nothing: bool
-
-
-def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> _Gold:
-    """Returns notes on gold answers. One that fails may be right, if the answer is not what a turn should be."""
+    A failure does not change the exit status, because an answer need not be what a turn should be.
+    """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:
-        return _Gold(
-            [
-                "no column `answer` with a text in every row: gold answers were not played. data.answer_template "
-                "builds the column from other columns."
-            ],
-            False,
-        )
+        line = "no column `answer` with a text in every row: gold answers were not played. data.answer_template builds "
+        return [f"{line}the column from other columns."], False
     failing = ~np.any(gold, axis=0)
     if not failing.any():
-        return _Gold([], False)
+        return [], False
     row = int(np.flatnonzero(failing)[0])
     if failing.all():
-        line = f"nothing succeeds: no episode reaches rewards.success_threshold={threshold:g}"
+        line = f"no gold answer succeeds: none reaches rewards.success_threshold={threshold:g}; check that a turn can"
     else:
         line = f"gold answer: fails in {int(failing.sum())} of {len(failing)} rows"
     case = f"prompt {problems[row].text!r:.200}, answer {problems[row].columns['answer']!r:.200}"
-    return _Gold([f"{line}. The first, row {row + 1}: {case}"], bool(failing.all()))
+    return [f"{line}. The first, row {row + 1}: {case}"], bool(failing.all())
