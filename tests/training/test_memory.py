@@ -377,7 +377,7 @@ SPARSE = dict(
         (accelerated("tpu", 64, **SPARSE), 1024, 31.7),
         (accelerated("tpu", **SMOLLM), 168, 6.08),
         (accelerated("gpu"), 168, 9.95),
-        (accelerated("gpu", **LLAMA), 168, 6.99),
+        (accelerated("gpu", **LLAMA), 168, 6.79),
         (accelerated("gpu", **SMOLLM), 168, 3.3),
     ],
     ids=[
