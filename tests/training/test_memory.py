@@ -375,11 +375,21 @@ SPARSE = dict(
         (accelerated("tpu"), 168, 14.2),
         (dataclasses.replace(accelerated("tpu", num_layers=4), prompts=8, group=8), 64, 3.3),
         (accelerated("tpu", 64, **SPARSE), 1024, 31.7),
+        (accelerated("tpu", **SMOLLM), 168, 6.08),
         (accelerated("gpu"), 168, 9.95),
-        (accelerated("gpu", **LLAMA), 168, 6.99),
+        (accelerated("gpu", **LLAMA), 168, 6.79),
         (accelerated("gpu", **SMOLLM), 168, 3.3),
     ],
-    ids=["4 layers, v5e", "v5e", "64 rows, v5e", "Qwen3-30B-A3B, v5p", "H200", "Llama-3.2-1B, H200", "SmolLM2, H200"],
+    ids=[
+        "4 layers, v5e",
+        "v5e",
+        "64 rows, v5e",
+        "Qwen3-30B-A3B, v5p",
+        "SmolLM2, v5e",
+        "H200",
+        "Llama-3.2-1B, H200",
+        "SmolLM2, H200",
+    ],
 )
 def test_the_update_of_an_accelerator_by_its_compiler(work, size, compiled):
     """Against the GB that XLA:TPU and XLA:GPU allocated for these shapes."""

@@ -137,8 +137,9 @@ class Decoder(nnx.Module):
                         whole = nnx.merge(graph, gather_layer(weights))
                         return run(whole, x, one, segment.start + offset)
 
-                    # A loop keeps the compiler from merging the recomputation with the forward pass.
-                    looped = self.segments is not None and segment.repeats > 1
+                    # A loop of one layer keeps the compiler from merging the recomputation with the forward pass. In a
+                    # loop of several layers it would recompute all of them before their backward passes.
+                    looped = self.segments is not None and segment.repeats > 1 and segment.period == 1
                     layer = jax.checkpoint(layer, prevent_cse=not looped) if remat else layer
                     x, output = layer(x, weights, one)
                     made.append(output)

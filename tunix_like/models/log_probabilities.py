@@ -76,7 +76,10 @@ def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array
     lse = jnp.log(total) + top[..., 0]
     mean = (weights * logits).sum(axis=-1) / total  # in the same pass over the logits as `total`
     if options.split:  # each device looks up the targets of its own part
-        chosen = jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1)
+        # The barrier makes index and zero depend on the piece. Otherwise XLA:GPU computes both before the loop over
+        # pieces, as arrays of the size of the logits.
+        index, zero, own = jax.lax.optimization_barrier((jnp.arange(logits.shape[-1]), jnp.float32(0.0), targets))
+        chosen = jnp.where(index[None, None] == own[..., None], logits, zero).sum(axis=-1)
     else:
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return (chosen - lse, lse - mean), (hidden, head, targets, lse, mean)

@@ -63,6 +63,9 @@ stacked and recomputed layers. Fitted to compiled programs (jax 0.10.2, libtpu 0
 layers and chunks of 8 and 16 completions per device for v5e-8; Qwen3-1.7B, Llama-3.2-1B and SmolLM2-360M for eight
 H200s. `tests/training/test_memory.py` has the measured bytes."""
 
+LANES = 128
+"""Multiple to which XLA:TPU pads the last axis of an array, e.g. heads of size 64 of keys and values."""
+
 STEP_COPIES = {True: 2, False: 3}
 """Arrays of the size of the weights in the optimizer step, with and without clipping by the global norm. The new
 weights and moments exist beside the old ones until the norm is known to be finite; moments use the donated buffers."""
@@ -198,7 +201,8 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     model = work.model
     # Of the logits of a piece, 3.2 bytes each are counted here; XLA:TPU has them in float32 and once in bfloat16.
     logits = _logits(work, tokens) * 2 // 5
-    hidden, key = model.hidden_size * work.size, 2 * model.num_kv_heads * model.head_dim * work.size
+    head = -(-model.head_dim // LANES) * LANES if work.backend == "tpu" else model.head_dim
+    hidden, key = model.hidden_size * work.size, 2 * model.num_kv_heads * head * work.size
     # Keys and values of the prompts, the sum of their gradients in float32, and their gradient by a chunk.
     states = key * (2 + 4 // work.size)
     return {
