@@ -107,7 +107,7 @@ def test_a_walk_to_the_goal():
 
 
 def test_a_walk_that_is_wrong_or_nonsense():
-    _, results = walk(*["UP", "LEFT", "DOWN", "NORTH", "", "right"], *["UP"] * (MOST_MOVES - 6))
+    _, results = walk(*["UP", "LEFT", "DOWN", "NORTH", "", "right", "RIGHT RIGHT"], *["UP"] * (MOST_MOVES - 7))
     assert {result.observation for result in results[:-1]} == {"RIGHT"} and not any(r.reward for r in results)
     assert results[-1].done and results[-1].observation is None
     assert results[-1].info == {"moves": MOST_MOVES, "blocked": MOST_MOVES}
