@@ -92,7 +92,7 @@ class TurnSchedule(Schedule):
     def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> None:
         """Appends replies to their rows. A row without a reply, or without space for it, is finished."""
         places = {
-            (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
+            (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (int(slot), int(row))
             for slot, row in np.argwhere(self.row_sample >= 0)
         }
         done, finished = np.zeros(ages.shape, bool), np.zeros(ages.shape, bool)
