@@ -92,8 +92,8 @@ class TurnSchedule(Schedule):
     def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> None:
         """Appends replies to their rows. A row without a reply, or without space for it, is finished."""
         places = {
-            (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (int(slot), int(row))
-            for slot, row in np.argwhere(self.row_sample >= 0)
+            (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
+            for slot, row in np.argwhere(self.row_sample >= 0).tolist()
         }
         done, finished = np.zeros(ages.shape, bool), np.zeros(ages.shape, bool)
         appended: dict[tuple[int, int], Sequence[int]] = {}
