@@ -31,7 +31,8 @@ from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.training import sizes
 from tunix_like.training.learners import GRPOConfig, GRPOLearner
-from tunix_like.training.memory import Phase, rollout_phase, update_phases
+from tunix_like.training.memory import rollout_phase, update_phases
+from tunix_like.training.phases import Phase
 from tunix_like.types import Completions
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

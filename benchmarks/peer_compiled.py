@@ -1,10 +1,10 @@
 """`python -m benchmarks.peer_compiled`: google-tunix 0.1.7 and this library under the same TPU compiler, without a TPU.
 
-Both compile their own update (64 completions of 384 + 768 tokens; here 8 prompts x 8) and their own decoding (128 rows,
-one token of each) for v5e-8 with XLA:TPU, at Qwen3-1.7B's widths with `--layers` layers. Printed are the memory of a
-device, the compiler's cycles with the trip counts of loops, the bytes that a device receives by kind of collective, and
-the seconds to compile, which are only comparable on an idle machine. Needs this library's extra `tpu`; an environment
-for the peer is made if there is none. Four programs, each compiled once: some minutes each on 2 cores.
+Both compile their own update (by default 64 completions of 384 + 768 tokens; here 8 prompts x 8) and their own decoding
+(128 rows, one token of each) for v5e-8 with XLA:TPU, at Qwen3-1.7B's widths with `--layers` layers. Printed are the
+memory of a device, the compiler's cycles with the trip counts of loops, the bytes that a device receives by kind of
+collective, and the seconds to compile, which are only comparable on an idle machine. Needs this library's extra `tpu`;
+an environment for the peer is made if there is none. Four programs, each compiled once: some minutes each on 2 cores.
 """
 
 from __future__ import annotations
@@ -116,6 +116,10 @@ def table(work: Work, found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_compiled", description=__doc__)
     parser.add_argument("--layers", type=count, default=4, help="layers of the model (default: 4)")
+    for field in ("prompts", "group", "prompt_length", "length"):
+        option, value = f"--{field.replace('_', '-')}", getattr(Work(), field)
+        parser.add_argument(option, type=count, default=value, help=f"of the update (default: {value})")
+    parser.add_argument("--side", nargs="+", choices=SIDES, default=list(SIDES), help="default: both")
     parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="default: both")
     parser.add_argument("--size", choices=("tiny", "qwen3_1.7b"), default="qwen3_1.7b", help="tiny: to try things out")
     parser.add_argument("--venv", type=Path, default=VENV, help=f"the peer's environment (default: {VENV})")
@@ -125,15 +129,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    work = Work(layers=options.layers, tiny=options.size == "tiny")
+    sizes = {name: getattr(options, name) for name in ("layers", "prompts", "group", "prompt_length", "length")}
+    work = Work(**sizes, tiny=options.size == "tiny")
     if compiler_of(work.target[0]) is None:
         print("XLA:TPU is not installed: pip install 'tunix-like[tpu]'", file=sys.stderr)
         return 1
-    pythons = {"ours": sys.executable, "tunix": str(prepare_peer(options.venv))}
+    pythons = {"ours": sys.executable}
+    if "tunix" in options.side:
+        pythons["tunix"] = str(prepare_peer(options.venv))
     found: dict[str, dict[str, Any]] = {}
     failed = False
     for program in options.program:
-        for side in SIDES:
+        for side in options.side:
             try:
                 found[f"{program}, {side}"] = compile_side(pythons[side], side, program, work)
             except RuntimeError as error:  # the other programs are still worth something

@@ -24,11 +24,11 @@ from benchmarks.worker import Series, Worker, count
 
 HEADER = (
     f"{'case':<28}{'median s':>9}{'min':>9}{'max':>9}{'tokens/s':>10}{'x floor':>9}{'compile s':>10}{'programs':>9}"
-    f"{'later':>6}{'peak MB':>9}{'case MB':>9}{'foreseen':>9}{'ratio':>7}"
+    f"{'later':>6}{'peak MB':>9}{'case MB':>9}{'predicted':>10}{'ratio':>7}"
 )
 """`tokens/s` counts completion tokens up to each end; `programs` were compiled by the first repeat, `later` after.
 `peak MB` is of the whole process; `case MB` without what it held besides the case's arrays (`ours.Memory`), which is
-what `foreseen` is to be compared with."""
+to be compared with `predicted`."""
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
@@ -68,12 +68,12 @@ def floor_seconds(case: Case, tokens: float, rate: float) -> float:
 
 def line(name: str, row: dict[str, Any]) -> str:
     last = row["repeats"][-1]
-    foreseen, measured = (last.get(key, float("nan")) for key in ("predicted_mb", "measured_mb"))
+    predicted, measured = (last.get(key, float("nan")) for key in ("predicted_mb", "measured_mb"))
     return (
         f"{name:<28}{row['median_s']:>9.3f}{row['min_s']:>9.3f}{row['max_s']:>9.3f}{row['tokens_per_s']:>10.0f}"
         f"{row['median_s'] / row['floor_s']:>9.1f}{row['compile_s']:>10.1f}{row['programs']:>9.0f}"
-        f"{row['later_programs']:>6.0f}{row['peak_mb']:>9.0f}{measured:>9.0f}{foreseen:>9.0f}"
-        f"{foreseen / measured:>7.2f}"
+        f"{row['later_programs']:>6.0f}{row['peak_mb']:>9.0f}{measured:>9.0f}{predicted:>10.0f}"
+        f"{predicted / measured:>7.2f}"
     )
 
 

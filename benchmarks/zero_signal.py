@@ -2,7 +2,7 @@
 
     python -m benchmarks.zero_signal [--repeats N] [--json FILE]
 
-Both kinds of batch go through one compiled step, by turns, as in a training step: choose the completions that can
+Both kinds of batch go through one compiled step, alternately, as in a training step: choose the completions that can
 change the gradient, pack them, update. A group is constant when all its rewards are equal; its advantages are exactly 0
 under GRPO. The aim is a ratio of medians of at most 0.65.
 
@@ -56,7 +56,7 @@ class Setting:
 
 
 def make_batch(setting: Setting, constant: int) -> GroupBatch:
-    """Random tokens, every row at full length; rewards of 0 and 1 by turns, but equal ones in the `constant` first
+    """Random tokens, every row at full length; rewards of 0 and 1 alternately, but equal ones in the `constant` first
     groups."""
     rng = np.random.default_rng(0)
     groups, size, steps = setting.prompts, setting.size, setting.completion_length
@@ -110,7 +110,7 @@ def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[i
 
 
 def measure(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Full and half-constant updates by turns, the first of each (which compiles) not counted."""
+    """Full and half-constant updates alternately, the first of each (which compiles) not counted."""
     update, compilations = make_update(setting)
     batches = {"full": make_batch(setting, 0), "half": make_batch(setting, setting.prompts // 2)}
     computed = {name: update(batch).computed for name, batch in batches.items()}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tunix_like.algorithms.advantages import register_advantage_estimator as register_advantage_estimator
     from tunix_like.algorithms.losses import register_policy_loss_fn as register_policy_loss_fn
     from tunix_like.config.schema import AlgorithmConfig as AlgorithmConfig
+    from tunix_like.config.schema import EnvironmentConfig as EnvironmentConfig
     from tunix_like.config.schema import EvalConfig as EvalConfig
     from tunix_like.config.schema import LoraConfig as LoraConfig
     from tunix_like.config.schema import OptimizerConfig as OptimizerConfig
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from tunix_like.models.lora import merge_lora as merge_lora
     from tunix_like.models.lora import save_adapter as save_adapter
     from tunix_like.rewards import register_reward_fn as register_reward_fn
+    from tunix_like.rollout.environments.local import LocalEnvironments as LocalEnvironments
+    from tunix_like.rollout.environments.pool import EnvironmentPool as EnvironmentPool
+    from tunix_like.rollout.environments.protocol import EnvStepResult as EnvStepResult
+    from tunix_like.rollout.environments.registry import register_environment as register_environment
     from tunix_like.runs.recipe import run as run
     from tunix_like.training.learner import Learner as Learner
     from tunix_like.training.learners import LEARNERS as LEARNERS
@@ -57,13 +62,18 @@ if TYPE_CHECKING:
 
 _NAMES_OF_MODULE = {
     "tunix_like.config.schema": (
-        "AlgorithmConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig SFTConfig"
+        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig "
+        "SFTConfig"
     ),
     "tunix_like.errors": "UserError",
     "tunix_like.models.loading": "export_model load_model",
     "tunix_like.models.lora": "add_lora load_adapter merge_lora save_adapter",
     "tunix_like.rewards": "register_reward_fn",
     "tunix_like.algorithms.advantages": "compute_advantages register_advantage_estimator",
+    "tunix_like.rollout.environments.local": "LocalEnvironments",
+    "tunix_like.rollout.environments.pool": "EnvironmentPool",
+    "tunix_like.rollout.environments.protocol": "EnvStepResult",
+    "tunix_like.rollout.environments.registry": "register_environment",
     "tunix_like.runs.recipe": "run",
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (

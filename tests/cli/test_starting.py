@@ -29,10 +29,11 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_a_new_run(kind, capsys):
     assert cli.main(["init", "my-run", "--like", kind]) == 0
-    names = {"my-run.yaml", "my-run_rewards.py"} | ({"my-run.jsonl"} if kind == "own" else set())
+    code = "my-run_env.py" if kind == "env" else "my-run_rewards.py"
+    names = {"my-run.yaml", code} | ({"my-run.jsonl"} if kind == "own" else set())
     assert {path.name for path in Path().iterdir()} == names and "wrote my-run.yaml, " in capsys.readouterr().out
     text = Path("my-run.yaml").read_text()
-    assert "NAME" not in text and "my-run_rewards.py:" in text and "tunix-like train my-run.yaml" in text
+    assert "NAME" not in text and f"{code}:" in text and "tunix-like train my-run.yaml" in text
     config, learner = check_config(load("my-run.yaml"))
     assert learner is tunix_like.MaxRLLearner and config.training.eval_every_n_steps
 
@@ -87,3 +88,18 @@ def test_the_form_of_an_answer():
     texts = ["48 / 2 = 24\n#### 24", "#### 1,024 ", "24", "#### 24\nbecause", "the answer is #### 24"]
     assert module.in_form(texts, question=[]) == [1, 1, 0, 0, 0]
     assert gsm8k.gold(texts[0]) == "24"
+
+
+def test_an_environment_of_ones_own_is_checked_trained_and_played(capsys):
+    assert cli.main(["init", "mine", "--like", "env"]) == 0
+    assert cli.main(["check-rewards", "mine.yaml"]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no gold answer succeeds" in said and "INVALID" in said, "the answers are games with more numbers"
+    small = ["training.max_steps=1", "training.eval_every_n_steps=1", "sft.max_steps=1", "data.batch_size=8"]
+    small += ["eval.max_problems=8", "eval.samples=1", "algorithm.num_generations=2", "data.train_size=64"]
+    assert cli.main(["train", "mine.yaml", *small]) == 0
+    said = capsys.readouterr().out
+    assert "  turns " in said and "turns/mean" in said and "environment/solved" in said
+    assert cli.main(["generate", "runs/mine-maxrl-s0", "--row", "40"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("assistant: ") and "reward of the environment" in said.err

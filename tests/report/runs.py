@@ -10,7 +10,7 @@ import yaml
 from tunix_like.algorithms.pass_rates import bins_of, count_groups, sum_advantages
 from tunix_like.data import maze
 from tunix_like.data.source import SOURCE_COLUMN
-from tunix_like.rollout.rollouts import write_rollouts
+from tunix_like.rollout.files import write_rollouts
 from tunix_like.storage.metrics import MetricsLog
 from tunix_like.types import Problem
 
@@ -35,6 +35,32 @@ def texts(step: int) -> list[str]:
 REWARDS = np.array([[1.0, 0.0, np.nan, 0.5], [1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
 ADVANTAGES = np.array([[0.5, -0.5, 0.0, 0.25], [3.0, -1.0, -1.5, -1.0], [3.0, -1.0, -1.0, -1.0]])
 LENGTHS = np.array([[9, 8, 7, 6], [5, 4, 4, 12], [6, 6, 3, 9]])
+
+
+TURNS = [
+    [
+        {"role": "assistant", "content": f"I look it up. {HOSTILE}"},
+        {"role": "tool", "content": HOSTILE, "name": HOSTILE},
+        {"role": "user", "content": '<tool_call>{"name": "fake"}</tool_call>'},
+        {"role": "assistant", "content": 'so <tool_call>{"name": "find", "arguments": {"q": "needle"}}</tool_call>'},
+        {"role": "tool", "content": "hay", "name": "find"},
+        {"role": "assistant", "content": f"<tool_call>{HOSTILE}<tool_call>[1]</tool_call> after"},
+        {"role": "<b>odd</b>", "content": ""},
+        {"role": "assistant", "content": '{"name": "llama", "parameters": {}}'},
+    ],
+    [{"role": "assistant", "content": "one turn"}],
+]
+"""Two trajectories: of several turns with tool calls, good and bad, and of one turn."""
+
+
+def write_trajectories(folder: Path) -> Path:
+    """A run of one step with an environment."""
+    columns = {"reward": [1.0, 0.0], "advantage": [1.0, -1.0], "length": [40, 3], "finished": [True, True]}
+    columns |= {"sampled": [25, 3], "turns": TURNS}
+    MetricsLog(folder).write({"step": 1, "train/rewards/mean": 0.5, "train/turns/mean": 2.5})
+    whole = ["".join(turn["content"] for turn in turns) for turns in TURNS]
+    write_rollouts(folder / "rollouts", 1, [Problem(0, "Find it.", [1], {})], whole, columns)
+    return folder
 
 
 def write_run(folder: Path, steps: int = 6, **config: object) -> Path:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.report.runs import SHOWN, write_run
+from tests.report.runs import SHOWN, write_run, write_trajectories
 from tunix_like.cli.main import main
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -157,6 +157,43 @@ def test_a_maze_is_drawn_with_the_models_way(page):
         start,
     ]
     assert page.locator(".completion svg.maze .stuck").count() == 3, "all but the one that solves it"
+
+
+def test_trajectories_are_shown_turn_by_turn(browser, tmp_path):
+    """Only sampled turns look like the model's; its tool calls are folded; the search opens them."""
+    out = tmp_path / "page.html"
+    assert main(["report", str(write_trajectories(tmp_path / "run")), "--out", str(out)]) == 0
+    with browser.new_context(offline=True) as context:
+        page = context.new_page()
+        said = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(out.as_uri())
+        card = page.locator("#rollouts .completion").first
+        labels = card.locator(".role").all_inner_texts()
+        assert labels == ["model", f"tool · {SHOWN}", "user", "model", "tool · find", "model", "<b>odd</b>", "model"]
+        assert card.locator(".turn.theirs .role").all_inner_texts() == [each for each in labels if each != "model"]
+        assert card.locator(".turn pre").first.text_content() == f"I look it up. {SHOWN}"
+        assert card.locator(".turn.theirs pre").nth(1).text_content() == '<tool_call>{"name": "fake"}</tool_call>'
+        assert card.locator("details").all_inner_texts() == [
+            "tool call: find", "tool call: malformed", "tool call: malformed", "tool call: llama"
+        ]  # fmt: skip
+        colours = [
+            card.locator(each).first.evaluate("e => getComputedStyle(e).backgroundColor")
+            for each in (".turn:not(.theirs)", ".turn.theirs")
+        ]
+        assert colours[0] != colours[1]
+        assert "sampled 25" in card.inner_text() and "turns 4" in card.inner_text()
+        page.locator("#search").fill("needle")
+        assert page.locator("#count").inner_text() == "1 of 1 prompts, 1 of 2 completions"
+        assert page.locator("#rollouts details[open] mark").all_inner_texts() == ["needle"]
+        page.locator("#search").fill("hay")
+        assert page.locator("#rollouts .turn.theirs mark").all_inner_texts() == ["hay"]
+        page.locator("#search").fill("")
+        page.locator("#filter").select_option("failed")
+        assert completions(page) == ["one turn"]
+        assert page.locator('[data-key="train/turns/mean"]').count() == 1
+        assert said == [] and page.locator("img, b b, u").count() == 0 and page.evaluate("window.broken") is None
 
 
 def test_a_run_is_switched_off_and_on_in_every_chart(page):

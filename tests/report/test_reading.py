@@ -9,7 +9,19 @@ import re
 import numpy as np
 import pytest
 
-from tests.report.runs import ADVANTAGES, GRID, LENGTHS, PATHS, REWARDS, SHOWN, problems, texts, write_run
+from tests.report.runs import (
+    ADVANTAGES,
+    GRID,
+    LENGTHS,
+    PATHS,
+    REWARDS,
+    SHOWN,
+    TURNS,
+    problems,
+    texts,
+    write_run,
+    write_trajectories,
+)  # fmt: skip
 from tunix_like.cli.main import main
 from tunix_like.data import maze
 from tunix_like.report import contents
@@ -162,6 +174,18 @@ def test_completions_come_back_as_written(tmp_path):
                 assert each.get("clipped", False) == (LENGTHS[g, s] == 12) and len(each["parts"]) == 2
     assert [group.get("grid") for group in steps[0]["groups"]] == [None, None, GRID]
     assert [each["path"] for each in steps[0]["groups"][2]["completions"]] == ["RRDD", "RRDU", "", ""]
+
+
+def test_turns_come_back_as_written(tmp_path):
+    """The text of all turns is not repeated."""
+    ((step,), _) = read_steps(write_trajectories(tmp_path), 10**9)
+    several, one = step["groups"][0]["completions"]
+    names = [turn.get("name") for turn in several["turns"]]
+    assert [(turn["role"], turn["text"]) for turn in several["turns"]] == [(t["role"], t["content"]) for t in TURNS[0]]
+    assert names == [turn.get("name") for turn in TURNS[0]] and several["sampled"] == 25 and "text" not in several
+    assert one["turns"] == [{"role": "assistant", "text": "one turn"}]
+    (step,), said = read_steps(tmp_path, 10)
+    assert len(step["groups"]) == 1 and said == ""
 
 
 def test_the_path_leads_where_the_reward_went(tmp_path):

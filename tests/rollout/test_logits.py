@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from tunix_like.config.schema import MeshConfig
+from tunix_like.models.sharding import build_mesh, scope
 from tunix_like.rollout.logits import BLOCK, SamplingParams, choose, inverse_cdf, keep_top_k, keep_top_p
+from tunix_like.runtime.compiled_costs import Counter
 
 SMALL = np.array([1.3, -0.2, 0.4, 2.1, -3.0, 0.5, -1.0], np.float32)
 LARGE = (1.5 * np.random.default_rng(0).normal(size=3000)).astype(np.float32)
@@ -187,6 +191,27 @@ def test_greedy_is_the_argmax():
     tokens, logprobs = choose(jnp.asarray(logits), jnp.zeros(40), SamplingParams(temperature=0.0))
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     np.testing.assert_allclose(logprobs, np.log([softmax(row).max() for row in logits]), atol=1e-5)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.6)], ids=str)
+@pytest.mark.parametrize("shape", [[1, 1, 8], [2, 2, 2]], ids=str)
+def test_a_device_chooses_from_its_part_of_the_vocabulary(shape, params):
+    """The same tokens as one device. Devices exchange single numbers per row, never logits."""
+    rng = np.random.default_rng(5)
+    logits, uniform = (2 * rng.normal(size=(40, 4800))).astype(np.float32), rng.uniform(size=40).astype(np.float32)
+    mesh = build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
+    rows = PartitionSpec(("data", "fsdp"))
+    placed = (
+        jax.device_put(logits, NamedSharding(mesh, PartitionSpec(*rows, "tp"))),
+        jax.device_put(uniform, NamedSharding(mesh, rows)),
+    )
+    with scope(mesh):
+        compiled = jax.jit(functools.partial(choose, params=params)).lower(*placed).compile()
+        tokens, logprobs = compiled(*placed)
+    expected = choose(jnp.asarray(logits), jnp.asarray(uniform), params)
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_allclose(logprobs, expected[1], atol=1e-5)
+    assert sum(Counter(compiled.as_text(), {}).total().collectives.values()) < 100 * 40
 
 
 @pytest.mark.parametrize("params", [SamplingParams(0.6), SamplingParams(0.6, top_p=0.5, top_k=4)], ids=str)

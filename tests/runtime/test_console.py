@@ -36,6 +36,11 @@ def test_a_step_in_one_line():
     )
 
 
+def test_turns_follow_the_length():
+    row = {"train/completions/mean_length": 9.0, "train/turns/mean": 2.25}
+    assert console.step_line("train", 1, 2, row) == "train 1/2  length 9.0  turns 2.2"
+
+
 def test_an_evaluation_in_a_line_has_its_number_of_samples():
     for metrics, name in (
         ({"eval/pass@1": 0.5, "eval/avg@4": 0.4}, "train"),

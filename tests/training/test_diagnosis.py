@@ -11,6 +11,7 @@ from tunix_like import AlgorithmConfig, RolloutConfig
 from tunix_like.cli import screen
 from tunix_like.config.load import keys
 from tunix_like.rewards import REWARDS, Scores
+from tunix_like.rollout.environments.episodes import Episode
 from tunix_like.rollout.rollouts import Rollout, Task, to_batch
 from tunix_like.rollout.samples import pick_samples
 from tunix_like.training import diagnosis
@@ -174,6 +175,15 @@ def test_samples_say_how_many_are_scored(capsys, rewards, known, lines):
     assert title == f'step 3, prompt "prompt 0\\x1b[2J"{known}'
     cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table if "│" in line]
     assert [", ".join(row) for row in cells] == lines
+
+
+def test_samples_of_trajectories_are_their_turns():
+    rollout, _, advantages = made([[1.0, 0.0]])
+    turns = [{"role": "assistant", "content": "go\nassistant: on"}, {"role": "tool", "content": "4", "name": "add"}]
+    episodes = [Episode(turns[: i + 1], 1, False, 0, 0.0, {}, None) for i in range(2)]
+    found = pick_samples(rollout._replace(episodes=episodes), advantages)
+    assert found.best.text == "assistant: go\n  assistant: on"
+    assert found.worst.text == "assistant: go\n  assistant: on\ntool: 4"
 
 
 def test_samples_stand_below_the_line_of_their_step(capsys):

@@ -1,9 +1,13 @@
-"""The whole learner loss in expectation, by enumeration of all groups of a tiny model, against the true gradient."""
+"""The whole learner loss in expectation, by enumeration of all groups of a tiny model, against the true gradient.
+
+A completion has one turn, or two with tokens of an environment between them.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +23,29 @@ from tunix_like.types import GroupBatch
 
 from .repeated_prompts import PLAIN, difference, keep_gradient, make_model, make_objective, plain_step
 
-COMPLETIONS = np.array([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]], np.int32)
+
+class World(NamedTuple):
+    """All seven completions that are possible, their lengths, and which of their tokens the policy samples."""
+
+    completions: np.ndarray
+    lengths: np.ndarray
+    sampled: np.ndarray
+
+
+ONE_TURN = World(
+    np.array([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]], np.int32),
+    np.array([1, 2, 2, 2, 2, 2, 2], np.int32),
+    np.array([[True, False], *[[True, True]] * 6]),
+)
 """Every completion of at most two tokens out of three, of which 0 ends it."""
-COMPLETION_LENGTHS = np.array([1, 2, 2, 2, 2, 2, 2], np.int32)
-TOKENS = np.arange(2)[None] < COMPLETION_LENGTHS[:, None]
+TWO_TURNS = World(
+    np.array([[0] * 4, *([1, 2, last, 0] for last in range(3)), *([2, 0, 1, last] for last in range(3))], np.int32),
+    np.array([1, 3, 3, 3, 4, 4, 4], np.int32),
+    np.array([[True] + [False] * 3, *[[True, False, True, False]] * 3, *[[True, False, False, True]] * 3]),
+)
+"""Turns of one token. 0 ends the trajectory; the environment answers 1 with the token 2, and 2 with 0 and 1; then the
+policy samples another token. So what the environment says depends on the policy."""
+WORLDS = {"one turn": ONE_TURN, "two turns": TWO_TURNS}
 BINARY = np.array([0, 1, 0, 0, 1, 0, 0], np.float32)
 REAL = np.array([-0.9, 1.0, -0.6, 0.0, 1.4, 0.0, -1.1], np.float32)
 
@@ -48,51 +71,52 @@ def tiny() -> tuple:
     return make_model(3, vocab_size=3, num_layers=1, hidden_size=8, head_dim=4, intermediate_size=8)
 
 
-def token_logprobs(params):
-    """Log-probabilities [7, 2, 3] of every next token after the prompt and the first token of each completion."""
-    rows = np.concatenate([np.broadcast_to(PROMPT, (7, 3)), COMPLETIONS], axis=1)
-    return jax.nn.log_softmax(nnx.merge(tiny()[0], params)(jnp.asarray(rows))[:, 2:4], axis=-1)
+def token_logprobs(params, world=ONE_TURN):
+    """Log-probabilities [7, T, 3] of every next token after the prompt and each token of each completion."""
+    rows = np.concatenate([np.broadcast_to(PROMPT, (7, 3)), world.completions], axis=1)
+    return jax.nn.log_softmax(nnx.merge(tiny()[0], params)(jnp.asarray(rows))[:, 2:-1], axis=-1)
 
 
-def own_logprobs(params):
-    """Log-probabilities [7, 2] of the tokens of each completion, 0 beyond its length."""
-    tokens = jnp.take_along_axis(token_logprobs(params), COMPLETIONS[..., None], axis=-1)[..., 0]
-    return jnp.where(TOKENS, tokens, 0.0)
+def own_logprobs(params, world=ONE_TURN):
+    """Log-probabilities [7, T] of the sampled tokens of each completion, 0 elsewhere."""
+    tokens = jnp.take_along_axis(token_logprobs(params, world), world.completions[..., None], axis=-1)[..., 0]
+    return jnp.where(world.sampled, tokens, 0.0)
 
 
-@jax.jit
-def chances(params):
+def chances(params, world=ONE_TURN):
     """The probability of each completion, by the plain model."""
-    return jnp.exp(own_logprobs(params).sum(axis=1))
+    return jnp.exp(own_logprobs(params, world).sum(axis=1))
 
 
-def one_group(draw: np.ndarray) -> StepInputs:
-    """The update of the one group of these three completions: two bins a chunk, of two tokens each."""
-    lengths, scored = COMPLETION_LENGTHS[draw][None], np.ones((1, 3), bool)
+def one_group(world: World, draw: np.ndarray) -> StepInputs:
+    """The update of the one group of these three completions: two bins a chunk."""
+    lengths, scored = world.lengths[draw][None], np.ones((1, 3), bool)
     batch = GroupBatch(
         prompt_tokens=PROMPT[None],
         prompt_lengths=np.array([3], np.int32),
-        completion_tokens=COMPLETIONS[draw][None],
+        completion_tokens=world.completions[draw][None],
         completion_lengths=lengths,
         rollout_logprobs=None,
         rewards=np.zeros((1, 3), np.float32),
         scored=scored,
+        token_mask=world.sampled[draw][None],
     )
-    return step_inputs(batch, np.ones(1, bool), pack(lengths, scored, 2, Layout(1, 1, 2, False)))
+    width = world.completions.shape[1]
+    return step_inputs(batch, np.ones(1, bool), pack(lengths, scored, width, Layout(1, 1, 2, False)))
 
 
 @functools.cache
-def every_group(mode: str, loss: str):
+def every_group(mode: str, loss: str, kind: str = "one turn"):
     """`(rewards, estimator) -> expected gradient` of the whole loss: each of the `7^3` groups is an update of its own,
     its gradient weighted by the group's probability."""
     sources = {name: {"advantage_estimator": each, **params} for name, (each, params, *_) in ASCENDS.items()}
     objective = make_objective(policy_loss_fn=loss, loss_agg_mode=mode, num_generations=3, sources=sources)
-    updates = [one_group(draw) for draw in DRAWS]
+    updates = [one_group(WORLDS[kind], draw) for draw in DRAWS]
     data = jax.tree.map(lambda *parts: jnp.asarray(np.stack(parts)), *updates)
     graphdef, params = tiny()
     run = plain_step(graphdef, objective, keep_gradient, PLAIN)
     gradients = jax.jit(jax.vmap(lambda data: run(params, params, data)[1]))
-    probabilities = np.asarray(chances(params), np.float64)[DRAWS].prod(axis=1)
+    probabilities = np.asarray(chances(params, WORLDS[kind]), np.float64)[DRAWS].prod(axis=1)
     assert probabilities.sum() == pytest.approx(1, abs=1e-5)
 
     def expected(name: str, rewards: np.ndarray):
@@ -104,21 +128,22 @@ def every_group(mode: str, loss: str):
     return expected
 
 
+@pytest.mark.parametrize("kind", WORLDS)
 @pytest.mark.parametrize("name", ASCENDS)
-def test_the_expected_gradient_is_the_true_one(name):
+def test_the_expected_gradient_is_the_true_one(name, kind):
     """Of the whole learner loss under `seq-mean-token-sum`, over all groups of three of all completions of a prompt;
     `token-mean` rescales it by the lengths, which depend on what was said."""
     *_, rewards, factors = ASCENDS[name]
     draws = {k: np.array(list(itertools.product(range(7), repeat=k))) for k in factors}
 
     def minus_objective(params):
-        every = chances(params)
+        every = chances(params, WORLDS[kind])
         maxima = {k: (every[d].prod(axis=1) * rewards[d].max(axis=1)).sum() for k, d in draws.items()}
         return -sum(factor * maxima[k] for k, factor in factors.items())
 
     true = jax.jit(jax.grad(minus_objective))(tiny()[1])
-    assert difference(every_group("seq-mean-token-sum", "ppo_clip")(name, rewards), true) <= 1e-5
-    if name == "rloo":
+    assert difference(every_group("seq-mean-token-sum", "ppo_clip", kind)(name, rewards), true) <= 1e-5
+    if name == "rloo" and kind == "one turn":
         assert difference(every_group("seq-mean-token-sum", "reinforce")(name, rewards), true) <= 1e-5
         other = every_group("token-mean", "ppo_clip")(name, rewards)
         along = optax.tree.vdot(other, true) / optax.tree.vdot(true, true)
@@ -137,17 +162,19 @@ def test_the_gradients_of_the_kl():
     def per_prefix(params, reverse):
         ours, theirs = token_logprobs(params), reference_tokens
         p, q = (theirs, ours) if reverse else (ours, theirs)
-        kl = jnp.where(TOKENS, (jnp.exp(p) * (p - q)).sum(-1), 0.0).sum(axis=1)
+        kl = jnp.where(ONE_TURN.sampled, (jnp.exp(p) * (p - q)).sum(-1), 0.0).sum(axis=1)
         return (jax.lax.stop_gradient(chances(params)) * kl).sum()
 
     def in_loss(params, mode):
-        kl = jnp.where(TOKENS, kl_estimate(mode, own_logprobs(params), reference, jnp.asarray(TOKENS)), 0.0)
+        kl = jnp.where(
+            ONE_TURN.sampled, kl_estimate(mode, own_logprobs(params), reference, jnp.asarray(ONE_TURN.sampled)), 0.0
+        )
         return (jax.lax.stop_gradient(chances(params)) * kl.sum(axis=1)).sum()
 
     def in_reward(params):
         ours = own_logprobs(params)
-        reward = jax.lax.stop_gradient(kl_estimate("kl", ours, reference, jnp.asarray(TOKENS)))
-        weight = jax.lax.stop_gradient(chances(params)) * jnp.where(TOKENS, reward, 0.0).sum(axis=1)
+        reward = jax.lax.stop_gradient(kl_estimate("kl", ours, reference, jnp.asarray(ONE_TURN.sampled)))
+        weight = jax.lax.stop_gradient(chances(params)) * jnp.where(ONE_TURN.sampled, reward, 0.0).sum(axis=1)
         return (weight * ours.sum(axis=1)).sum()
 
     true = jax.grad(whole_kl)(params)

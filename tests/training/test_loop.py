@@ -220,7 +220,7 @@ def test_an_early_end_is_an_end(tmp_path):
     [(signal.SIGTERM, Stopped), (signal.SIGINT, Interrupted), (signal.SIGHUP, Stopped)],
     ids=["SIGTERM", "SIGINT", "SIGHUP"],
 )
-def test_a_signal_saves_and_stops(tmp_path, capfd, number, kind):
+def test_a_signal_saves_and_stops(heard_hangups, tmp_path, capfd, number, kind):
     """The step is finished, its row and its checkpoint are written, and the handlers are those of before. The exit
     status of SIGTERM and SIGHUP is 75; Ctrl-C is a KeyboardInterrupt, which leaves a notebook's process alone."""
     before = signal.getsignal(number)
@@ -310,7 +310,7 @@ def test_a_second_signal_acts_at_once(tmp_path):
     assert heard == ["first", "now", "second"]
 
 
-def test_a_second_hangup_changes_nothing(tmp_path):
+def test_a_second_hangup_changes_nothing(heard_hangups, tmp_path):
     """A closed terminal sends two: its shell passes one on, the kernel sends the other."""
     hang_up = lambda: os.kill(os.getpid(), signal.SIGHUP)  # noqa: E731
     with pytest.raises(Stopped):
@@ -334,6 +334,14 @@ def plain(phase, folder, every=1):
     with Checkpoints(folder / "checkpoints", 10) as checkpoints:
         log, on_row = MetricsLog(folder), lambda row: None
         return run(phase, checkpoints=checkpoints, log=log, checkpoint_every=every, on_row=on_row)
+
+
+@pytest.fixture
+def heard_hangups():
+    """SIGHUP has its default handler, although `nohup` may have started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tunix_like.config.schema import Config, DataConfig, RewardsConfig
 from tunix_like.data import load_source, reverse_text
 from tunix_like.rewards import Scores, pooled
 from tunix_like.rewards.pool import PooledFunction
-from tunix_like.rollout.rollouts import FirstFailure, saved_on_failure
+from tunix_like.rollout.files import FirstFailure, saved_on_failure
 from tunix_like.runs import reward_functions
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem

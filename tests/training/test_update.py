@@ -32,6 +32,7 @@ from .repeated_prompts import (
     PROMPTS,
     SIZE,
     TRACES,
+    VOCABULARY,
     WIDTH,
     Reinforce,
     data_of,
@@ -269,6 +270,36 @@ def test_tokens_that_the_policy_did_not_sample_count_nowhere(mode):
     nothing = batch._replace(token_mask=np.zeros_like(SAMPLED))
     _, metrics, _ = gradient_of(data_of(batch=nothing), objective="every mode")
     assert metrics["update/empty"] == 1 and metrics["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("garbage", [0.0, -1e4, np.inf], ids=["zero", "low", "infinite"])
+def test_what_stands_at_a_masked_token_changes_no_bit(garbage, other_logprobs):
+    """The log-probabilities there, whose ratios may overflow, and the last token of a completion, as a target."""
+    batch = BATCH._replace(token_mask=SAMPLED)
+
+    def found(changed: bool):
+        values = {**other_logprobs, "rollout_logprobs": BATCH.rollout_logprobs}
+        if changed:
+            values = {name: np.where(SAMPLED, value, np.float32(garbage)) for name, value in values.items()}
+        tokens = batch.completion_tokens.copy()
+        for index in np.argwhere(LENGTHS > 0) if changed else ():
+            last = (*index, LENGTHS[tuple(index)] - 1)
+            tokens[last] = tokens[last] if SAMPLED[last] else (tokens[last] + 5) % VOCABULARY
+        own = batch._replace(rollout_logprobs=values.pop("rollout_logprobs"), completion_tokens=tokens)
+        return gradient_of(data_of(batch=own, **values), objective="every term")
+
+    one, other = found(False), found(True)
+    jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
+    np.testing.assert_equal(one[1], other[1])
+    assert np.isfinite(one[1]["grad_norm"]) and one[1]["grad_norm"] > 0
+
+
+def test_a_mask_of_all_tokens_is_no_mask():
+    """To the bit."""
+    whole = BATCH._replace(token_mask=MASK)
+    one, other = (gradient_of(data_of(batch=batch)) for batch in (BATCH, whole))
+    jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
+    np.testing.assert_equal(one[1], other[1])
 
 
 def test_advantages_of_single_tokens():

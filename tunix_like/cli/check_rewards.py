@@ -1,6 +1,6 @@
 """The command `check-rewards`: scores gold answers and wrong answers with the reward functions of a config.
 
-No model is needed: the completions come from the data and are not sampled.
+No model is needed: the completions come from the data and are not sampled. Environments are in `check_environment.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tunix_like.data.source import DataSource
 from tunix_like.rewards.pool import close_pools
 from tunix_like.rewards.scoring import Scores
 from tunix_like.rollout.rollouts import score_completions, succeeds
+from tunix_like.runs.environments import has_environment
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
@@ -58,14 +59,14 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, f
     """
     source = load_source(config.data)
     rewards = reward_functions(config, source)
-    problems = [_problem(number, source) for number in range(min(ROWS, len(source.train)))]
+    problems = [problem_of(number, source) for number in range(min(ROWS, len(source.train)))]
     prompts = [problem.text for problem in problems]
     kinds = {"no text": [""] * len(prompts), "the prompt again": prompts, f"'{NONSENSE}'": [NONSENSE] * len(prompts)}
     answers = [str(problem.columns["answer"]) for problem in problems if isinstance(problem.columns.get("answer"), str)]
     if len(answers) == len(problems):
-        others = [_other(answers, number) for number in range(len(answers))]
+        others = [other_answer(answers, number) for number in range(len(answers))]
         kinds = {GOLD: answers} | ({OTHER: others} if len(set(answers)) > 1 else {}) | kinds
-    with _few_lines():  # includes the closing of the pools, since the last output of workers arrives when they exit
+    with few_lines():  # includes the closing of the pools, since the last output of workers arrives when they exit
         try:
             tried = [
                 Tried(kind, texts, score_completions(rewards, problems, texts, 1)) for kind, texts in kinds.items()
@@ -90,7 +91,7 @@ class _Few(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def _few_lines() -> Iterator[None]:
+def few_lines() -> Iterator[None]:
     """Redirects the output of reward functions and workers to standard error: the first lines and the number of further
     lines."""
     few = _Few()
@@ -102,14 +103,15 @@ def _few_lines() -> Iterator[None]:
             print(f"({few.lines - PRINTED} more lines printed by the functions are not shown)", file=sys.stderr)
 
 
-def _problem(number: int, source: DataSource) -> Problem:
+def problem_of(number: int, source: DataSource) -> Problem:
+    """Returns a training row as a problem without tokens."""
     row: Mapping[str, Any] = source.train[number]
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # no tokenizer, no chat template
     return Problem(number, text, [], {name: value for name, value in row.items() if name != "prompt"})
 
 
-def _other(answers: Sequence[str], number: int) -> str:
+def other_answer(answers: Sequence[str], number: int) -> str:
     """Returns the next answer that differs, cyclically; the same answer if all are equal."""
     following = (*answers[number + 1 :], *answers[:number])
     return next((answer for answer in following if answer != answers[number]), answers[number])
@@ -132,7 +134,7 @@ def print_report(config: Config) -> int:
             "no column `answer` with a text in every row: gold answers were not checked. data.answer_template builds "
             "the column from other columns."
         )
-    if not any(_passed(kind.scores, threshold).any() for kind in tried):
+    if not any(passed(kind.scores, threshold).any() for kind in tried):
         wrong.append(f"nothing succeeds: no completion above reaches rewards.success_threshold={threshold:g}")
     cheap = _cheap(tried, weights)
     for line in wrong + cheap:
@@ -171,7 +173,7 @@ def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
 
 def _row(each: Tried, threshold: float, names: Sequence[str]) -> list[str]:
     scores = each.scores
-    means = [_mean(scores.total), f"{_passed(scores, threshold).mean():.1%}", f"{1 - scores.scored.mean():.1%}"]
+    means = [_mean(scores.total), f"{passed(scores, threshold).mean():.1%}", f"{1 - scores.scored.mean():.1%}"]
     return [each.kind, *means, *(_mean(scores.by_function[name]) for name in names)]
 
 
@@ -180,7 +182,8 @@ def _mean(values: np.ndarray) -> str:
     return f"{known.mean():.3f}" if len(known) else "-"
 
 
-def _passed(scores: Scores, threshold: float) -> np.ndarray:
+def passed(scores: Scores, threshold: float) -> np.ndarray:
+    """Returns which completions succeed; unscored ones do not."""
     return scores.scored & succeeds(np.nan_to_num(scores.total, nan=-np.inf), threshold)
 
 
@@ -191,7 +194,7 @@ def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> l
         (scores.timeouts | scores.errors, "the function failed or timed out"),
         (~scores.scored & ~scores.timeouts & ~scores.errors if gold else np.zeros(len(problems), bool), "not scored"),
         (
-            scores.scored & ~_passed(scores, threshold) if gold else _passed(scores, threshold),
+            scores.scored & ~passed(scores, threshold) if gold else passed(scores, threshold),
             "fails" if gold else "succeeds",
         ),
     ]
@@ -209,5 +212,10 @@ def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> l
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Checks the reward functions of a config; returns the exit status."""
-    return print_report(load(arguments.config, arguments.overrides))
+    """Checks the environment of a config, or its reward functions; returns the exit status."""
+    config = load(arguments.config, arguments.overrides)
+    if not has_environment(config):
+        return print_report(config)
+    from tunix_like.cli import check_environment  # it imports this module
+
+    return check_environment.print_report(config)

@@ -9,8 +9,8 @@ from typing import Any
 
 OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/config/base_config.yaml for all of them"
 
-KINDS = ("own", "gsm8k", "maze")
-"""Values of `init --like`; each has a YAML and a reward file in `starts/`."""
+KINDS = ("own", "gsm8k", "maze", "env")
+"""Values of `init --like`; each has a YAML and a Python file in `starts/`."""
 
 ON_CPU = ("export", "check-rewards", "advantages")
 """Commands that run on the CPU by default, since they compute little."""
@@ -42,10 +42,15 @@ def add_commands(commands: Any) -> None:
 def _add_training(command: AddCommand) -> None:
     """Adds the commands that create and train a run."""
     init = command(
-        "init", "init:init", "write a commented YAML and a reward file to start from", "init mine --like gsm8k"
+        "init", "init:init", "write a commented YAML and a Python file to start from", "init mine --like gsm8k"
     )
     init.add_argument("name", help="name of the files and of the run")
-    init.add_argument("--like", choices=KINDS, default="own", help="own: a JSONL file of your own (the default)")
+    init.add_argument(
+        "--like",
+        choices=KINDS,
+        default="own",
+        help="own: a JSONL file of your own (the default); env: an environment of your own",
+    )
     train = command("train", "train:train", "train from a YAML; the same command resumes", "train examples/maze.yaml")
     train.add_argument("--dry-run", action="store_true", help="check everything but the weights, and print the plan")
     sft = command("sft", "train:sft", "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
@@ -79,22 +84,7 @@ def _add_inference(command: AddCommand) -> None:
         help="compare two sources, or two files of --out, problem by problem, instead of evaluating one source",
     )
     evaluate.add_argument("source", nargs="?", help=source)
-    generate = command(
-        "generate", "generate:generate", "complete one prompt", 'generate runs/x --prompt "2 + 2 =" --greedy'
-    )
-    generate.add_argument(
-        "--prompt",
-        required=True,
-        help="text; a chat message if the run has a system prompt or data.apply_chat_template; prompt_template is not "
-        "applied",
-    )
-    generate.add_argument(
-        "--greedy",
-        action="store_true",
-        help="greedy decoding, as eval --preset greedy, instead of sampling at the rollout.temperature of the run; the "
-        "same as rollout.temperature=0",
-    )
-    generate.add_argument("source", help=source)
+    generate = _add_generate(command, source)
     export = command("export", "export:export", "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
     export.add_argument("source", help=source)
     export.add_argument("out", help="folder to write")
@@ -106,6 +96,42 @@ def _add_inference(command: AddCommand) -> None:
         )
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
     add_processes(evaluate)
+
+
+def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
+    """Adds the command `generate`; `source` describes its first argument."""
+    generate = command(
+        "generate",
+        "generate:generate",
+        "complete one prompt, play an environment, or talk to the model",
+        'generate runs/x --prompt "2 + 2 =" --greedy',
+    )
+    generate.add_argument(
+        "--prompt",
+        help="text; a chat message if the run has a system prompt or data.apply_chat_template; prompt_template is not "
+        "applied",
+    )
+    generate.add_argument(
+        "--greedy",
+        action="store_true",
+        help="greedy decoding, as eval --preset greedy, instead of sampling at the rollout.temperature of the run; the "
+        "same as rollout.temperature=0",
+    )
+    generate.add_argument(
+        "--row",
+        type=int,
+        metavar="N",
+        help="instead of --prompt: row N of the held-out data (of the training data if there is none), from 1; an "
+        "environment gets its columns",
+    )
+    generate.add_argument(
+        "--interactive",
+        action="store_true",
+        help="answer the turns of the model yourself: each line of standard input is an observation, until its end or "
+        "/quit; without --prompt and --row, the first line is the prompt",
+    )
+    generate.add_argument("source", help=source)
+    return generate
 
 
 def _add_analysis(command: AddCommand) -> None:
@@ -152,7 +178,7 @@ def _add_checks(command: AddCommand) -> None:
     rewards = command(
         "check-rewards",
         "check_rewards:run",
-        "score gold answers and wrong answers with the reward functions; no model is needed",
+        "score gold answers and wrong answers with the reward functions or the environment; no model is needed",
         "check-rewards examples/maze.yaml",
     )
     rewards.add_argument("config", help="a YAML file")

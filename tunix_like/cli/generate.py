@@ -1,10 +1,10 @@
-"""The command `generate`: completes one prompt."""
+"""The command `generate`: completes one prompt. Conversations of several turns are in `conversation.py`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.cli.common import chosen_source, setup_jax
@@ -13,6 +13,8 @@ from tunix_like.errors import UserError
 from tunix_like.runtime import console
 
 if TYPE_CHECKING:
+    from tunix_like.config.schema import Config
+    from tunix_like.data.stream import Prompt
     from tunix_like.data.tokenizer import Tokenizer
     from tunix_like.types import Engine, SamplingParams
 
@@ -32,26 +34,86 @@ def _greedy(overrides: Sequence[str]) -> list[str]:
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Completes one prompt and prints the completion."""
+    """Completes one prompt and prints the completion; with an environment or a person, prints all turns.
+
+    Raises:
+      UserError: the options do not fit together, or see `play` and `talk`.
+    """
+    _check_options(arguments)
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
     setup_jax()
+    from tunix_like.cli.conversation import play, talk
     from tunix_like.models.loading import check_fit
+    from tunix_like.runs.environments import environments_of, has_environment, with_tools
     from tunix_like.runs.trained import open_trained
     from tunix_like.training.engine import make_engine
     from tunix_like.types import SamplingParams
 
-    trained = open_trained(chosen_source(arguments.source, arguments.best), overrides)
-    check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)
-    data, rollout = trained.config.data, trained.config.rollout
-    prompt: Any = arguments.prompt
-    if data.apply_chat_template or data.system_prompt is not None:
-        system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-        prompt = [*system, {"role": "user", "content": prompt}]
-    sampler = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
-    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
-    seed = trained.config.training.seed
-    print(_sampling_line(sampling, seed), file=sys.stderr)
-    completion = complete(sampler, trained.params, trained.tokenizer, prompt, sampling, seed)
+    source, by_row = chosen_source(arguments.source, arguments.best), arguments.row is not None
+    trained = open_trained(source, overrides, need_data=by_row)
+    config, rollout = trained.config, trained.config.rollout
+    check_fit(trained.model_config, trained.tokenizer, rollout)
+    environments = environments_of(config) if has_environment(config) else None
+    try:
+        trained = trained._replace(tokenizer=with_tools(trained.tokenizer, environments))
+        row = _row(config, arguments.row) if by_row else {"prompt": _prompt(config, arguments.prompt)}
+        sampler = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
+        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+        print(_sampling_line(sampling, config.training.seed), file=sys.stderr)
+        if arguments.interactive:
+            talk(sampler, trained, row["prompt"], sampling, () if environments is None else environments.tools)
+        elif environments is not None:
+            play(sampler, trained, row, sampling, environments)
+        else:
+            given = sampler, trained.params, trained.tokenizer, row["prompt"], sampling, config.training.seed
+            _print_completion(complete(*given))
+    finally:
+        if environments is not None:
+            environments.close()
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Checks that there is one prompt; of a conversation, the first line may be the prompt."""
+    given = [f"--{name}" for name in ("prompt", "row") if getattr(arguments, name) is not None]
+    if len(given) > 1:
+        raise UserError("generate: --prompt and --row both set the prompt; give one of them.")
+    if not given and not arguments.interactive:
+        raise UserError("generate: give the prompt by --prompt TEXT or --row N, or type it with --interactive.")
+    if arguments.row is not None and arguments.row < 1:
+        raise UserError(f"generate: --row {arguments.row}: rows are counted from 1.")
+
+
+def _prompt(config: Config, text: str | None) -> Any:
+    """Returns the prompt for a text, or for the first line that a person writes: text, or messages for a chat.
+
+    Raises:
+      UserError: there is no line.
+    """
+    if text is None:
+        from tunix_like.cli.conversation import read_line
+
+        text = read_line("prompt> ")
+        if text is None:
+            raise UserError("generate: no prompt was written; give one by --prompt TEXT.")
+    data = config.data
+    if not data.apply_chat_template and data.system_prompt is None:
+        return text
+    system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _row(config: Config, number: int) -> Mapping[str, Any]:
+    """Returns a held-out row, or a training row if there are no held-out rows; `number` counts from 1."""
+    from tunix_like.data import load_source
+
+    source = load_source(config.data)
+    rows, what = (source.eval, "held-out") if len(source.eval) else (source.train, "training")
+    if number > len(rows):
+        raise UserError(f"generate: --row {number}: the data has {len(rows)} {what} rows.")
+    return rows[number - 1]
+
+
+def _print_completion(completion: str) -> None:
     if not completion:
         print("the completion is empty: the model ended it before any text", file=sys.stderr)
     console.print_completion(completion)
@@ -78,15 +140,21 @@ def complete(
     """
     import jax
 
-    from tunix_like.data.stream import render
     from tunix_like.rollout.rollouts import completion_texts
 
-    limit = engine.max_prompt_length
-    tokens = render({"prompt": prompt}, tokenizer, limit).tokens
-    if not tokens:
-        raise UserError("the prompt has no tokens; give a text with --prompt.")
-    if len(tokens) > limit:
-        size = f"over {2 * limit}" if len(tokens) > 2 * limit else len(tokens)
-        raise UserError(f"the prompt has {size} tokens; raise rollout.max_prompt_length ({limit}).")
+    tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
     out = engine.generate(engine.place(params), [tokens], [0], 1, jax.random.key(seed), sampling)
     return completion_texts(out, tokenizer)[0]
+
+
+def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:
+    """Renders and tokenises a prompt. Raises UserError if it has no tokens, or more than `limit`."""
+    from tunix_like.data.stream import render
+
+    found = render({"prompt": prompt}, tokenizer, limit)
+    if not found.tokens:
+        raise UserError("the prompt has no tokens; give a text with --prompt.")
+    if len(found.tokens) > limit:
+        size = f"over {2 * limit}" if len(found.tokens) > 2 * limit else len(found.tokens)
+        raise UserError(f"the prompt has {size} tokens; raise rollout.max_prompt_length ({limit}).")
+    return found

@@ -26,7 +26,7 @@ from tunix_like.runtime.accelerators import Accelerator
 from tunix_like.runtime.compiled_costs import Costs, Counter
 from tunix_like.runtime.time_model import Times, times
 from tunix_like.training.device import Device, usable_share
-from tunix_like.training.memory import amount
+from tunix_like.training.phases import amount
 
 FAR = 1.25
 """A run whose weights, gradients and optimizer are estimated at more than this multiple of a device is not compiled."""

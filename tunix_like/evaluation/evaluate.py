@@ -22,15 +22,13 @@ from tunix_like.rewards import ANSWERS, REWARDS, Scores, close_pools
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.environments.episodes import episode_metrics, with_environment
 from tunix_like.rollout.environments.trajectories import Player, generate
+from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
 from tunix_like.rollout.rollouts import (
-    FirstFailure,
     Rollout,
     WeightedReward,
     completion_texts,
     first_axis,
     groups_by_source,
-    nothing_scored_message,
-    saved_on_failure,
     score_completions,
     succeeds,
     with_width,

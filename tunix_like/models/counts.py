@@ -12,12 +12,21 @@ from tunix_like.models.layer_kinds import Adapters
 
 def parameter_count(model: DecoderConfig) -> int:
     """Returns the number of parameters of a decoder."""
+    layers = sum(map(functools.partial(_layer_count, model), range(model.num_layers)))
+    width = model.hidden_size
+    return layers + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
+
+
+def layer_count(model: DecoderConfig) -> int:
+    """Returns the number of parameters of the largest layer."""
+    return max(map(functools.partial(_layer_count, model), range(model.num_layers)))
+
+
+def _layer_count(model: DecoderConfig, layer: int) -> int:
     width, head = model.hidden_size, model.head_dim
     query, key = model.num_heads * head, model.num_kv_heads * head
-    layer = width * (2 * query + 2 * key) + (4 if model.post_norms else 2) * width
-    layer += (query + 2 * key) * model.qkv_bias + 2 * head * model.qk_norm
-    layers = model.num_layers * layer + sum(map(functools.partial(_mlp_count, model), range(model.num_layers)))
-    return layers + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
+    attention = width * (2 * query + 2 * key) + (4 if model.post_norms else 2) * width
+    return attention + (query + 2 * key) * model.qkv_bias + 2 * head * model.qk_norm + _mlp_count(model, layer)
 
 
 def adapter_count(model: DecoderConfig, adapters: Adapters) -> int:

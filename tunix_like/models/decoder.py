@@ -267,8 +267,8 @@ class Decoder(nnx.Module):
           cache with the new tokens in the last columns.
         """
         width, room = tokens.shape[-1], cache[0][1].shape[2]
-        real = jnp.arange(width) >= width - counts[..., None]
-        places = ages[..., None] + jnp.arange(width) - (width - counts[..., None])  # in the completion
+        number = jnp.arange(width)[None, None] - (width - counts[..., None])  # negative for padding
+        real, places = number >= 0, ages[..., None] + number
         positions = prompt_lengths[:, None, None] + jnp.maximum(places, 0)
         segments, new = to_rows(jnp.where(real, 0, -1)), to_rows(real)
         ropes = self._ropes(positions)
@@ -346,10 +346,10 @@ def check_decoder(name: str, value: Any) -> None:
 
 def _with_end(x: Array, new: Array, real: Bool[Array, "R N"], axis: int) -> Array:
     """Replaces the last columns (along `axis`) of cached keys or values where `real`."""
-    shape = [1] * x.ndim
+    shape, start = [1] * x.ndim, x.shape[axis] - real.shape[1]
     shape[0], shape[axis] = real.shape
-    start, last = jnp.split(x, [x.shape[axis] - real.shape[1]], axis)
-    return jnp.concatenate([start, jnp.where(real.reshape(shape), new, last)], axis)
+    last = jax.lax.slice_in_dim(x, start, None, axis=axis)
+    return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(real.reshape(shape), new, last), start, axis)
 
 
 def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:

@@ -33,6 +33,7 @@ class Curve(NamedTuple):
 _BEFORE = (Curve("train/rewards/mean", "Reward"), Curve("train/pass@1", "pass@1 in training", "%"))
 _AFTER = (
     Curve("train/completions/mean_length", "Completion length", "tokens"),
+    Curve("train/turns/mean", "Turns of a trajectory"),
     Curve("train/completions/clipped_ratio", "Truncated at the token limit", "%"),
     Curve("train/entropy", "Entropy", "nats per token"),
     Curve("train/kl", "KL to the reference", "nats per token"),

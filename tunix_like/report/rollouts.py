@@ -57,8 +57,12 @@ def _chosen(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _size(group: Mapping[str, Any]) -> int:
-    texts = [group["prompt"], *(completion["text"] for completion in group["completions"])]
+    texts = [group["prompt"], *(text for completion in group["completions"] for text in _texts(completion))]
     return sum(len(text.encode(errors="replace")) for text in texts)
+
+
+def _texts(completion: Mapping[str, Any]) -> list[str]:
+    return [turn["text"] for turn in completion["turns"]] if "turns" in completion else [completion["text"]]
 
 
 def _step_of(file: Path) -> int:
@@ -89,13 +93,16 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a row; keys with a missing or default value are left out."""
-    out: dict[str, Any] = {"text": _text(row["completion"])}
+    """Converts a row; keys with a missing or default value are left out. A trajectory has `turns` instead of `text`."""
+    text = _text(row["completion"])
+    out: dict[str, Any] = {"text": text} if row.get("turns") is None else {"turns": [_turn(t) for t in row["turns"]]}
     for name in ("reward", "advantage"):
         if (value := _number(row.get(name))) is not None:
             out[name] = value
     if row.get("length") is not None:
         out["length"] = int(row["length"])
+    if "turns" in out and row.get("sampled") is not None:
+        out["sampled"] = int(row["sampled"])
     if row.get("finished") is False:
         out["clipped"] = True
     if (shaped := _number(row.get("estimator_reward"))) not in (None, out.get("reward")):
@@ -103,8 +110,14 @@ def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
     if len(parts := dict(_parts(row))) > 1:
         out["parts"] = parts
     if "grid" in group:
-        out["path"] = _path(group["grid"], out["text"])
+        out["path"] = _path(group["grid"], text)
     return out
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the role, the text and the name (of a tool, if it has one) of a turn."""
+    out = {"role": _text(turn["role"]), "text": _text(turn["content"])}
+    return out | ({"name": turn["name"]} if isinstance(turn.get("name"), str) else {})
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:

@@ -24,17 +24,15 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.episodes import with_environment
 from tunix_like.rollout.environments.trajectories import Player, generate
+from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
 from tunix_like.rollout.rollouts import (
-    FirstFailure,
     Rollout,
     Task,
     completion_texts,
     join_rollouts,
     mixed_groups,
-    nothing_scored_message,
     pick_groups,
     rollout_metrics,
-    saved_on_failure,
     score_completions,
     succeeds,
     to_batch,
@@ -115,6 +113,8 @@ class Collector:
         if algo.dynamic_sampling:
             rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
+        if self.player is not None:
+            metrics["time/environment"], self.player.seconds = self.player.seconds, 0.0
         tokens = int(rollout.sampled_lengths.sum())
         if len(rollout.problems) > self.batch_size:
             chosen = np.sort(np.argsort(~self._has_signal(rollout, rewards), kind="stable")[: self.batch_size])

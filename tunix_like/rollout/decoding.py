@@ -227,6 +227,13 @@ def advance(
         return jax.lax.while_loop(more, body, rows)
 
 
+def _rolled(x: Array, first: Int[Array, "R"], axis: int) -> Array:
+    """Rolls each row along `axis`, so that its column `first` becomes column 0."""
+    twice = jnp.concatenate([x, x], axis)
+    roll = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=x.shape[axis], axis=axis - 1)
+    return jax.vmap(roll)(twice, first)
+
+
 def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
     slots, size = rows.age.shape
     return jnp.arange(slots)[:, None], jnp.arange(size)[None]
@@ -277,14 +284,11 @@ def append(
     """
     model, room, width = _merge(graphdef, params), rows.room, tokens.shape[-1]
     ends = rows.column - rows.gap  # after the last token of each row; it moves to column `room - counts`
-    order = ((ends + counts)[..., None] + jnp.arange(room)).reshape(-1, room) % room
-    moved = [
-        (jnp.take_along_axis(k, order[:, None, None], axis=3), jnp.take_along_axis(v, order[:, None, :, None], axis=2))
-        for k, v in rows.cache
-    ]
+    first = (ends + counts).reshape(-1) % room
+    moved = [(_rolled(k, first, 3), _rolled(v, first, 2)) for k, v in rows.cache]
     hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, moved)
-    place = rows.age[..., None] + jnp.arange(width) - (width - counts[..., None])
-    real = jnp.arange(width) >= width - counts[..., None]
+    number = jnp.arange(width)[None, None] - (width - counts[..., None])
+    place, real = rows.age[..., None] + number, number >= 0
     slots, samples = _row_index(rows)
     place = jnp.where(real, place, rows.tokens.shape[-1])  # out of range: dropped
     written = slots[..., None], samples[..., None], place

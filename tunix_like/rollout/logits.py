@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from tunix_like.models.sharding import row_axes
 from tunix_like.types import SamplingParams
 
 BLOCK = 256
@@ -35,8 +37,11 @@ def choose(
       truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns those at temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
-    shifted = scaled - scaled.max(axis=-1, keepdims=True)
-    weights = jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
+    whole = params.temperature > 0 and params.top_k is None and params.top_p == 1.0
+    parts = jax.sharding.get_abstract_mesh().shape.get("tp", 1)
+    if whole and parts > 1 and logits.shape[-1] % parts == 0:
+        return _choose_by_parts(scaled, uniform)
+    shifted, weights = _exponentials(scaled, scaled.max(axis=-1))
     normaliser = jnp.log(weights.sum(axis=-1))
     if params.temperature == 0:
         tokens = jnp.argmax(logits, axis=-1)
@@ -47,6 +52,44 @@ def choose(
             weights = keep_top_p(weights, params.top_p)
         tokens = inverse_cdf(weights, uniform)
     return tokens.astype(jnp.int32), jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - normaliser
+
+
+def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tuple[Array, Array]:
+    """Returns the scaled logits minus their maximum, and their exponentials."""
+    shifted = scaled - largest[:, None]
+    return shifted, jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
+
+
+def _choose_by_parts(scaled: Float[Array, "N V"], uniform: Float[Array, "N"]) -> tuple[Array, Array]:
+    """Samples as `choose`, with each device along `tp` working on its part of the vocabulary.
+
+    Otherwise the compiler gathers the logits of the whole vocabulary on every device.
+    """
+    rows = PartitionSpec(row_axes(jax.sharding.get_abstract_mesh(), scaled.shape[0]))
+    run = jax.shard_map(
+        _choose_from_part, in_specs=(PartitionSpec(*rows, "tp"), rows), out_specs=(rows, rows), check_vma=False
+    )
+    return run(scaled, uniform)
+
+
+def _choose_from_part(
+    scaled: Float[Array, "N v"], uniform: Float[Array, "N"]
+) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
+    """Samples as `choose`, on a device that has a part of the vocabulary.
+
+    The devices exchange one maximum and one sum per row, not the logits. First a part is drawn, then a token of it.
+    """
+    axis = "tp"
+    shifted, weights = _exponentials(scaled, jax.lax.pmax(scaled.max(axis=-1), axis))
+    sums, blocks = _block_sums(weights)
+    totals = jax.lax.all_gather(sums.sum(axis=-1), axis, axis=1)
+    total = totals.sum(axis=-1)
+    part, rest = _first_above(totals, uniform * total)
+    token = _token_at(sums, blocks, rest)
+    logprob = jnp.take_along_axis(shifted, token[:, None], axis=1)[:, 0]
+    here, first = part == jax.lax.axis_index(axis), jax.lax.axis_index(axis) * scaled.shape[-1]
+    token, logprob = (jax.lax.psum(jnp.where(here, x, 0), axis) for x in (token + first, logprob))
+    return token.astype(jnp.int32), logprob - jnp.log(total)
 
 
 def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
@@ -81,10 +124,20 @@ def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int
     Tokens of weight 0 are never returned. The search has two levels (blocks, then tokens of one block), which keeps the
     running sums short.
     """
+    sums, blocks = _block_sums(weights)
+    return _token_at(sums, blocks, uniform * sums.sum(axis=-1))
+
+
+def _block_sums(weights: Float[Array, "N V"]) -> tuple[Float[Array, "N B"], Float[Array, "N B 256"]]:
+    """Returns the sums of blocks of tokens, and the weights in blocks."""
     rows, width = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
-    sums = blocks.sum(axis=-1)
-    block, rest = _first_above(sums, uniform * sums.sum(axis=-1))
+    return blocks.sum(axis=-1), blocks
+
+
+def _token_at(sums: Float[Array, "N B"], blocks: Float[Array, "N B 256"], target: Float[Array, "N"]) -> Array:
+    """Returns the first token whose running sum exceeds `target`."""
+    block, rest = _first_above(sums, target)
     inner, _ = _first_above(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
     return block * BLOCK + inner
 

@@ -7,13 +7,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from tunix_like.rollout.environments.episodes import transcript
 from tunix_like.rollout.rollouts import Rollout, mixed_groups
 
 
 class Sample(NamedTuple):
     """A completion with its total reward (NaN if unscored), advantage and length in tokens.
 
-    `finished` is True if it ended with an end-of-sequence token.
+    `text` has the turns with their roles if there is an environment. `finished` is True if it ended with an
+    end-of-sequence token.
     """
 
     text: str
@@ -44,9 +46,9 @@ def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samp
     best, worst = (int(np.argmax(np.nan_to_num(sign * total[group], nan=-np.inf))) for sign in (1, -1))
 
     def sample(index: int) -> Sample:
-        out = rollout.completions
+        out, row = rollout.completions, group * shape[1] + index
         return Sample(
-            rollout.texts[group * shape[1] + index],
+            rollout.texts[row] if rollout.episodes is None else transcript(rollout.episodes[row].messages),
             float(total[group, index]),
             float(advantages[group, index]),
             int(out.lengths[group, index]),

@@ -80,7 +80,7 @@ class TurnSchedule(Schedule):
         if not stopped.any():
             return
         tokens, turns = fetch(self.rows.tokens, self.sampler.mesh), []
-        for slot, row in np.argwhere(stopped):
+        for slot, row in np.argwhere(stopped).tolist():
             group, sample = index = int(self.slot_prompt[slot]), int(self.row_sample[slot, row])
             turn = slice(self.turn_start[index], ages[slot, row])
             self.sampled[index][turn] = True
@@ -116,7 +116,8 @@ class TurnSchedule(Schedule):
         while self.rows.room < self.ages.max():
             self._grow()
         longest = max(map(len, replies.values()), default=0)
-        width = length_bucket(min(longest, MOST_APPENDED), self.rows.room)
+        short = -(-max(longest, 1) // 4) * 4  # below the smallest bucket, padding is a large part of the block
+        width = min(short, length_bucket(min(longest, MOST_APPENDED), self.rows.room), self.rows.room)
         for start in range(0, max(longest, 1), width):
             block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)
             for place, tokens in replies.items():

@@ -154,9 +154,8 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
 def check_turns(environments: Environments | None, config: Config, tokenizer: Tokenizer, source: DataSource) -> None:
     """Checks that the prompts of the data can have several turns. Raises UserError if not."""
     if environments is not None:
-        Player(environments, config.environment, tokenizer, config.rollout.eos_tokens or tokenizer.eos_ids).bridge(
-            source.train[0]["prompt"]
-        )
+        eos_ids = config.rollout.eos_tokens or tokenizer.eos_ids
+        Player(environments, config.environment, tokenizer, eos_ids).check(source.train)
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:

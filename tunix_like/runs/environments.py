@@ -8,11 +8,10 @@ import os
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.rewards.pool import place_of
 from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.pool import EnvironmentPool
-from tunix_like.rollout.environments.registry import resolve
+from tunix_like.rollout.environments.registry import environment_place, resolve, resolve_tools
 from tunix_like.runtime.user_code import is_own
 
 MOST_WORKERS = 4
@@ -52,11 +51,16 @@ def environments_of(config: Config) -> Environments | None:
     if not has_environment(config):
         return None
     section = config.environment
-    name = section.name
-    factory = None if name is None else resolve(name)
-    if section.workers is None and factory is not None and not is_own(factory):
-        return LocalEnvironments(factory)
-    place = [str(tool) for tool in section.tools or ()] if factory is None else place_of(str(name), factory)
+    name, tools = section.name, section.tools or []
+    place: str | list[str]
+    if name is not None:
+        factory = resolve(name)
+        if section.workers is None and not is_own(factory):
+            return LocalEnvironments(factory)
+        place = environment_place(name, factory)
+    else:
+        functions = zip(tools, resolve_tools(tools), strict=True)
+        place = [environment_place(tool, function, "Tool") for tool, function in functions]
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if section.workers is None else section.workers
     limits = {"timeout_seconds": section.timeout_seconds, "memory_gb": section.memory_gb}
     return EnvironmentPool(place, workers=workers, **limits)

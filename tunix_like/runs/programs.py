@@ -47,9 +47,9 @@ from tunix_like.runtime.compiled_costs import Trips
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.device import Device, device_memory
 from tunix_like.training.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
-from tunix_like.training.memory import Phase
 from tunix_like.training.optimizer import build_optimizer, state_shapes
 from tunix_like.training.packing import Packed, choose_layout, pack
+from tunix_like.training.phases import Phase
 from tunix_like.training.rollout_layout import rollout_mesh
 from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step

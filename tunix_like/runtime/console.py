@@ -71,6 +71,7 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
             ("rewards/mean", "reward", "{:.3f}"),
             ("pass@1", "pass@1", "{:.1%}"),
             ("completions/mean_length", "length", "{:.1f}"),
+            ("turns/mean", "turns", "{:.1f}"),
             ("completions/clipped_ratio", "clipped", "{:.0%}"),
             ("reward/unscored_frac", "unscored", "{:.0%}"),
             ("reward/timeout_frac", "late", "{:.0%}"),

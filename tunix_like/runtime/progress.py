@@ -67,7 +67,7 @@ class _Display:
     def __init__(self, lines: bool, every: float) -> None:
         self.tasks: list[_Task] = []
         self.compiling: tuple[str, float] | None = None
-        self.every = every
+        self.every, self.paused = every, False
         self._bar, self._lines = console.has_bottom_line(), lines
         self._live: rich.live.Live | None = None
         self._over = threading.Event()
@@ -93,6 +93,15 @@ class _Display:
         if self._live is not None and not self.tasks:
             self._live.stop()
             self._live = None
+
+    def pause(self, paused: bool) -> None:
+        """Hides the line, or shows it again."""
+        self.paused = paused
+        if self._live is not None:
+            if paused:
+                self._live.stop()
+            else:
+                self._live.start()
 
     def close(self) -> None:
         self._over.set()
@@ -120,6 +129,8 @@ class _Display:
     def tick(self) -> None:
         """Prints the plain line if nothing was printed for `every` seconds and a task has run for as long."""
         now = time.monotonic()
+        if self.paused:
+            return
         with contextlib.suppress(IndexError):  # the last task ended meanwhile
             if now - max(console.last_printed(), self.tasks[0].began) >= self.every:
                 console.print_text(self.line(now))
@@ -183,6 +194,19 @@ def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance
         yield new_task.advance
     finally:
         display.pop(new_task)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Context manager that hides the progress, so that it does not write over what a person types."""
+    display = _SHOWN
+    if display is not None:
+        display.pause(True)
+    try:
+        yield
+    finally:
+        if display is not None:
+            display.pause(False)
 
 
 def compiling(name: str | None) -> None:

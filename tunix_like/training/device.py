@@ -17,7 +17,8 @@ from tunix_like.errors import UserError
 from tunix_like.models.sharding import prompt_parts
 from tunix_like.models.shares import Share, parameter_shapes, share_of
 from tunix_like.runtime.processes import gather
-from tunix_like.training.memory import Work, amount
+from tunix_like.training.memory import Work
+from tunix_like.training.phases import amount
 
 if TYPE_CHECKING:
     from tunix_like.models.config import DecoderConfig

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.errors import UserError
-from tunix_like.rollout.rollouts import remove_steps_after
+from tunix_like.rollout.files import remove_steps_after
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")

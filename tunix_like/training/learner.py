@@ -37,14 +37,8 @@ from tunix_like.models.sharding import check_batch, place_replicated, scope
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.collection import Collector
 from tunix_like.rollout.environments.trajectories import make_player
-from tunix_like.rollout.rollouts import (
-    FirstFailure,
-    Rollout,
-    RolloutFiles,
-    Task,
-    saved_on_failure,
-    weighted_rewards,
-)
+from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
+from tunix_like.rollout.rollouts import Rollout, Task, weighted_rewards
 from tunix_like.rollout.samples import Samples, pick_samples
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first
@@ -257,6 +251,8 @@ class Learner(Trainer):
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
             limit = self.rollout_config.max_prompt_length
+            if self.player is not None:
+                self.player.check(train_ds)
             checked = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
             checked.warn("training")
             skipped = checked.prompts

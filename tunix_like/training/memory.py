@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from tunix_like.models.attention import SCORES
 from tunix_like.models.attention_blocked import BLOCK
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.counts import layer_count
 from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.shares import Share
 from tunix_like.training.packing import choose_layout
+from tunix_like.training.phases import Phase
 
 FIRST_CACHE = 128
 """Initial number of columns of the sampler's cache, which then doubles (`rollout/shapes.py`)."""
@@ -48,14 +50,18 @@ LANE_COPIES = 4
 WORKING_INNER = 3
 """Temporary arrays of the MLP's and of the model's width in the backward pass of one layer (measured 3.1 and 2.6)."""
 
+ROUTED_COPIES = 8
+"""Temporary arrays of the model's width with a row per token and chosen expert, in the backward pass of one layer with
+experts. Measured by compiling the update of Qwen3-30B-A3B's shapes for v5p-64."""
+
 GRADIENT_COPIES = 2
 """Arrays of the size of the weights while chunks are processed: the gradient sum and the gradient of a chunk."""
 
 ALLOCATED = {"tpu": 1.95, "gpu": 1.25}
 """Bytes that XLA allocates for the temporaries of an update per byte of the arrays that are counted here, with
-stacked and recomputed layers. Measured by compiling the update of Qwen3-1.7B's shapes (64 x 16, 384 + 768 tokens,
-bfloat16) for v5e-8 with 4 and 28 layers (1.97 and 1.93), and for eight H200s with 28 (1.23); jax 0.10.2, libtpu
-0.0.42.1."""
+stacked and recomputed layers. Fitted to compiled programs (jax 0.10.2, libtpu 0.0.42.1): Qwen3-1.7B with 4 and 28
+layers and chunks of 8 and 16 completions per device for v5e-8; Qwen3-1.7B, Llama-3.2-1B and SmolLM2-360M for eight
+H200s. `tests/training/test_memory.py` has the measured bytes."""
 
 STEP_COPIES = {True: 2, False: 3}
 """Arrays of the size of the weights in the optimizer step, with and without clipping by the global norm. The new
@@ -71,9 +77,10 @@ LOGITS_COPIES = 2
 SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 """The same while sampling, without and with top-p or top-k."""
 
-
-OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and new weights", "cast weights")
-"""Components of a phase that do not depend on lengths or on the number of completions."""
+LAID_OUT = {"tpu": 1.9, "gpu": 1.2}
+"""Bytes per byte of the sampler's weights while they are laid out: the result, and gathered weights before their final
+layout. Measured from the compiled programs: 2.03 (Qwen3-1.7B, v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19
+(Qwen3-1.7B, eight H200s)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,36 +151,6 @@ class Work:
         return jnp.dtype(self.dtype).itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """The peak of a phase: bytes by component, on one device."""
-
-    name: str
-    parts: dict[str, int]
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def fixed(self) -> int:
-        """Bytes that do not depend on lengths or on the number of completions."""
-        return sum(self.parts.get(name, 0) for name in OF_THE_MODEL)
-
-    def __str__(self) -> str:
-        parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        shown = [f"{name} {amount(size)}" for name, size in parts if size >= 0.01 * self.bytes]
-        return f"{amount(self.bytes)} = {' + '.join(shown)}"
-
-
-def amount(size: float) -> str:
-    """Formats a number of bytes with a decimal unit and three significant digits."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size / 1e3:.3g} kB"
-
-
 def _inner(model: DecoderConfig) -> int:
     """Returns the total width of the MLPs that process a token, in the widest layer."""
     return max(map(model.active_width, range(model.num_layers)))
@@ -219,6 +196,8 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
       lane_tokens: prompt tokens whose keys and values are copied to the lanes of a chunk.
     """
     model = work.model
+    # Of the logits of a piece, 3.2 bytes each are counted here; XLA:TPU has them in float32 and once in bfloat16.
+    logits = _logits(work, tokens) * 2 // 5
     hidden, key = model.hidden_size * work.size, 2 * model.num_kv_heads * model.head_dim * work.size
     # Keys and values of the prompts, the sum of their gradients in float32, and their gradient by a chunk.
     states = key * (2 + 4 // work.size)
@@ -227,7 +206,7 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
         "cast weights": max(_cast_weights(work), _stacked_copy(work)) + _dequantized(work, backward=True),
         "prompts": model.num_layers * prompt_tokens * (states + hidden),
         "chunk": model.num_layers * (tokens * hidden + 2 * lane_tokens * key),
-        "logits or a layer's backward": max(_logits(work, tokens) * 3 // 4, _layer_working(work, tokens)),
+        "logits or a layer's backward": max(logits, _layer_working(work, tokens)),
     }
 
 
@@ -244,17 +223,24 @@ def _in_compute_dtype(work: Work, share: Share) -> int:
 
 
 def _layer_working(work: Work, tokens: int) -> int:
-    """Returns the bytes of the temporaries of one layer's recomputation and backward pass with an attention kernel."""
+    """Returns the bytes of the temporaries of one layer's recomputation and backward pass with an attention kernel.
+
+    Over several shards these include the gathered matrices of the layer and their gradient.
+    """
     model = work.model
     widths = _inner(model) + model.hidden_size + model.num_heads * model.head_dim
-    return WORKING_INNER * tokens * widths * work.size
+    routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
+    layer = layer_count(model) if work.parts > 1 else 0
+    gathered = layer * work.size * (1 if work.adapters else 2)
+    return tokens * (WORKING_INNER * widths + routed) * work.size + gathered
 
 
 def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None = None) -> Phase:
     """Estimates the peak of sampling with `rows` concurrent completions and the prompts of `slots` slots.
 
-    It is the largest of three: a decode step with caches of full size; the old and the new cache while it grows, or
-    while live rows are compacted into half as many; the forward pass of the prompts.
+    It is the largest of four: the weights while they are laid out for sampling; the forward pass of the prompts; a
+    decode step with caches of full size; the old and the new cache while it grows, or while live rows are compacted
+    into half as many.
 
     Args:
       held: bytes by component of the arrays that are held all the time; by default those of a trainer.
@@ -264,27 +250,30 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     model, (prompt_width, width) = work.model, work.widths
     cache = rows * _key_values(work, width) * model.num_layers // tp
     prompt_cache = slots * _key_values(work, prompt_width) * model.num_layers // tp
-    buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4 // tp
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
-    cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
-    sampling = {"cast weights": cast + dequantized, "logits": logits + scores}
-    old = _room_before(width)
-    moved = max(rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp, cache // 2)
-    tokens = slots * prompt_width
-    prompt_scores = _scores_bytes(work, slots, prompt_width, prompt_width)
-    forward = max(prompt_scores, WORKING_INNER * tokens * _inner(model) * work.size)
-    forward += tokens * model.hidden_size * work.size
+    copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
+    cast, dequantized, old = _sampled_weights(work), _dequantized(work, backward=False), _room_before(width)
+    grown = rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp
+    moved = max(grown, cache // 2 + prompt_cache // (1 if slots < rows else 2))  # fewer rows per slot, or fewer slots
+    forward = _prompt_forward(work, slots)
+    buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
+    kept = {"prompt cache": prompt_cache, "buffers": buffers}
     moments = [
-        sampling | {"completion cache": cache},
-        {"completion cache": cache, "cache before growing": moved + prompt_cache},
-        {"forward pass of the prompts": forward + cast * (work.size < 4) + dequantized},
+        kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
+        kept | {"cast weights": copy, "completion cache": cache, "cache before growing": moved},
+        kept | {"cast weights": max(copy, cast * (work.size < 4)) + dequantized, "prompts": forward},
+        {"laying out the weights": int(LAID_OUT.get(work.backend, max(LAID_OUT.values())) * copy)},
     ]
-    if work.rollout_share is not None:  # gathered weights beside their final layout
-        moments.append({"laying out the weights": 2 * _in_compute_dtype(work, work.rollout_share)})
     worst = max(moments, key=lambda parts: sum(parts.values()))
-    held = _held(work) if held is None else held
-    return Phase("rollout", held | {"prompt cache": prompt_cache, "buffers": buffers} | worst)
+    return Phase("rollout", (_held(work) if held is None else held) | worst)
+
+
+def _prompt_forward(work: Work, slots: int) -> int:
+    """Returns the bytes of the temporaries of the forward pass of `slots` prompts."""
+    width, tokens = work.widths[0], slots * work.widths[0]
+    forward = max(_scores_bytes(work, slots, width, width), WORKING_INNER * tokens * _inner(work.model) * work.size)
+    return forward + tokens * work.model.hidden_size * work.size
 
 
 def _held(work: Work) -> dict[str, int]:

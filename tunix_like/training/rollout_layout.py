@@ -118,8 +118,8 @@ def _rollout_work(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, dev
 
 
 def with_layout(work: Work, model: Decoder, chosen: Mesh | None) -> Work:
-    """Returns the quantities of a rollout with the sampler's mesh."""
-    if chosen is None:
+    """Returns the quantities of a rollout with the sampler's mesh; a single device has no copy of the weights."""
+    if chosen is None or chosen.size == 1:
         return work
     parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
     return dataclasses.replace(work, rollout_share=share_of(_shapes(model), chosen), rollout_parts=parts)

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig
 from tunix_like.errors import UserError
 from tunix_like.training.device import LOWER, Device, most_that_fits, this_device, too_large, work_of
-from tunix_like.training.memory import Phase, Work, amount, rollout_phase, update_phases
+from tunix_like.training.memory import Work, rollout_phase, update_phases
+from tunix_like.training.phases import Phase, amount
 from tunix_like.training.rollout_layout import SlotShape, concurrent_rows, rollout_mesh, with_layout
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import pytest
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.adapters import as_environment
 from tunix_like.rollout.environments.local import LocalEnvironments
+from tunix_like.rollout.environments.protocol import EnvStepResult
 from tunix_like.rollout.environments.registry import (
     ENVIRONMENTS,
     environment_place,
@@ -18,8 +19,6 @@ from tunix_like.rollout.environments.registry import (
     resolve,
     resolve_tools,
 )
-from tunix_like.rollout.environments.results import Step
-from tunix_like.types import EnvStepResult
 
 
 def call(name, **arguments):
@@ -51,7 +50,7 @@ def test_reset_gets_the_columns_that_it_takes():
 def test_steps():
     trajectory = as_environment(Own).start({})
     trajectory.reset({"start": 1})
-    assert trajectory.step("a") == Step("a", 3.0, False, {}) and trajectory.step("end").done
+    assert trajectory.step("a") == EnvStepResult("a", 3.0, False, {}) and trajectory.step("end").done
     assert trajectory.finish() == 0.0 and as_environment(Own).tools() == []
 
 
@@ -230,8 +229,8 @@ def test_environments_of_google_tunix(base):
 
     trajectory = as_environment(Count).start({"to": 3})
     assert trajectory.reset({"to": 3}) == "Count to 3."
-    assert trajectory.step("one") == Step('{"state": ["one"]}', 3.0, False, {"length": 3.0})
-    assert trajectory.step("nothing") == Step(None, 7.0, True, {"length": 7.0}), "max_steps ends it"
+    assert trajectory.step("one") == EnvStepResult('{"state": ["one"]}', 3.0, False, {"length": 3.0})
+    assert trajectory.step("nothing") == EnvStepResult(None, 7.0, True, {"length": 7.0}), "max_steps ends it"
     assert trajectory.finish() == 0.0
 
 
@@ -285,7 +284,7 @@ def test_the_tool_environment_of_google_tunix():
     step = trajectory.step("<tool_call>{</tool_call>")
     assert step.observation[0]["content"].startswith("error: ") and not step.done
     assert step.info == {"tool_calls": 3.0, "tool_errors": 1.0}
-    assert trajectory.step("done") == Step(None, 1.0, True, {"tool_calls": 3.0, "tool_errors": 1.0})
+    assert trajectory.step("done") == EnvStepResult(None, 1.0, True, {"tool_calls": 3.0, "tool_errors": 1.0})
 
 
 class NoStep:

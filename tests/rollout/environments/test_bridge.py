@@ -23,8 +23,10 @@ TOOLS_QWEN = (
     '{{- \'\n</tools>\nAnswer with <tool_call>{"name": ..., "arguments": ...}</tool_call>\' }}'
 )
 HEAD_QWEN = (
-    "{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content ~ '\n' }}"
-    "{%- endif %}" + TOOLS_QWEN + "{{- '<|im_end|>\n' }}{%- elif messages[0].role == 'system' %}"
+    "{%- if tools %}{{- '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}"
+    "{{- messages[0].content ~ '\n' }}{%- endif %}"
+    + TOOLS_QWEN
+    + "{{- '<|im_end|>\n' }}{%- elif messages[0].role == 'system' %}"
     "{{- '<|im_start|>system\n' ~ messages[0].content ~ '<|im_end|>\n' }}{%- endif %}"
 )
 TOOL_QWEN = (
@@ -41,10 +43,11 @@ QWEN25 = (
 QWEN3 = (
     HEAD_QWEN + "{%- set ns = namespace(last=-1) %}{%- for message in messages %}{%- if message.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
-    "{%- for message in messages %}{%- if message.role == 'tool' %}" + TOOL_QWEN + "{%- elif message.role == 'assistant'"
-    " %}{%- set thought = '' %}{%- set content = message.content %}{%- if '</think>' in content %}"
-    "{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}{{- '<|im_start|>assistant\n' }}"
+    "{%- for message in messages %}{%- if message.role == 'tool' %}" + TOOL_QWEN
+    + "{%- elif message.role == 'assistant' %}{%- set thought = '' %}{%- set content = message.content %}"
+    "{%- if '</think>' in content %}{%- set thought = content.split('</think>')[0].split('<think>')[-1]"
+    ".strip('\n') %}{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- '<|im_start|>assistant\n' }}"
     "{%- if loop.index0 > ns.last and (loop.last or thought) %}{{- '<think>\n' ~ thought ~ '\n</think>\n\n' }}"
     "{%- endif %}{{- content ~ '<|im_end|>\n' }}{%- elif not (loop.first and message.role == 'system') %}"
     + PLAIN_QWEN + "{%- endif %}{%- endfor %}" + START_QWEN
@@ -130,7 +133,8 @@ def tool(text):
 
 def conversations(name):
     yield [], ["one", "two\n\n three "]
-    yield [], ["", None, "x"] if name not in ("gemma", "glm") else ["x"]
+    if name in ("qwen25", "llama"):  # elsewhere, two turns in a row are refused, or the template rewrites the first
+        yield [], ["", None, "x"]
     if name in WITH_TOOLS:
         yield TOOLS, [[tool("4")], "and then?", [tool('{"a": "b"}')]]
         yield TOOLS, [[tool("4"), tool("5")]] if name != "glm" else [[tool("4")]]
@@ -288,7 +292,7 @@ def test_ten_megabytes_cost_no_more_than_what_fits(unit, chat):
     bridge.tokens(["x"], [ours.eos_id])
     begun = time.monotonic()
     results = bridge.tokens([unit * (10_000_000 // len(unit)), "short"], [ours.eos_id] * 2)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 5
     assert results[0].cut and 200 < len(results[0].tokens) <= 256 and not results[1].cut
 
 
@@ -303,10 +307,10 @@ def test_one_bad_observation_costs_its_trajectory_only():
         [{"role": "user", "content": 7}],
         "\ud800",
     ]
-    bad.append([{"role": "user", "content": "x", "name": "y" * 10**7}])
+    bad.append([{"role": "user", "content": "x", "name": "y" * 10**7}])  # cannot be shortened
     results = bridge.tokens([*bad, "good"], [ours.eos_id] * 8)
-    assert [result.tokens is None for result in results] == [True] * 6 + [False] * 2
-    assert all(result.problem and "\n" not in result.problem for result in results[:6])
+    assert [result.tokens is None for result in results] == [True] * 7 + [False]
+    assert all(result.problem and "\n" not in result.problem for result in results[:7])
 
 
 OWN = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -315,8 +319,14 @@ TOOLS_LAST = (
     "{% for message in messages %}{% if loop.last and tools %}{{ tools | tojson }}{% endif %}"
     "<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
 )
-NO_TOOL = "{% for message in messages %}{% if message.role != 'tool' %}<|im_start|>{{ message.content }}<|im_end|>{% endif %}{% endfor %}{{ tools }}"  # noqa: E501
-RAISES = "{{ tools }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool role') }}{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"  # noqa: E501
+NO_TOOL = (
+    "{{ tools }}{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}"
+    "{% endfor %}"
+)
+RAISES = (
+    "{{ tools }}{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool role') }}{% endif %}"
+    "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+)
 LAST_END = "{% for m in messages %}<|im_start|>{{ m.content }}{% if loop.last %}<|im_end|>{% endif %}{% endfor %}"
 
 
@@ -351,11 +361,12 @@ def test_what_needs_a_template_says_so():
     text = make_bridge(bare, False, bare.eos_ids, most_tokens=99, overlong="cut")
     with pytest.raises(UserError, match="an observation is messages, but the prompts are plain text"):
         text.tokens([[user("x")]], [bare.eos_id])
+    assert one(text, 7, bare.eos_id).problem.startswith("an observation must be text")
     assert one(text, None, bare.eos_id).tokens == one(text, "", bare.eos_id).tokens == []
-    with pytest.raises(UserError, match=r"max_observation_tokens=9: a text that is shortened to nothing takes more"):
-        bridge_of(ours, most=9)
-    with pytest.raises(UserError, match=r"max_observation_tokens=9: an empty message takes more tokens"):
-        bridge_of(ours, most=9, overlong="unscored")
+    with pytest.raises(UserError, match=r"max_observation_tokens=30: a text that is shortened to nothing takes more"):
+        bridge_of(ours, most=30)
+    with pytest.raises(UserError, match=r"max_observation_tokens=8: an empty message takes more tokens"):
+        bridge_of(ours, most=8, overlong="unscored")
 
 
 def test_roles_are_checked_when_they_first_come():
@@ -407,8 +418,21 @@ def test_control_tokens_of_a_first_observation_are_plain_text():
     assert ids.count(ours.eos_id) == 1
 
 
-def test_the_end_of_a_turn_is_the_longest_that_matches():
-    ours, _ = BUILT["qwen25"]
-    difference = TemplateDifference(ours, ours.eos_ids, [])
-    assert (difference.end, difference.end_id) == ("<|im_end|>", ours.eos_id)
-    assert TemplateDifference(BUILT["glm"][0], BUILT["glm"][0].eos_ids, []).end == ""
+@pytest.mark.parametrize(
+    ("closing", "ends", "end", "bridge"),
+    [
+        ("<|im_end|>\n", [0, 1], "<|im_end|>", "\nQ:x<|im_end|>\n"),
+        (" <|endoftext|>", [0, 1], "<|endoftext|>", "Q:x <|endoftext|>"),
+        ("</answer><|endoftext|><|im_end|>", [0, 1], "<|endoftext|>", "<|im_end|>Q:x</answer><|endoftext|><|im_end|>"),
+        ("</answer><|endoftext|><|im_end|>", [0], "<|im_end|>", "Q:x</answer><|endoftext|><|im_end|>"),
+        ("\n", [0, 1], "", "\nQ:x\n"),
+        ("", [], "", "Q:x"),
+    ],
+)
+def test_the_addition_begins_after_the_first_end_token_of_the_turn(closing, ends, end, bridge):
+    template = "{% for m in messages %}Q:{{ m.content }}" + closing.replace("\n", "{{ '\n' }}") + "{% endfor %}"
+    ours, _ = build("qwen25", template)
+    ids = [ours.eos_ids[i] for i in ends]
+    assert TemplateDifference(ours, ids, []).end == end
+    made = make_bridge(ours, True, ids, most_tokens=99, overlong="cut")
+    assert ours.decode(one(made, "x", 0).tokens, False) == bridge

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunix_like.errors import UserError
+from tunix_like.rollout.environments.protocol import EnvStepResult
 from tunix_like.rollout.environments.results import (
     MOST_CHARACTERS,
-    Step,
     checked_number,
     checked_observation,
     checked_step,
 )
-from tunix_like.types import EnvStepResult
 
 MESSAGE = {"role": "user", "content": "hello"}
 
@@ -32,12 +31,12 @@ MESSAGE = {"role": "user", "content": "hello"}
     ],
 )
 def test_accepted_forms(value):
-    assert checked_step(value, "Env.step") == Step("a", 1.5, True, {"n": 2.0, "flag": 1.0})
+    assert checked_step(value, "Env.step") == EnvStepResult("a", 1.5, True, {"n": 2.0, "flag": 1.0})
 
 
 def test_defaults():
-    assert checked_step(EnvStepResult(), "Env.step") == Step()
-    assert checked_step((None, 0, False), "Env.step") == Step()
+    assert checked_step(EnvStepResult(), "Env.step") == EnvStepResult()
+    assert checked_step((None, 0, False), "Env.step") == EnvStepResult()
     assert checked_step(types.SimpleNamespace(observation=[MESSAGE], reward=0, done=False), "E.s").observation == [
         MESSAGE
     ]

@@ -85,12 +85,53 @@ function maze(grid, moves, passed, colour) {
   return node;
 }
 
+const CALLS = /(<tool_call>[\s\S]*?(?:<\/tool_call>|(?=<tool_call>)|$))/;
+
+// Returns the parts of a completion: its text, or its turns, those of the model apart from those of the environment.
+function shownTexts(each, query) {
+  if (!each.turns) return [make("pre", {}, marked(each.text, query))];
+  return each.turns.map(({ role, text, name }) => {
+    const own = role === "assistant";
+    const label = make("div", { class: "role" }, own ? "model" : [role, name].filter(Boolean).join(" · "));
+    return make("div", { class: own ? "turn" : "turn theirs" }, label, ...(own ? turnParts(text, query) : [make("pre", {}, marked(text, query))]));
+  });
+}
+
+// Returns the text of a turn of the model, with its tool calls folded; those that match the search are open.
+function turnParts(text, query) {
+  const parts = isCall(text) ? [text] : text.split(CALLS).filter((part) => part.trim());
+  return (parts.length ? parts : [""]).map((part) => {
+    const shown = make("pre", {}, marked(part, query));
+    if (!part.startsWith("<tool_call>") && !isCall(part)) return shown;
+    const call = parsed(part.replace(/^<tool_call>|<\/tool_call>$/g, ""));
+    const name = call && typeof call.name === "string" ? call.name : "malformed";
+    return make("details", { open: query && part.toLowerCase().includes(query) ? "" : null }, make("summary", {}, `tool call: ${name.slice(0, 80)}`), shown);
+  });
+}
+
+// Whether a text is a call in the form of Llama 3: one JSON object with a name and parameters.
+function isCall(text) {
+  const call = text.trim().startsWith("{") ? parsed(text) : null;
+  return call !== null && typeof call === "object" && typeof call.name === "string" && "parameters" in call;
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null;
+  }
+}
+
 function rolloutsSection() {
   const with_ = DATA.runs.map((run, i) => [String(i), run.name]).filter(([i]) => DATA.runs[i].rollouts.length);
   if (!with_.length) return section("rollouts", "Rollouts", make("p", {}, "These runs have no completion files."));
   for (const run of DATA.runs) for (const step of run.rollouts) for (const group of step.groups) {
     group.step = step.step;
-    group.completions.forEach((each, i) => { each.sample = i; });
+    group.completions.forEach((each, i) => {
+      each.sample = i;
+      if (each.turns) each.text = each.turns.map((turn) => turn.text).join("\n");
+    });
   }
   const view = { run: Number(with_[0][0]), step: "", query: "", filter: "all", order: "drawn", sort: "advantage", descending: true, chosen: null, most: AT_ONCE };
   const list = make("div", { class: "groups", role: "list", "aria-label": "prompts" });
@@ -167,7 +208,7 @@ function rolloutsSection() {
     const prompt = make("pre", { class: "prompt" }, marked(group.prompt, view.query));
     const top = group.grid ? make("details", {}, make("summary", {}, "prompt text (model input)"), prompt) : prompt;
     const cards = sorted.map((each) => completionCard(each, group, run, colours));
-    return [make("h3", {}, `Step ${group.step}, prompt ${group.problem}${group.source ? `, ${group.source}` : ""}: ${left.length} of ${group.completions.length} completions`), top, make("div", { class: `completions ${group.grid ? "mazes" : left.every((each) => each.text.length < 60) ? "short" : ""}` }, ...cards)];
+    return [make("h3", {}, `Step ${group.step}, prompt ${group.problem}${group.source ? `, ${group.source}` : ""}: ${left.length} of ${group.completions.length} completions`), top, make("div", { class: `completions ${group.grid ? "mazes" : left.every((each) => !each.turns && each.text.length < 60) ? "short" : ""}` }, ...cards)];
   }
 
   function completionCard(each, group, run, colours) {
@@ -178,11 +219,13 @@ function rolloutsSection() {
       each.shaped === undefined ? null : said("shaped", each.shaped),
       each.advantage === undefined ? null : said("advantage", each.advantage),
       each.length === undefined ? null : said("tokens", each.length),
+      each.sampled === undefined ? null : said("sampled", each.sampled),
+      each.turns ? said("turns", each.turns.filter((turn) => turn.role === "assistant").length) : null,
       each.clipped ? make("span", { class: "tag" }, "truncated") : null,
       ...Object.entries(each.parts || {}).map(([name, value]) => said(name, value)),
     ];
     const picture = group.grid ? maze(group.grid, each.path, passes(each, run), colour) : null;
-    return make("article", { class: each.reward === undefined ? "completion unscored" : "completion", own: colour }, make("div", { class: "meta" }, ...meta.filter(Boolean)), picture, make("pre", {}, marked(each.text, view.query)));
+    return make("article", { class: each.reward === undefined ? "completion unscored" : "completion", own: colour }, make("div", { class: "meta" }, ...meta.filter(Boolean)), picture, ...shownTexts(each, view.query));
   }
 
   fillSteps();

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from tunix_like.errors import UserError
-from tunix_like.rollout.environments.results import Step, checked_observation, checked_step, show
+from tunix_like.rollout.environments.protocol import EnvStepResult
+from tunix_like.rollout.environments.results import checked_observation, checked_step, show
 from tunix_like.rollout.environments.tool_calls import tool_calls
 from tunix_like.rollout.environments.tool_environment import (
     ToolFunctions,
@@ -32,7 +33,7 @@ class Trajectory(Protocol):
     def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
         """Returns the first observation."""
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         """Answers one turn."""
 
     def finish(self) -> float:
@@ -188,7 +189,7 @@ class _StepEnvironment:
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, where)), where)
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         return checked_step(self.environment.step(completion), f"{self.name}.step")
 
     def finish(self) -> float:
@@ -215,7 +216,7 @@ class _TunixEnvironment:
             return None  # the columns of the row, whose prompt the policy has
         return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         where = f"{self.name}.step"
         if not hasattr(self.environment, "tool_manager"):
             action, names = completion, {}
@@ -225,7 +226,7 @@ class _TunixEnvironment:
             if wrong := [call for call in calls if call.error is not None]:
                 self.malformed += len(wrong)
                 messages = [{"role": "tool", "content": f"error: {call.error}"} for call in wrong]
-                return Step(messages, 0.0, False, self._counts())
+                return EnvStepResult(messages, 0.0, False, self._counts())
             names = {f"call_{i}": call.name for i, call in enumerate(calls)}
             action = _tunix_action(completion, calls)
         result = self.environment.step(action)

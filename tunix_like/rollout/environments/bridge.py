@@ -23,8 +23,6 @@ _LONG_TOKEN = 64
 """An observation with more characters than this per allowed token is overlong. It is not tokenised, since a text of
 10 MB would take seconds."""
 
-Observation = str | Sequence[Message] | None
-
 
 class Bridged(NamedTuple):
     """The tokens to append after a turn.
@@ -63,7 +61,7 @@ class Bridge:
         self._most, self._cuts = most_tokens, overlong == "cut"
         self._check_room()
 
-    def tokens(self, observations: Sequence[Observation], ends: Sequence[int]) -> list[Bridged]:
+    def tokens(self, observations: Sequence[Any], ends: Sequence[int]) -> list[Bridged]:
         """Returns the tokens to append after one turn of each trajectory.
 
         All observations are rendered by one request to the template process, and by about ten more if some must be
@@ -74,7 +72,7 @@ class Bridge:
         not added; the tokens are those after it.
 
         Args:
-          observations: one per trajectory.
+          observations: one per trajectory, text or messages or None; whatever an environment returned.
           ends: the last token of each turn, an end-of-sequence token.
 
         Raises:
@@ -85,15 +83,17 @@ class Bridge:
         results: dict[int, Bridged] = {}
         pending: list[_Pending] = []
         for place, (observation, end) in enumerate(zip(observations, ends, strict=True)):
-            if not isinstance(observation, str | None) and observation and self._difference is None:
+            try:
+                chat = _messages(observation)
+            except UserError as error:
+                results[place] = Bridged(None, problem=str(error))
+                continue
+            if chat and self._difference is None and not isinstance(observation, str):
                 raise UserError(
                     "environment: an observation is messages, but the prompts are plain text; let the environment "
                     "answer with text, or give prompts as messages (data.apply_chat_template=true)."
                 )
-            try:
-                pending.append(_Pending(place, _messages(observation), end))
-            except UserError as error:
-                results[place] = Bridged(None, problem=str(error))
+            pending.append(_Pending(place, chat, end))
         self._check_roles(pending)
         overlong = []
         for each, ids in zip(pending, self._encoded(pending), strict=True):
@@ -112,8 +112,8 @@ class Bridge:
 
     def _check_room(self) -> None:
         """Raises a UserError if not even a completely shortened text fits."""
-        text = _limited("x" * 10**9, 0) if self._cuts else ""
-        (ids,) = self._encoded([_Pending(0, _messages(text), -1)])
+        text = _mark(10**9) if self._cuts else ""
+        (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:
             what = "a text that is shortened to nothing" if self._cuts else "an empty message"
             raise UserError(
@@ -123,7 +123,7 @@ class Bridge:
 
     def _check_roles(self, pending: Sequence[_Pending]) -> None:
         if self._difference is not None:
-            for role in {message["role"] for each in pending for message in each.chat}:
+            for role in sorted({message["role"] for each in pending for message in each.chat}):
                 self._difference.check(role)
             if not all(each.chat for each in pending):
                 self._difference.check(None)
@@ -169,7 +169,7 @@ class Bridge:
     def _shortened(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
         """Returns the ids of overlong observations, shortened. All texts get the same limit, so the longest are cut.
 
-        The limit is found by bisection, to within three percent of the largest.
+        The limit is found by bisection, to within three percent.
         """
         best = self._encoded([each.limited(0) for each in pending])
         low = [0] * len(pending)
@@ -177,7 +177,7 @@ class Bridge:
         high = [min(size, _LONG_TOKEN * self._most) for size in high]
 
         def unsure(i: int) -> bool:
-            return isinstance(best[i], list) and high[i] - low[i] > 1 + low[i] // 32
+            return isinstance(best[i], list) and high[i] - low[i] > max(1, low[i] // 32)
 
         while active := [i for i in range(len(pending)) if unsure(i)]:
             middle = [(low[i] + high[i]) // 2 for i in active]
@@ -222,7 +222,7 @@ def make_bridge(
     return Bridge(tokenizer, difference, most_tokens, overlong)
 
 
-def with_observation(prompt: str | Sequence[Message], observation: Observation) -> str | list[Message]:
+def with_observation(prompt: str | Sequence[Message], observation: Any) -> str | list[Message]:
     """Returns a prompt with the first observation of its environment.
 
     Text is appended to a text prompt, or to the content of the last message; messages are appended as messages. The
@@ -255,7 +255,7 @@ def with_observation(prompt: str | Sequence[Message], observation: Observation) 
     return [*prompt[:-1], last | {"content": last["content"] + observation}]
 
 
-def _messages(observation: Observation) -> list[dict[str, str]]:
+def _messages(observation: Any) -> list[dict[str, str]]:
     """Returns an observation as messages of text; a text is a user message, nothing is an empty list.
 
     Raises:
@@ -284,4 +284,8 @@ def _is_text(value: Any) -> bool:
 
 def _limited(text: str, size: int) -> str:
     """Shortens a text to `size` characters and a mark, if it is longer."""
-    return text if len(text) <= size else f"{text[:size]} ... ({len(text) - size} characters omitted)"
+    return text if len(text) <= size else text[:size] + _mark(len(text) - size)
+
+
+def _mark(omitted: int) -> str:
+    return f" ... ({omitted} characters omitted)"

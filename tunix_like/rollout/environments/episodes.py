@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +35,11 @@ class Episode(NamedTuple):
     reward: float
     info: dict[str, float]
     failure: list[str] | None
+
+
+def transcript(messages: Sequence[Mapping[str, str]]) -> str:
+    """Returns the turns as one text: `role: content` for each, further lines of a turn indented by two spaces."""
+    return "\n".join(f"{message['role']}: {message['content']}".replace("\n", "\n  ") for message in messages)
 
 
 def with_environment(scores: Scores, episodes: Sequence[Episode]) -> Scores:

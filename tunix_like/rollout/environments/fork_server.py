@@ -246,7 +246,7 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory until it is finished or the socket is closed.
 
     A call is a pickled `("reset", columns)`, `("step", text)` or `("finish", None)`. An answer is JSON: the fields of a
-    `Step` by name, or `{"error": text}`, after which the trajectory is over.
+    `EnvStepResult` by name, or `{"error": text}`, after which the trajectory is over.
     """
     own = os.getpid()
     trajectory: Trajectory | None = None

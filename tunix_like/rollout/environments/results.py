@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import LARGEST
+from tunix_like.rollout.environments.protocol import EnvStepResult
 
 if TYPE_CHECKING:
     from tunix_like.types import Message
@@ -26,17 +27,8 @@ MOST_INFO = 100
 """Entries of `info` that are kept, and the largest number of characters of their names."""
 
 
-class Step(NamedTuple):
-    """A checked result of a step; the attributes are those of `EnvStepResult`, with `info` reduced to numbers."""
-
-    observation: str | Sequence[Message] | None = None
-    reward: float = 0.0
-    done: bool = False
-    info: Mapping[str, float] = {}
-
-
-def checked_step(value: Any, where: str) -> Step:
-    """Returns the result of a step that a user's method returned.
+def checked_step(value: Any, where: str) -> EnvStepResult:
+    """Returns the result of a step that a user's method returned; its `info` has only numbers.
 
     Args:
       value: an `EnvStepResult`, a tuple `(observation, reward, done)` or `(observation, reward, done, info)`, or an
@@ -57,7 +49,7 @@ def checked_step(value: Any, where: str) -> Step:
             "reward, done[, info])."
         )
     observation, reward, done, info = fields
-    return Step(
+    return EnvStepResult(
         checked_observation(observation, where),
         checked_number(reward, f"{where}: reward"),
         _checked_flag(done, where),

@@ -122,9 +122,10 @@ class TemplateDifference:
                 f"environment: the chat template writes the text of an assistant's turn {text.count(_ANSWERS[0])} "
                 "times; use one that writes it once."
             )
+        after = text.partition(_ANSWERS[0])[2]
         pattern = "|".join(re.escape(end) for end in sorted(ends, key=len, reverse=True))
-        match = re.match(rf"\s*({pattern})", text.partition(_ANSWERS[0])[2]) if ends else None
-        return (match[1], match[0]) if match else ("", "")
+        match = re.search(pattern, after) if ends else None
+        return (match[0], after[: match.end()]) if match else ("", "")
 
     def _after(
         self, cases: Sequence[tuple[Sequence[Message], str, Sequence[Message]]], variables: Mapping[str, Any]

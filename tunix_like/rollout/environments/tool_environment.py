@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.rollout.environments.results import MOST_CHARACTERS, Step, checked_number, checked_observation
+from tunix_like.rollout.environments.protocol import EnvStepResult
+from tunix_like.rollout.environments.results import MOST_CHARACTERS, checked_number, checked_observation
 from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls
 from tunix_like.rollout.environments.tools import argument_problem, schema_of
 
@@ -21,7 +22,7 @@ class Tools:
         self.functions, self.schemas = functions, schemas
         self.calls, self.errors = 0, 0
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         """Runs the tool calls of a turn in their order and returns one message for each.
 
         A turn without a tool call is the final answer. A call that fails gives a message that begins with "error:".
@@ -29,7 +30,7 @@ class Tools:
         calls = tool_calls(completion)
         messages = [self._message(call) for call in calls]
         info = {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
-        return Step(checked_observation(messages or None, "tools"), 0.0, not calls, info)
+        return EnvStepResult(checked_observation(messages or None, "tools"), 0.0, not calls, info)
 
     def _message(self, call: ToolCall) -> dict[str, str]:
         self.calls += 1
@@ -91,7 +92,7 @@ class ToolObject:
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, f"{self.name}.reset")), f"{self.name}.reset")
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         return self.tools.step(completion)
 
     def finish(self) -> float:
@@ -109,7 +110,7 @@ class ToolFunctions:
     def reset(self, columns: Mapping[str, Any]) -> None:
         return None
 
-    def step(self, completion: str) -> Step:
+    def step(self, completion: str) -> EnvStepResult:
         return self.tools.step(completion)
 
     def finish(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,9 @@ class Player:
       environments: runs the environments.
       eos_ids: the ids that end a turn.
 
+    Attributes:
+      seconds: time for which trajectories waited for environments, since it was last set to 0.
+
     Raises:
       UserError: the mode is eager in a run of several processes, whose schedules must be equal.
     """
@@ -61,6 +65,7 @@ class Player:
             raise UserError("environment.mode: several processes need lockstep; set environment.mode=lockstep.")
         self.environments, self.config, self.tokenizer, self.eos_ids = environments, config, tokenizer, tuple(eos_ids)
         self._bridges: dict[bool, Bridge] = {}
+        self.seconds = 0.0
 
     def bridge(self, prompt: Any) -> Bridge:
         """Returns the bridge for trajectories with this (unrendered) prompt, text or messages.
@@ -80,6 +85,11 @@ class Player:
                 overlong=config.overlong_observation,
             )
         return self._bridges[chat]
+
+    def check(self, rows: Any) -> None:
+        """Checks that prompts like that of the first row can have several turns. Raises UserError if not."""
+        if len(rows) and rows[0] is not None:
+            self.bridge(rows[0].get("prompt"))
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
         """Resets `size` environments for each problem.
@@ -139,7 +149,10 @@ class Trajectories:
         """Returns the replies that are ready (see `types.Responder`)."""
         while True:
             waits = wait and bool(self._unanswered) and (self.lockstep or not self._ready)
-            self._ready += self._answered(self._environments.outcomes(waits))
+            start = time.perf_counter()
+            outcomes = self._environments.outcomes(waits)
+            self.player.seconds += time.perf_counter() - start
+            self._ready += self._answered(outcomes)
             if not waits:
                 break
         mine, self._ready = self._ready, []
@@ -198,7 +211,10 @@ class Trajectories:
         """Collects outcomes until none of `numbers` is unanswered."""
         found: list[Outcome] = []
         while numbers:
-            for outcome in self._environments.outcomes(wait=True):
+            start = time.perf_counter()
+            outcomes = self._environments.outcomes(wait=True)
+            self.player.seconds += time.perf_counter() - start
+            for outcome in outcomes:
                 self._record(outcome)
                 found.append(outcome)
         return found
@@ -250,12 +266,14 @@ class Trajectories:
         return self._given[number // self.size].source
 
     def _note(self, state: _State, outcome: Outcome) -> None:
-        """Adds an observation to the text of a trajectory."""
+        """Adds an observation to the text of a trajectory. Only turns of the policy have the role assistant there."""
         observation = outcome.observation
         if isinstance(observation, str) and observation:
             state.messages.append({"role": "user", "content": observation})
         elif observation:
-            state.messages += [{name: str(value) for name, value in message.items()} for message in observation]
+            for message in observation:
+                text = {name: str(value) for name, value in message.items()}
+                state.messages.append(text | ({"role": "environment"} if text["role"] == "assistant" else {}))
 
     def _ended(self, number: int) -> Reply:
         self._end(number)

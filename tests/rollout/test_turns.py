@@ -1,0 +1,200 @@
+"""Completions of several turns: the tokens of replies are in the row and in the cache, and nothing else changes.
+
+The full forward pass over each whole row is the oracle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.rollout.test_sampler import KEY, WARM, chosen_logprobs
+from tunix_like.config.schema import MeshConfig
+from tunix_like.models import attention
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.sharding import AXES, build_mesh, place_params
+from tunix_like.rollout import decoding, schedule, turns
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.types import Completions, Reply
+
+RNG = np.random.default_rng(0)
+VOCABULARY, MOST = 20, 70
+PROMPTS = [RNG.integers(0, VOCABULARY, length).tolist() for length in (5, 1, 11, 20, 3, 7)]
+ENDS, SIZE = (3, 5, 7), 4
+PLAIN = DecoderConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+)
+WINDOWS = dataclasses.replace(PLAIN, windows=(9, None), attention_cap=5.0)
+
+
+def make_model(config: DecoderConfig) -> tuple:
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(1)
+    spread = lambda x: x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype)  # noqa: E731
+    return graphdef, jax.tree.map(spread, nnx.to_pure_dict(state))
+
+
+MODELS = {"plain": make_model(PLAIN), "windows": make_model(WINDOWS)}
+
+
+class Scripted:
+    """Answers with a number of tokens that depends on the trajectory and the turn, some of them end tokens.
+
+    In eager mode it holds some of the replies back for a while.
+    """
+
+    def __init__(self, lockstep=True, most_turns=3, seed=None):
+        self.lockstep, self.most_turns, self.turns, self.waiting = lockstep, most_turns, {}, []
+        self.given, self.rng = {}, None if seed is None else random.Random(seed)
+
+    def reply(self, group: int, sample: int, turn: int) -> list[int] | None:
+        if turn == self.most_turns + group % 2:
+            return None
+        return [(7 * i + turn + sample) % VOCABULARY for i in range((5 * group + 3 * sample + 4 * turn) % 21)]
+
+    def submit(self, turns):
+        for turn in turns:
+            of_row = self.turns.setdefault((turn.group, turn.sample), [])
+            of_row.append(list(turn.tokens))
+            if turn.truncated:
+                continue
+            assert turn.tokens[-1] in ENDS and not set(turn.tokens[:-1]) & set(ENDS)
+            tokens = self.reply(turn.group, turn.sample, len(of_row))
+            self.given.setdefault((turn.group, turn.sample), []).append(tokens)
+            self.waiting.append(Reply(turn.group, turn.sample, tokens))
+
+    def replies(self, wait: bool):
+        count = len(self.waiting)
+        if self.rng is not None:
+            self.rng.shuffle(self.waiting)
+            count = self.rng.randint(1 if wait and count else 0, count)
+        ready, self.waiting = self.waiting[:count], self.waiting[count:]
+        return ready
+
+
+def play(responder, model="plain", mesh=None, **limits) -> Completions:
+    graphdef, params = MODELS[model]
+    made = Sampler(graphdef, ENDS, max_prompt_length=24, max_tokens=MOST, mesh=mesh, **limits)
+    params = made.place(params if mesh is None else place_params(params, mesh))
+    return made.generate(params, PROMPTS, range(2, 2 + len(PROMPTS)), SIZE, KEY, WARM, responder)
+
+
+def expected_logprobs(found: Completions, model="plain") -> np.ndarray:
+    graphdef, params = MODELS[model]
+    prompts = max(map(len, PROMPTS))
+    rows = np.zeros((len(PROMPTS) * SIZE, prompts + MOST), np.int32)
+    for row, (p, i) in enumerate(np.ndindex(len(PROMPTS), SIZE)):
+        tokens = [*PROMPTS[p], *found.tokens[p, i]]
+        rows[row, : len(tokens)] = tokens
+    run = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    logits = np.asarray(run(params, jnp.asarray(rows))).reshape(len(PROMPTS), SIZE, *rows.shape[1:], VOCABULARY)
+    logits = np.stack([logits[p, :, len(PROMPTS[p]) - 1 :][:, :MOST] for p in range(len(PROMPTS))])
+    return chosen_logprobs(logits, found.tokens, WARM.temperature)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """In lockstep, everything at once."""
+    responder = Scripted()
+    return play(responder), responder
+
+
+def test_a_row_is_what_was_sampled_and_what_was_replied(steps):
+    """Token for token, turn after turn; a reply that leaves no space for a token ends the row before it."""
+    found, responder = steps
+    cut = 0
+    for index in np.ndindex(*found.lengths.shape):
+        sampled, replies = responder.turns[index], responder.given.get(index, [])
+        tokens, mask = [], []
+        for number, turn in enumerate(sampled):
+            tokens, mask = tokens + turn, mask + [True] * len(turn)
+            if number + 1 < len(sampled):
+                tokens, mask = tokens + replies[number], mask + [False] * len(replies[number])
+        length = found.lengths[index]
+        assert found.tokens[index][:length].tolist() == tokens
+        assert found.token_mask[index].tolist() == mask + [False] * (MOST - length)
+        assert found.finished[index] == (len(replies) == len(sampled) and replies[-1] is None)
+        if not found.finished[index] and len(replies) == len(sampled):
+            assert length + len(replies[-1]) >= MOST
+            cut += 1
+    assert cut and found.finished.any() and (found.lengths == MOST).any(), "rows end in each of the three ways"
+    assert (found.logprobs[~found.token_mask] == 0).all()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_cache_of_several_turns_is_the_full_forward(monkeypatch, model):
+    """The cache grows under rows that wait; replies take several blocks, which see the keys of the turns before."""
+    monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
+    monkeypatch.setattr(turns, "MOST_APPENDED", 16)
+    found = play(Scripted(), model)
+    gap = np.abs(found.logprobs - expected_logprobs(found, model))
+    assert gap[found.token_mask].max() < 1e-4
+    assert found.token_mask.sum() > 300 and (~found.token_mask[found.lengths > 30]).any()
+
+
+def test_the_blocked_attention_appends_the_same(monkeypatch, steps):
+    jax.clear_caches()
+    monkeypatch.setattr(attention, "SCORES", 0)
+    found = play(Scripted())
+    jax.clear_caches()
+    np.testing.assert_array_equal(found.tokens, steps[0].tokens)
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seed"),
+    [
+        (None, 0),
+        (5, None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (5, 1), (None, None))),
+    ],
+)
+def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
+    """Eager replies in any order, few rows at a time, rows that are moved together: the same tokens."""
+    monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
+    monkeypatch.setattr(schedule, "FEWEST_ROWS", {"cpu": 1})
+    monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
+    found = play(Scripted(lockstep=seed is None, seed=seed), max_concurrent_rows=rows)
+    for name in ("tokens", "lengths", "finished", "token_mask"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(steps[0], name), err_msg=name)
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=1e-5)
+
+
+def test_without_replies_it_is_the_sampler_of_one_turn():
+    found, single = play(Scripted(most_turns=1)), play(None)
+    for name in ("tokens", "lengths", "finished", "token_mask"):  # of every other group; the rest has one turn more
+        np.testing.assert_array_equal(getattr(found, name)[::2], getattr(single, name)[::2], err_msg=name)
+    np.testing.assert_allclose(found.logprobs[::2], single.logprobs[::2], atol=1e-5)
+
+
+def test_no_history_is_computed_again(monkeypatch):
+    """One prefill for all prompts; what goes through the model besides is as wide as the longest reply."""
+    prefilled, appended = [], []
+    prefill, append = decoding.prefill, decoding.append
+    monkeypatch.setattr(decoding, "prefill", lambda *a: prefilled.append(a[2].shape) or prefill(*a))
+    monkeypatch.setattr(decoding, "append", lambda *a: appended.append(a[4].shape[-1]) or append(*a))
+    play(Scripted())
+    assert len(prefilled) == 1 and max(appended) <= 20, "at most 20 tokens are replied"
+    assert len(appended) <= 4, "one block for all rows of a turn"
+
+
+@pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
+def test_a_mesh_samples_the_same(steps, shape):
+    found = play(Scripted(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))
+    np.testing.assert_array_equal(found.tokens, steps[0].tokens)
+    np.testing.assert_array_equal(found.token_mask, steps[0].token_mask)
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=1e-5)

@@ -1,0 +1,214 @@
+"""Learners with environments: the mask of sampled tokens, the turns, failures, resumption and evaluation."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import tunix_like
+from tunix_like import EnvironmentConfig, EnvStepResult, EvalConfig, MaxRLConfig, RolloutConfig, UserError
+from tunix_like.rollout.collection import shape_rewards
+from tunix_like.types import GroupBatch
+
+from .small_learner import ROWS, TOKENIZER, assert_same, collect, make, watch_sampler
+
+ENDS = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "abcdefgh"]
+LENGTHS = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=48, eos_tokens=ENDS)
+TURNS = EnvironmentConfig(max_turns=4, max_observation_tokens=40)
+
+
+class Vowels:
+    """Rewards an `a` or `e` in each turn; over after three turns. The observation says what was right."""
+
+    def reset(self, answer: str, **columns) -> None:
+        self.answer, self.turns = answer, 0
+
+    def step(self, completion: str) -> EnvStepResult:
+        self.turns += 1
+        good = completion[-1:] in ("a", "e")
+        observation = self.answer[:2] if good else "xyz"
+        return EnvStepResult(observation, float(good), self.turns == 3, {"good": good, "text": "no number"})
+
+
+def learner(environment=Vowels, config=TURNS, algo=None, **arguments):
+    made = make(algo or MaxRLConfig(num_generations=4, truncation_order=1), rollout=LENGTHS, reward=(),
+                environment=environment, environment_config=config, **arguments)  # fmt: skip
+    return made
+
+
+@pytest.fixture(autouse=True)
+def own_arguments(monkeypatch):
+    from . import small_learner
+
+    monkeypatch.setattr(small_learner, "OWN", (*small_learner.OWN, "environment", "environment_config"))
+
+
+def ended(completion: str) -> bool:
+    return len(completion) < 48 or completion[-1] in "abcdefgh"
+
+
+def test_a_trajectory_of_one_turn_is_a_completion_with_a_reward():
+    """To the bit: the same weights after two steps, from an environment and from a function."""
+
+    class Once:
+        def reset(self, **columns):
+            pass
+
+        def step(self, completion):
+            return completion, len(completion) % 2, True
+
+    def reward(prompts, completions, **columns):
+        return [float(len(completion) % 2) if ended(completion) else 0.0 for completion in completions]
+
+    by_environment, by_function = learner(Once), make(MaxRLConfig(num_generations=4, truncation_order=1),
+                                                      rollout=LENGTHS, reward=reward)  # fmt: skip
+    rows, expected = (collect(each) for each in (by_environment, by_function))
+    assert_same(by_environment.params, by_function.params)
+    for row, other in zip(rows, expected, strict=True):
+        assert row["train/loss"] == other["train/loss"] and row["train/rewards/mean"] == other["train/rewards/mean"]
+        assert row["train/turns/mean"] == 1 and row["train/completions/clipped_ratio"] < 1
+    assert any(row["train/loss"] != 0 for row in rows)
+
+
+def test_turns_are_rewarded_and_masked():
+    made = learner()
+    sampled = watch_sampler(made)
+    rows = collect(made)
+    out = sampled[0]
+    assert out.token_mask is not None and not out.token_mask.all()
+    inside = np.arange(out.tokens.shape[-1]) < out.lengths[..., None]
+    assert (out.token_mask <= inside).all() and (out.token_mask < inside).any()
+    row = rows[0]
+    assert 1 < row["train/turns/mean"] <= 3 and row["train/turns/max"] == 3
+    assert 0 <= row["train/environment/good"] <= 1 and "train/environment/text" not in row
+    assert row["train/rewards/max"] in (1, 2, 3) and row["train/rewards/environment"] == row["train/rewards/mean"]
+    assert row["train/completions/mean_sampled"] < row["train/completions/mean_length"]
+    assert row["train/logprob_gap/max"] < 1e-4, "the trainer's log-probabilities of sampled tokens are the sampler's"
+
+
+def test_lockstep_and_eager_train_the_same():
+    one, other = learner(), learner(config=EnvironmentConfig(max_turns=4, max_observation_tokens=40, mode="eager"))
+    first, second = collect(one), collect(other)
+    assert [row["train/rewards/mean"] for row in first] == [row["train/rewards/mean"] for row in second]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one.params, other.params)
+
+
+def test_a_run_is_resumed_to_the_bit(tmp_path):
+    whole = learner(max_steps=4)
+    collect(whole)
+    for steps in (2, 4):
+        part = learner(max_steps=steps, output_dir=str(tmp_path), checkpoint_every_n_steps=1)
+        collect(part)
+    assert_same(part.params, whole.params)
+
+
+class Failing(Vowels):
+    """Fails in one of five ways, by the first letter of the row's answer."""
+
+    def reset(self, answer: str, **columns) -> None:
+        super().reset(answer)
+        if answer[0] == "b":
+            raise RuntimeError("no reset")
+
+    def step(self, completion: str):
+        if self.turns == 1 and self.answer[0] == "d":
+            raise RuntimeError("no step")
+        if self.answer[0] == "f":
+            return "x", float("nan"), True
+        return b"bytes" if self.answer[0] == "h" else super().step(completion)
+
+
+def test_a_failing_environment_costs_its_trajectory(tmp_path):
+    made = learner(Failing, output_dir=str(tmp_path))
+    rows = collect(made, batch_size=8)
+    failed = rows[0]["train/reward/error_frac"]
+    assert 0.3 < failed <= 0.5, "of four of the eight rows, less those cut in their first turn"
+    assert rows[0]["train/reward/unscored_frac"] == failed and np.isfinite(rows[0]["train/loss"])
+    told = (tmp_path / "rollouts" / "reward_failure.txt").read_text()
+    assert "no reset" in told or "no step" in told or "reward" in told or "bytes" in told
+
+
+def test_limits_of_turns_and_observations():
+    class Endless(Vowels):
+        def step(self, completion):
+            return "abc" * (20 if self.answer[0] in "bd" else 1), 0.5, False
+
+    row = collect(learner(Endless, EnvironmentConfig(max_turns=2, max_observation_tokens=40)))[0]
+    assert row["train/turns/max"] == 2 and row["train/turns/limited_frac"] > 0
+    assert row["train/turns/cut_observations"] > 0
+    config = EnvironmentConfig(max_turns=2, max_observation_tokens=6, overlong_observation="unscored")
+    row = collect(learner(Endless, config), batch_size=8)[0]
+    assert 0 < row["train/reward/error_frac"] <= 0.25 and row["train/turns/cut_observations"] == 0
+
+
+def test_first_observations_are_part_of_the_prompt():
+    class Opens(Vowels):
+        def reset(self, answer, **columns):
+            super().reset(answer)
+            return answer[:1]
+
+    made = learner(Opens)
+    prompts, generate = [], made.engine.generate
+    made.engine.generate = lambda params, tokens, *rest: prompts.extend(tokens) or generate(params, tokens, *rest)
+    collect(made)
+    texts = [TOKENIZER.decode(tokens) for tokens in prompts]
+    expected = {row["prompt"] + row["answer"][0] for row in ROWS}
+    assert {text.replace(" ", "") for text in texts} <= {text.replace(" ", "") for text in expected}
+
+    class Random(Vowels):
+        made = 0
+
+        def reset(self, answer, **columns):
+            Random.made += 1
+            return str(Random.made % 3)
+
+    with pytest.raises(UserError, match="first observations of the trajectories of one row differ .* must depend"):
+        collect(learner(Random))
+
+
+def test_evaluation_plays_too():
+    made = learner(eval_config=EvalConfig(samples=2, batch_size=3))
+    found = made.evaluate(ROWS[:5])
+    assert found.metrics["eval/turns/max"] == 3 and "eval/pass@2" in found.metrics
+    assert len(found.texts) == 5 and found.rewards.shape == (5, 2)
+
+
+def test_tools_are_functions():
+    """A turn without a call is the answer; rewards come from functions."""
+
+    def double(number: int) -> int:
+        """Doubles a number.
+
+        Args:
+            number: the number.
+        """
+        return 2 * number
+
+    with pytest.raises(UserError, match="tools need a chat template"):
+        collect(learner([double]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"environment": None}, "environment_config: it needs an environment"),
+        ({"environment": object}, "has no method 'step'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        learner(**arguments)
+
+
+def test_the_overlong_penalty_counts_sampled_tokens():
+    algo = tunix_like.AlgorithmConfig(overlong="penalty", overlong_buffer=4)
+    lengths = np.array([[6, 8]])
+    np.testing.assert_allclose(shape_rewards(np.zeros((1, 2)), lengths, algo, 8, 1.0), [[-0.5, -1.0]])
+
+
+def test_a_mask_is_part_of_a_batch():
+    tokens, lengths = np.zeros((1, 1, 4), np.int32), np.array([[3]], np.int32)
+    mask = np.array([[[True, False, True, False]]])
+    batch = GroupBatch(tokens[0], np.array([4]), tokens, lengths, None, lengths, lengths > 0, token_mask=mask)
+    assert batch.sampled_lengths.tolist() == [[2]]

@@ -1,0 +1,148 @@
+"""Conversations of `generate`: a person or an environment answers the turns of the policy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tunix_like.cli.generate import rendered
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
+from tunix_like.rollout.environments.bridge import Bridge, make_bridge
+from tunix_like.rollout.environments.outcomes import Environments
+from tunix_like.rollout.environments.trajectories import Player
+from tunix_like.rollout.environments.trajectories import generate as sample
+from tunix_like.runs.trained import Trained
+from tunix_like.runtime import console, progress
+from tunix_like.runtime.visible import visible
+from tunix_like.types import Engine, Problem, Reply, SamplingParams, Turn
+
+QUIT = "/quit"
+
+
+def read_line(label: str) -> str | None:
+    """Returns the next line of standard input without its end; None at the end of the input and for `QUIT`.
+
+    A person at a terminal sees `label` before the line.
+    """
+    if sys.stdin is None:
+        return None
+    if sys.stdin.isatty():
+        print(label, end="", file=sys.stderr, flush=True)
+    # Bytes that are no valid text are replaced, not refused.
+    line = sys.stdin.buffer.readline().decode(sys.stdin.encoding or "utf-8", "replace")
+    text = line.removesuffix("\n").removesuffix("\r")
+    return None if not line or text.strip() == QUIT else text
+
+
+class Person:
+    """Answers the turns of one conversation with the lines of standard input; a `Responder`.
+
+    Args:
+      bridge: makes the tokens of a line.
+    """
+
+    lockstep = True
+
+    def __init__(self, tokenizer: Tokenizer, bridge: Bridge):
+        self._tokenizer, self._bridge = tokenizer, bridge
+        self._turn: Turn | None = None
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Prints the turn of the policy."""
+        (turn,) = turns
+        with progress.paused():
+            if not self._tokenizer.decode(turn.tokens):
+                print("the turn is empty: the model ended it before any text", file=sys.stderr)
+            if sys.stdin is not None and sys.stdin.isatty():
+                print("model> ", end="", file=sys.stderr, flush=True)
+            console.print_completion(self._tokenizer.decode(turn.tokens))
+            sys.stdout.flush()
+        self._turn = None if turn.truncated else turn
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Reads the answer to the turn. A line that cannot be sent is reported, and another one is read."""
+        turn, self._turn = self._turn, None
+        while turn is not None:
+            with progress.paused():
+                line = read_line("you> ")
+            if line is None:
+                return [Reply(turn.group, turn.sample, None)]
+            ((tokens, cut, problem),) = self._bridge.tokens([line], [turn.tokens[-1]])
+            if tokens is not None:
+                if cut:
+                    print("the line was shortened: it has more tokens than the conversation may have", file=sys.stderr)
+                return [Reply(turn.group, turn.sample, tokens)]
+            print(f"the line cannot be sent: {problem}", file=sys.stderr)
+        return []
+
+
+def talk(
+    engine: Engine, trained: Trained, prompt: Any, sampling: SamplingParams, tools: Sequence[Mapping[str, Any]]
+) -> None:
+    """Lets a person answer the turns of the model, until the end of standard input, `QUIT` or the token limit.
+
+    The conversation is one row of the engine: its earlier tokens are not computed again. Lines are user messages with a
+    chat template, else plain text.
+
+    Raises:
+      UserError: the prompt has no tokens or too many, or the chat template cannot be used for several turns.
+    """
+    rollout, tokenizer = trained.config.rollout, trained.tokenizer
+    tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
+    most = rollout.max_tokens_to_generate
+    ends = rollout.eos_tokens or tokenizer.eos_ids
+    bridge = make_bridge(tokenizer, not isinstance(prompt, str), ends, tools, most_tokens=most, overlong="cut")
+    person = Person(tokenizer, bridge)
+    key = jax.random.key(trained.config.training.seed)
+    out = engine.generate(engine.place(trained.params), [tokens], [0], 1, key, sampling, person)
+    if not out.finished.all():
+        print(
+            f"the conversation has reached rollout.max_tokens_to_generate={most} tokens; raise it for longer ones",
+            file=sys.stderr,
+        )
+
+
+def play(
+    engine: Engine, trained: Trained, row: Mapping[str, Any], sampling: SamplingParams, environments: Environments
+) -> None:
+    """Plays one trajectory with the environment of the config. Prints its turns, and the reward to standard error.
+
+    Args:
+      row: `prompt`, and the columns for the environment.
+
+    Raises:
+      UserError: the prompt has no tokens or too many, it cannot have several turns, or the environment failed.
+    """
+    config, tokenizer = trained.config, trained.tokenizer
+    prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"])
+    player = Player(environments, config.environment, tokenizer, config.rollout.eos_tokens or tokenizer.eos_ids)
+    player.bridge(row["prompt"])  # also checked for a trajectory of one turn
+    key = jax.random.key(config.training.seed)
+    given = engine, player, engine.place(trained.params), [problem], 1, key, sampling
+    (opened,), out, trajectories = sample(*given)
+    assert trajectories is not None, "there is a player"
+    (episode,) = trajectories.episodes()
+    if opened.text != problem.text:
+        _print_turn("prompt", opened.text)
+    for message in episode.messages:
+        _print_turn(message["role"], message["content"])
+    if episode.failure is not None:
+        cure = "" if columns else " The environment got no columns, because the prompt is no row; --row N plays a row."
+        raise UserError(f"{visible(episode.failure[1])}{cure}")
+    ended = "by the environment"
+    if episode.limited:
+        ended = f"by environment.max_turns={config.environment.max_turns}"
+    elif not out.finished.all():
+        ended = f"by rollout.max_tokens_to_generate={config.rollout.max_tokens_to_generate}"
+    number = f"{episode.turns} turn{'s' * (episode.turns != 1)}"
+    print(f"reward of the environment {episode.reward:g}, {number}, ended {ended}", file=sys.stderr)
+
+
+def _print_turn(role: str, text: str) -> None:
+    console.print_completion(f"{role}: {text}")

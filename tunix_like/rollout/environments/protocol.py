@@ -1,0 +1,49 @@
+"""What a user of environments writes: an environment, whose steps return results.
+
+This module does not import jax, because the processes of environments import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from tunix_like.types import Message
+
+
+class EnvStepResult(NamedTuple):
+    """The result of one step of an environment.
+
+    Attributes:
+      observation: text or chat messages for the next turn; None or an empty text: nothing but the start of the turn.
+      reward: added to the reward of the trajectory.
+      done: whether the trajectory is over.
+      info: numbers by name become metrics (the mean over trajectories of the last value); other values are ignored.
+    """
+
+    observation: str | Sequence[Message] | None = None
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, Any] = {}
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """The other side of one trajectory: it answers the turns of the policy and gives rewards.
+
+    A factory (a class or a function without required parameters) makes one object per trajectory. Environments of
+    google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (`rollout/environments`).
+    """
+
+    def reset(self, **columns: Any) -> str | Sequence[Message] | None:
+        """Starts an episode from the columns of a row, without its prompt.
+
+        Returns:
+          the first observation, which is added to the row's prompt: text is appended to its last message (or to the
+          text prompt), messages are appended as messages; None: the row's own prompt. It must be the same for all
+          trajectories of a row, which share the prompt.
+        """
+
+    def step(self, completion: str) -> EnvStepResult:
+        """Answers one turn of the policy, given its text without special tokens."""

@@ -1,0 +1,152 @@
+"""Writes the completions of a step to files, and reports reward functions that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from tunix_like.data.source import SOURCE_COLUMN
+from tunix_like.errors import UserError
+from tunix_like.rewards import Scores
+from tunix_like.rollout.environments.episodes import REWARD
+from tunix_like.rollout.rollouts import Rollout
+from tunix_like.types import GroupBatch, Problem
+
+logger = logging.getLogger("tunix_like")
+
+
+def write_rollouts(
+    folder: Path, step: int, problems: Sequence[Problem], texts: Sequence[str], columns: dict[str, Any]
+) -> Path:
+    """Writes one JSON object per completion to `folder/step_<n>.jsonl`, and returns the file.
+
+    An object has the data source (if the row has one), the prompt, the completion and the given `columns` (lists or
+    arrays of `P * G` values, or arrays of shape `[P, G]`).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"step_{step:06d}.jsonl"
+    size = len(texts) // len(problems)
+    flat = {
+        name: values if isinstance(values, list) else np.asarray(values).reshape(-1).tolist()
+        for name, values in columns.items()
+    }
+    with file.open("w", encoding="utf-8") as out:
+        for index, text in enumerate(texts):
+            problem = problems[index // size]
+            row: dict[str, Any] = {"step": step, "problem": problem.number, "sample": index % size}
+            if isinstance(source := problem.columns.get(SOURCE_COLUMN), str):
+                row["data_source"] = source
+            row |= {"prompt": problem.text, "completion": text}
+            row |= {name: _plain(values[index]) for name, values in flat.items()}
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return file
+
+
+class RolloutFiles:
+    """Writes the completions of each step to the run folder: `rollouts/step_<n>.jsonl`.
+
+    Args:
+      folder: the folder `rollouts`, or None to write nothing.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder, self._lost = folder, False
+
+    def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
+        """Writes the completions of a step. A failed write gives a warning, once per run."""
+        if self.folder is None:
+            return
+        shaped = np.where(batch.scored, batch.rewards, np.nan)
+        columns: dict[str, Any] = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
+        columns |= {"length": batch.completion_lengths, "finished": rollout.completions.finished}
+        columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
+        if rollout.episodes is not None:
+            columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
+        try:
+            write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
+        except OSError as error:
+            if not self._lost:
+                logger.warning("%s: cannot write the completions of step %d (%s)", self.folder, step, error)
+            self._lost = True
+
+
+@contextlib.contextmanager
+def saved_on_failure(
+    folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
+) -> Iterator[None]:
+    """Context manager for scoring: on a UserError it writes the completions to `folder` and adds the file to the error.
+
+    If `folder` is None nothing is written. If the write fails (for example on a full disk), a warning is logged and the
+    original error is raised.
+    """
+    try:
+        yield
+    except UserError as error:
+        if folder is None:
+            raise
+        try:
+            file = write_rollouts(folder, step, problems, texts, {})
+        except OSError as full:
+            logger.warning("%s: cannot write the completions of step %d (%s)", folder, step, full)
+            raise error from None
+        raise UserError(f"{error} The completions are in {file}.") from error
+
+
+class FirstFailure:
+    """Logs the first completion of a run for which a reward function failed, in full; later ones are not logged."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, scores: Scores, folder: Path | None) -> None:
+        """Logs the first failure of `scores`, and writes it to `folder/reward_failure.txt` unless `folder` is None.
+
+        A lone surrogate, which UTF-8 cannot encode, is written as its escape: `\\udce9`.
+        """
+        if scores.first_failure is None or self._shown:
+            return
+        self._shown = True
+        text = scores.first_failure.encode("utf-8", "backslashreplace")
+        note = ""
+        if folder is not None:
+            file = folder / "reward_failure.txt"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(text + b"\n")
+                note = f" It is also in {file}."
+            except OSError as error:
+                note = f" It could not be written to {file} ({error})."
+        logger.warning(
+            "%d of %d completions are unscored because a reward function failed. Only the first failure is shown; the "
+            "metrics timeout_frac and error_frac count all of them.%s\n%s",
+            int((scores.timeouts | scores.errors).sum()),
+            len(scores.total),
+            note,
+            text.decode("utf-8"),
+        )
+
+
+def nothing_scored_message(scores: Scores) -> str:
+    """Returns an error message for the case that no completion has a reward."""
+    where = "the environment" if REWARD in scores.by_function else "rewards.functions"
+    if scores.first_failure is None:
+        return f"no completion could be scored: every reward is None or NaN. Check {where}."
+    return f"no completion could be scored; check {where}. The first failure: {scores.first_failure}\n"
+
+
+def remove_steps_after(folder: Path, last: int) -> None:
+    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run rewrites."""
+    for file in folder.glob("step_*"):
+        if int(file.stem.split("_")[1]) > last:
+            file.unlink()
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and value != value else value
