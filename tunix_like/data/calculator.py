@@ -22,7 +22,7 @@ SMALLEST, LARGEST = 100, 999
 CALLS = 6
 """One in so many answers to a question is a call."""
 
-CONTINUED = 4
+CONTINUED = 3
 """One in so many training rows continues after the result of a call."""
 
 DEFAULT_TRAIN, DEFAULT_EVAL = 8000, 128

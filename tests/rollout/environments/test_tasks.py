@@ -107,7 +107,7 @@ def test_a_walk_to_the_goal():
 
 
 def test_a_walk_that_is_wrong_or_nonsense():
-    _, results = walk(*["UP", "LEFT", "DOWN", "NORTH", "", "right"], *["UP"] * (MOST_MOVES - 6))
+    _, results = walk(*["UP", "LEFT", "DOWN", "NORTH", "", "right", "RIGHT RIGHT"], *["UP"] * (MOST_MOVES - 7))
     assert {result.observation for result in results[:-1]} == {"RIGHT"} and not any(r.reward for r in results)
     assert results[-1].done and results[-1].observation is None
     assert results[-1].info == {"moves": MOST_MOVES, "blocked": MOST_MOVES}
@@ -236,7 +236,7 @@ def test_the_calculator_in_an_episode():
 def test_a_short_run_learns_to_walk(tmp_path, monkeypatch):
     """From random legal walks; only the direction is asserted."""
     monkeypatch.chdir(tmp_path)
-    small = ["data.maze_size=7", "data.train_size=400", "data.eval_size=32", "model.config.num_hidden_layers=2",
+    small = ["data.maze_size=7", "data.train_size=150", "data.eval_size=32", "model.config.num_hidden_layers=2",
              "sft.max_steps=80", "training.max_steps=25", "eval.samples=8", "eval.k=[1]"]  # fmt: skip
     yaml_file = str(ROOT / "examples" / "environments" / "maze_steps.yaml")
     assert cli.main(["train", yaml_file, "training.output_dir=run", *small]) == 0

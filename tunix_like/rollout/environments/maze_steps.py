@@ -37,8 +37,8 @@ class MazeSteps:
         """Makes a move; the answer is the moves that are open now."""
         self.turns += 1
         moves = [word for word in completion.split() if word in MOVES]
-        if moves and self._is_open(moves[-1]):
-            down, right = MOVES[moves[-1]]
+        if len(moves) == 1 and self._is_open(moves[0]):
+            down, right = MOVES[moves[0]]
             self.row, self.column = self.row + 2 * down, self.column + 2 * right
         else:
             self.blocked += 1
