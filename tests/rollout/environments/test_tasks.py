@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.process import ROOT
-from tunix_like.cli import main as cli
 from tunix_like.config.load import load
 from tunix_like.data import maze
 from tunix_like.rollout.environments.adapters import as_environment
@@ -233,13 +232,13 @@ def test_the_calculator_in_an_episode():
 
 
 @pytest.mark.slow
-def test_a_short_run_learns_to_walk(tmp_path, monkeypatch):
-    """From random legal walks; only the direction is asserted."""
-    monkeypatch.chdir(tmp_path)
+def test_a_short_run_learns_to_walk(tmp_path):
+    """From random legal walks; only the direction is asserted. The process has optimized programs and one device."""
     small = ["data.maze_size=7", "data.train_size=150", "data.eval_size=32", "model.config.num_hidden_layers=2",
              "sft.max_steps=80", "training.max_steps=25", "eval.samples=8", "eval.k=[1]"]  # fmt: skip
     yaml_file = str(ROOT / "examples" / "environments" / "maze_steps.yaml")
-    assert cli.main(["train", yaml_file, "training.output_dir=run", *small]) == 0
+    command = [sys.executable, "-m", "tunix_like", "train", yaml_file, "training.output_dir=run", *small]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}, check=True)
     found = [row for row in metric_rows(tmp_path / "run") if "step" in row and "eval/pass@1" in row]
     first, last = found[0], found[-1]
     assert (first["step"], last["step"]) == (0, 25)
