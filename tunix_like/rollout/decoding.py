@@ -180,8 +180,8 @@ def advance(
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples tokens until at most `stop_at` rows are live, or until the cache has no column left for a live row, or
-    none that is not in use by a held one."""
+    """Samples tokens until at most `stop_at` rows are live, or until the next column would overwrite one that a live or
+    held row needs."""
     model = _merge(graphdef, params)
     head = model.head()  # outside the loop, because a tied head is a transpose
     room, (slots, size), limit = rows.room, rows.live.shape, rows.tokens.shape[-1]
@@ -225,6 +225,20 @@ def advance(
 
     with jax.named_scope(TOKENS):
         return jax.lax.while_loop(more, body, rows)
+
+
+@functools.partial(jax.jit, donate_argnames=("rows",))
+def align(rows: Rows) -> Rows:
+    """Moves the columns of every row, so that its last token is in the last column and no row has a gap."""
+    cache = _moved(rows, jnp.zeros_like(rows.gap))
+    return rows._replace(column=jnp.int32(0), gap=jnp.zeros_like(rows.gap), cache=cache)
+
+
+def _moved(rows: Rows, counts: Int[Array, "A g"]) -> list[KeyValue]:
+    """Rolls the cache of each row, so that its last token is in column `room - counts - 1`."""
+    ends = rows.column - rows.gap  # after the last token of each row
+    first = (ends + counts).reshape(-1) % rows.room
+    return [(_rolled(k, first, 3), _rolled(v, first, 2)) for k, v in rows.cache]
 
 
 def _rolled(x: Array, first: Int[Array, "R"], axis: int) -> Array:
@@ -282,11 +296,8 @@ def append(
       tokens: padded on the left; `N` is at most the number of columns of the cache.
       counts: number of tokens of each row, 0 for rows that only move. `age + counts` is at most the number of columns.
     """
-    model, room, width = _merge(graphdef, params), rows.room, tokens.shape[-1]
-    ends = rows.column - rows.gap  # after the last token of each row; it moves to column `room - counts`
-    first = (ends + counts).reshape(-1) % room
-    moved = [(_rolled(k, first, 3), _rolled(v, first, 2)) for k, v in rows.cache]
-    hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, moved)
+    model, width = _merge(graphdef, params), tokens.shape[-1]
+    hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, _moved(rows, counts))
     number = jnp.arange(width)[None, None] - (width - counts[..., None])
     place, real = rows.age[..., None] + number, number >= 0
     slots, samples = _row_index(rows)

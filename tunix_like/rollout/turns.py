@@ -53,14 +53,15 @@ class TurnSchedule(Schedule):
 
     def _make_room(self) -> None:
         """Makes the cache large enough for another token of every live row, without overwriting rows that wait."""
-        self.rows = self._placed(self.rows._replace(held=jnp.asarray(self.row_sample >= 0)))
         ages, gaps = fetch((self.rows.age, self.rows.gap), self.sampler.mesh)
-        if np.where(self.row_sample >= 0, ages + gaps, 0).max() < self.rows.room:
+        held = (self.row_sample >= 0) & (ages < self.sampler.max_tokens)  # full rows take no more tokens
+        self.rows = self._placed(self.rows._replace(held=jnp.asarray(held)))
+        if np.where(held, ages + gaps, 0).max() < self.rows.room:
             return
         if self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * self.ages.max():
             self._grow()
         else:
-            self._append({})  # only moves the rows, which closes the gaps
+            self.rows = self._placed(decoding.align(self.rows))
 
     def _collect(self) -> int:
         """Submits the turns that have ended, and appends the replies that are ready."""
@@ -69,7 +70,9 @@ class TurnSchedule(Schedule):
         self.ages = np.where(used, ages, 0)
         self._submit(used & ~live & ~self._waits(), ended, ages)
         if self.pending.any():
-            self._reply(self.responder.replies(wait=not (used & live).any()), ages)
+            # The cache may be full while rows are live. In lockstep, what happens next must not depend on time.
+            wait = self.responder.lockstep or not (used & live).any()
+            self._reply(self.responder.replies(wait), ages)
         self.ages = np.where(self.row_sample >= 0, self.ages, 0)
         return int((used & (self.row_sample < 0)).sum())
 
@@ -115,10 +118,12 @@ class TurnSchedule(Schedule):
             self.ages[place] += len(tokens)
         while self.rows.room < self.ages.max():
             self._grow()
-        longest = max(map(len, replies.values()), default=0)
-        short = -(-max(longest, 1) // 4) * 4  # below the smallest bucket, padding is a large part of the block
+        longest = max(map(len, replies.values()))
+        short = max(-(-longest // 4) * 4, 4)  # below the smallest bucket, padding is a large part of the block
         width = min(short, length_bucket(min(longest, MOST_APPENDED), self.rows.room), self.rows.room)
-        for start in range(0, max(longest, 1), width):
+        if not longest:
+            self.rows = self._placed(decoding.align(self.rows))
+        for start in range(0, longest, width):
             block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)
             for place, tokens in replies.items():
                 part = tokens[start : start + width]
