@@ -281,14 +281,21 @@ class Decoder(nnx.Module):
             first = jnp.zeros_like(places) if window is None else jnp.clip(places - window + 1, 0)
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
             of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
-            own = Part(keys, values, Lengths(ends, to_rows(first + (room - counts - ages)[..., None])))
+            earlier = Lengths(ends, to_rows(first + (room - counts - ages)[..., None]))
 
             def attend(
-                q: Array, k: Array, v: Array, of_prompt: Part = of_prompt, own: Part = own, window: Any = window
+                q: Array,
+                k: Array,
+                v: Array,
+                of_prompt: Part = of_prompt,
+                old: KeyValue = (keys, values),
+                earlier: Lengths = earlier,
+                window: Any = window,
             ) -> Array:
                 block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
-                end = lambda old, add, axis: _with_end(old, add, new, axis)  # noqa: E731
-                filled.append((end(own.k, block.k, 3), end(own.v, block.v, 2)))
+                filled.append((_with_end(old[0], block.k, new, 3), _with_end(old[1], block.v, new, 2)))
+                # The updated cache is read, whose new columns `earlier` excludes: the update needs no copy then.
+                own = Part(*filled[-1], earlier)
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=self.config.attention_cap)
 
             x, _ = layer(x, ropes[index], attend)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -227,18 +228,20 @@ def advance(
         return jax.lax.while_loop(more, body, rows)
 
 
-@functools.partial(jax.jit, donate_argnames=("rows",))
-def align(rows: Rows) -> Rows:
-    """Moves the columns of every row, so that its last token is in the last column and no row has a gap."""
-    cache = _moved(rows, jnp.zeros_like(rows.gap))
-    return rows._replace(column=jnp.int32(0), gap=jnp.zeros_like(rows.gap), cache=cache)
+def align(rows: Rows, counts: Int[np.ndarray, "A g"]) -> Rows:
+    """Moves the columns of every row, so that no row has a gap and its last `counts` columns are free.
+
+    The arrays of `rows` are donated. Each layer is moved by a program of its own, because one program for all would
+    hold a second cache.
+    """
+    first = ((rows.column - rows.gap + counts) % rows.room).reshape(-1)
+    cache = [_rolled_layer(k, v, first) for k, v in rows.cache]
+    return rows._replace(column=jnp.zeros_like(rows.column), gap=jnp.zeros_like(rows.gap), cache=cache)
 
 
-def _moved(rows: Rows, counts: Int[Array, "A g"]) -> list[KeyValue]:
-    """Rolls the cache of each row, so that its last token is in column `room - counts - 1`."""
-    ends = rows.column - rows.gap  # after the last token of each row
-    first = (ends + counts).reshape(-1) % rows.room
-    return [(_rolled(k, first, 3), _rolled(v, first, 2)) for k, v in rows.cache]
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _rolled_layer(k: Array, v: Array, first: Int[Array, "R"]) -> KeyValue:
+    return _rolled(k, first, 3), _rolled(v, first, 2)
 
 
 def _rolled(x: Array, first: Int[Array, "R"], axis: int) -> Array:
@@ -290,23 +293,21 @@ def append(
 ) -> Rows:
     """Appends tokens that the policy did not sample to rows, with one forward pass over these tokens only.
 
-    The columns of every row are moved, so that its last token is in the last column and no row has a gap.
+    `align` has made space for them: the last `counts` columns of each row.
 
     Args:
       tokens: padded on the left; `N` is at most the number of columns of the cache.
-      counts: number of tokens of each row, 0 for rows that only move. `age + counts` is at most the number of columns.
+      counts: number of tokens of each row; may be 0. `age + counts` is at most the number of columns.
     """
     model, width = _merge(graphdef, params), tokens.shape[-1]
-    hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, _moved(rows, counts))
+    hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, rows.cache)
     number = jnp.arange(width)[None, None] - (width - counts[..., None])
     place, real = rows.age[..., None] + number, number >= 0
     slots, samples = _row_index(rows)
     place = jnp.where(real, place, rows.tokens.shape[-1])  # out of range: dropped
     written = slots[..., None], samples[..., None], place
     return rows._replace(
-        column=jnp.int32(0),
         age=rows.age + counts,
-        gap=jnp.zeros_like(rows.gap),
         hidden=jnp.where((counts > 0)[..., None], hidden, rows.hidden),
         tokens=rows.tokens.at[written].set(tokens, mode="drop"),
         logprobs=rows.logprobs.at[written].set(0.0, mode="drop"),

@@ -61,7 +61,7 @@ class TurnSchedule(Schedule):
         if self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * self.ages.max():
             self._grow()
         else:
-            self.rows = self._placed(decoding.align(self.rows))
+            self._align(np.zeros(self.ages.shape, np.int32))
 
     def _collect(self) -> int:
         """Submits the turns that have ended, and appends the replies that are ready."""
@@ -112,6 +112,9 @@ class TurnSchedule(Schedule):
         if appended:
             self._append(appended)
 
+    def _align(self, counts: Int[np.ndarray, "A g"]) -> None:
+        self.rows = self._placed(decoding.align(self.rows, counts))
+
     def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
         """Appends tokens to rows, by slot and row, and continues these rows."""
         for place, tokens in replies.items():
@@ -122,13 +125,14 @@ class TurnSchedule(Schedule):
         short = max(-(-longest // 4) * 4, 4)  # below the smallest bucket, padding is a large part of the block
         width = min(short, length_bucket(min(longest, MOST_APPENDED), self.rows.room), self.rows.room)
         if not longest:
-            self.rows = self._placed(decoding.align(self.rows))
+            self._align(np.zeros(self.ages.shape, np.int32))
         for start in range(0, longest, width):
             block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)
             for place, tokens in replies.items():
                 part = tokens[start : start + width]
                 counts[place] = len(part)
                 block[place][width - len(part) :] = part
+            self._align(counts)
             given = self.sampler.graphdef, self.params, self.prompts, self.rows
             self.rows = self._placed(decoding.append(*given, block, counts))
             self.sampler.row_steps += block.size
