@@ -108,11 +108,11 @@ class Failing(Vowels):
 
     def reset(self, answer: str, **columns) -> None:
         super().reset(answer)
-        if answer[0] == "b":
+        if answer[0] == "d":
             raise RuntimeError("no reset")
 
     def step(self, completion: str):
-        if self.turns == 1 and self.answer[0] == "d":
+        if self.turns == 1 and self.answer[0] == "b":
             raise RuntimeError("no step")
         if self.answer[0] == "f":
             return "x", float("nan"), True
@@ -172,6 +172,32 @@ def test_evaluation_plays_too():
     found = made.evaluate(ROWS[:5])
     assert found.metrics["eval/turns/max"] == 3 and "eval/pass@2" in found.metrics
     assert len(found.texts) == 5 and found.rewards.shape == (5, 2)
+
+
+def test_lockstep_always_waits(monkeypatch):
+    """Also where the cache is full while rows are live: what happens next must not depend on time."""
+    from tunix_like.rollout import schedule
+    from tunix_like.rollout.environments.trajectories import Trajectories
+
+    monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
+    waits, replies = [], Trajectories.replies
+    monkeypatch.setattr(Trajectories, "replies", lambda self, wait: waits.append(wait) or replies(self, wait))
+    collect(learner(max_steps=1))
+    assert len(waits) > 2 and all(waits)
+
+
+def test_an_engine_of_the_user_needs_turns():
+    class Engine:
+        max_prompt_length, row_steps = 16, 0
+
+        def place(self, params):
+            return params
+
+        def generate(self, params, prompts, numbers, num_generations, key, sampling):
+            raise AssertionError
+
+    with pytest.raises(UserError, match="engine Engine: `generate` has no parameter `responder`"):
+        learner(engine=Engine())
 
 
 def test_tools_are_functions():

@@ -173,7 +173,8 @@ class Evaluator:
         unused = 1 + max(problem.number for problem in problems)
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
-            padded = part + [part[-1]] * (size - len(part))  # same shape for all batches, to compile once
+            # The same shape for all batches, to compile once; environments are not played twice.
+            padded = part + [part[-1]] * (size - len(part) if self.player is None else 0)
             # Each problem of a call needs a number of its own.
             padded[len(part) :] = [dataclasses.replace(p, number=unused + i) for i, p in enumerate(padded[len(part) :])]
             given = self.engine, self.player, params, padded, config.samples, self.key, sampling

@@ -104,6 +104,8 @@ class Collector:
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
+        if self.player is not None:
+            self.player.seconds = 0.0  # evaluations count there too
         params = self.engine.place(params)
         lap("reshard")
         drawn = self._draw(step, params, lap)
@@ -114,7 +116,7 @@ class Collector:
             rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
         if self.player is not None:
-            metrics["time/environment"], self.player.seconds = self.player.seconds, 0.0
+            metrics["time/environment"] = self.player.seconds
         tokens = int(rollout.sampled_lengths.sum())
         if len(rollout.problems) > self.batch_size:
             chosen = np.sort(np.argsort(~self._has_signal(rollout, rewards), kind="stable")[: self.batch_size])
@@ -182,11 +184,11 @@ class Collector:
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
         problems, out, trajectories = generate(self.engine, self.player, params, problems, size, key, sampling)
         completions = with_width(out, rollout.max_tokens_to_generate)
+        episodes = None if trajectories is None else trajectories.episodes()
         lap("rollout")
         texts = completion_texts(completions, self.tokenizer)
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
             scores = score_completions(self.task.rewards, problems, texts, size)
-            episodes = None if trajectories is None else trajectories.episodes()
             scores = scores if episodes is None else with_environment(scores, episodes)
             sampled = Rollout(problems, texts, completions, scores, episodes)
             rewards = self._rewards(sampled)
@@ -198,7 +200,7 @@ class Collector:
 
     def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
         """Returns the shaped and checked rewards, which are the input of the estimator."""
-        lengths, algo = rollout.sampled_lengths, self.task.algo
+        lengths, algo = rollout.completions.lengths, self.task.algo
         total = rollout.scores.total.reshape(lengths.shape)
         rewards = shape_rewards(
             total, lengths, algo, self.task.rollout_config.max_tokens_to_generate, self.task.success_threshold

@@ -124,8 +124,8 @@ class FirstFailure:
             except OSError as error:
                 note = f" It could not be written to {file} ({error})."
         logger.warning(
-            "%d of %d completions are unscored because a reward function failed. Only the first failure is shown; the "
-            "metrics timeout_frac and error_frac count all of them.%s\n%s",
+            "%d of %d completions are unscored because a reward function or environment failed. Only the first failure "
+            "is shown; the metrics timeout_frac and error_frac count all of them.%s\n%s",
             int((scores.timeouts | scores.errors).sum()),
             len(scores.total),
             note,
@@ -135,7 +135,7 @@ class FirstFailure:
 
 def nothing_scored_message(scores: Scores) -> str:
     """Returns an error message for the case that no completion has a reward."""
-    where = "the environment" if REWARD in scores.by_function else "rewards.functions"
+    where = "the environment and rewards.functions" if REWARD in scores.by_function else "rewards.functions"
     if scores.first_failure is None:
         return f"no completion could be scored: every reward is None or NaN. Check {where}."
     return f"no completion could be scored; check {where}. The first failure: {scores.first_failure}\n"

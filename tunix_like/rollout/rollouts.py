@@ -47,7 +47,7 @@ def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[We
     functions = [functions] if callable(functions) else list(functions if named is None else named.values())
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if not functions:
-        raise UserError("reward_fns: give at least one reward function.")
+        raise UserError("reward_fns: give at least one reward function, or an environment.")
     if len(weights) != len(functions):
         raise UserError(f"reward_weights: got {len(weights)} for {len(functions)} reward functions.")
     for i, weight in enumerate(weights):

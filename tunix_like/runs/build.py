@@ -137,7 +137,8 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
-    config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries))
+    # Without functions (of a run with an environment) the key stays unset, since an empty list is refused.
+    config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))
     model, tokenizer, weights = _load_model(config, source.tokenizer, abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))

@@ -13,6 +13,7 @@ from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
+from tunix_like.rollout.environments.pool import EnvironmentPool
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import Parts, updates_per_batch
@@ -35,7 +36,8 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
         ("options", _describe_options(algorithm)),
         ("batch", f"{prompts} prompts x {size} completions = {prompts * size} per step, {updates} optimizer update(s)"),
-        ("rewards", ", ".join(map(_describe_reward, parts.rewards))),
+        *([("rewards", ", ".join(map(_describe_reward, parts.rewards)))] if parts.rewards else []),
+        *([] if parts.environments is None else [("environment", _describe_environment(parts))]),
         ("model", f"{describe_model(parts.model)}, {kind}"),
         ("devices", describe_devices(parts.mesh)),
         *([("weights", parts.weights)] if parts.weights else []),
@@ -65,6 +67,15 @@ def check_memory(parts: Parts) -> bool:
             "tunix-like doctor --config CONFIG --devices v5e-8."
         )
     return estimate.known
+
+
+def _describe_environment(parts: Parts) -> str:
+    section = parts.config.environment
+    name = section.name or f"tools {', '.join(section.tools or ())}"
+    where = "in this process"
+    if isinstance(parts.environments, EnvironmentPool):
+        where = f"{parts.environments.workers} at a time in processes, {section.timeout_seconds:g} s a step"
+    return f"{name}, up to {section.max_turns} turns, {section.mode}, {where}"
 
 
 def _describe_reward(reward: WeightedReward) -> str:

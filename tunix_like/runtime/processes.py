@@ -116,11 +116,14 @@ def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -
     Raises:
       UserError: in every process, the UserError of the first process that raised one.
     """
-    if jax.process_count() == 1:
-        return work(items)
-    bounds = np.linspace(0, len(items), jax.process_count() + 1).astype(int)
-    start, stop = bounds[jax.process_index()], bounds[jax.process_index() + 1]
-    return [result for part in _all_or_none(lambda: work(items[start:stop])) for result in part]
+    own = share(len(items))
+    return [result for part in all_or_none(lambda: work(items[own.start : own.stop])) for result in part]
+
+
+def share(count: int) -> range:
+    """Returns the indices, of `count` in all, of this process's share in `spread`."""
+    bounds = np.linspace(0, count, jax.process_count() + 1).astype(int)
+    return range(bounds[jax.process_index()], bounds[jax.process_index() + 1])
 
 
 def by_first(work: Callable[[], Any]) -> Any:
@@ -129,7 +132,7 @@ def by_first(work: Callable[[], Any]) -> Any:
     Raises:
       UserError: in every process, the UserError that process 0 raised.
     """
-    return _all_or_none(lambda: work() if is_first() else None)[0]
+    return all_or_none(lambda: work() if is_first() else None)[0]
 
 
 def any_of(here: bool) -> bool:
@@ -137,7 +140,12 @@ def any_of(here: bool) -> bool:
     return any(gather(here))
 
 
-def _all_or_none(work: Callable[[], Any]) -> list[Any]:
+def all_or_none(work: Callable[[], Any]) -> list[Any]:
+    """Returns the result of `work()` in every process, in process order; results are as for `spread`.
+
+    Raises:
+      UserError: in every process, the UserError of the first process that raised one.
+    """
     try:
         outcome = {"result": work()}
     except UserError as error:

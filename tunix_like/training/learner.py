@@ -36,7 +36,7 @@ from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.sharding import check_batch, place_replicated, scope
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.collection import Collector
-from tunix_like.rollout.environments.trajectories import make_player
+from tunix_like.rollout.environments.trajectories import check_turns, make_player
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, weighted_rewards
 from tunix_like.rollout.samples import Samples, pick_samples
@@ -162,6 +162,7 @@ class Learner(Trainer):
         self.rewards = (
             [] if self.player is not None and not reward_fns else weighted_rewards(reward_fns, reward_weights)
         )
+        check_turns(self.player, engine, [name for name, _, _ in self.rewards])
         self.success_threshold = success_threshold
         self.task = Task(self.algo, self.rollout_config, self.rewards, success_threshold)
         if self.rollout_config.temperature == 0:

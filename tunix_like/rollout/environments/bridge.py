@@ -76,9 +76,9 @@ class Bridge:
           ends: the last token of each turn, an end-of-sequence token.
 
         Raises:
-          UserError: the chat template has no addition for this kind of message (`TemplateDifference.check`), or prompts
-            are plain text and observations are messages. What is wrong with a single observation is a `problem` of its
-            result.
+          UserError: prompts are plain text and observations are messages. What is wrong with a single observation is a
+            `problem` of its result, for example a message that the chat template does not support
+            (`TemplateDifference.check`).
         """
         results: dict[int, Bridged] = {}
         pending: list[_Pending] = []
@@ -94,7 +94,10 @@ class Bridge:
                     "answer with text, or give prompts as messages (data.apply_chat_template=true)."
                 )
             pending.append(_Pending(place, chat, end))
-        self._check_roles(pending)
+        for each in pending:
+            if (problem := self._role_problem(each)) is not None:
+                results[each.place] = Bridged(None, problem=problem)
+        pending = [each for each in pending if each.place not in results]
         overlong = []
         for each, ids in zip(pending, self._encoded(pending), strict=True):
             if ids is None and self._cuts:
@@ -121,12 +124,16 @@ class Bridge:
                 "chat template; raise it."
             )
 
-    def _check_roles(self, pending: Sequence[_Pending]) -> None:
-        if self._difference is not None:
-            for role in sorted({message["role"] for each in pending for message in each.chat}):
-                self._difference.check(role)
-            if not all(each.chat for each in pending):
-                self._difference.check(None)
+    def _role_problem(self, pending: _Pending) -> str | None:
+        """Returns why the chat template has no addition for these messages; None if it has one."""
+        try:
+            roles: list[str | None] = [message["role"] for message in pending.chat]
+            for role in roles or [None]:
+                if self._difference is not None:
+                    self._difference.check(role)
+        except UserError as error:
+            return str(error)
+        return None
 
     def _encoded(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
         """Returns the token ids of each observation, its error, or None if it takes too many tokens."""

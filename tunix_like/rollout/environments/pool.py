@@ -51,7 +51,9 @@ class EnvironmentPool:
         stopped (Linux only).
     """
 
-    def __init__(self, place: str | Sequence[str], *, workers: int, timeout_seconds: float, memory_gb: float):
+    def __init__(
+        self, place: str | Sequence[str], *, workers: int = 4, timeout_seconds: float = 20.0, memory_gb: float = 4.0
+    ):
         self.places = [place] if isinstance(place, str) else [f"{TOOLS_PREFIX}{tool}" for tool in place]
         self.name = place.rpartition(":")[2] if isinstance(place, str) else "tools"
         self.workers, self.timeout_seconds = workers, timeout_seconds

@@ -159,5 +159,5 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Non
     if tokenizer.render([_QUESTION], tools=given) == tokenizer.render([_QUESTION], tools=None):
         raise UserError(
             "environment: the chat template ignores tools, so the model would not know them; use a chat template with "
-            "tools, or describe them in data.system_prompt."
+            "tools."
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
@@ -17,16 +17,24 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.rewards.calls import Failure
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge, with_observation
-from tunix_like.rollout.environments.episodes import Episode
+from tunix_like.rollout.environments.episodes import REWARD, Episode
 from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
-from tunix_like.runtime.processes import gather, spread
+from tunix_like.runtime.processes import all_or_none, share, spread
 from tunix_like.types import Completions, Engine, Problem, Reply, SamplingParams, Turn
+
+MOST_SHOWN = 10_000
+"""Maximum number of characters of an observation in rollout files."""
 
 
 @dataclasses.dataclass
 class _State:
-    """A trajectory that is being sampled; `last` is the last token of its current turn."""
+    """A trajectory that is being sampled.
+
+    Attributes:
+      last: the last token of its current turn.
+      over: whether its environment has failed or was told to finish.
+    """
 
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     turns: int = 0
@@ -53,6 +61,7 @@ class Player:
 
     Attributes:
       seconds: time for which trajectories waited for environments, since it was last set to 0.
+      playing: the trajectories of the current rollout.
 
     Raises:
       UserError: the mode is eager in a run of several processes, whose schedules must be equal.
@@ -66,6 +75,7 @@ class Player:
         self.environments, self.config, self.tokenizer, self.eos_ids = environments, config, tokenizer, tuple(eos_ids)
         self._bridges: dict[bool, Bridge] = {}
         self.seconds = 0.0
+        self.playing: Trajectories | None = None
 
     def bridge(self, prompt: Any) -> Bridge:
         """Returns the bridge for trajectories with this (unrendered) prompt, text or messages.
@@ -87,16 +97,26 @@ class Player:
         return self._bridges[chat]
 
     def check(self, rows: Any) -> None:
-        """Checks that prompts like that of the first row can have several turns. Raises UserError if not."""
-        if len(rows) and rows[0] is not None:
-            self.bridge(rows[0].get("prompt"))
+        """Checks that prompts like that of the first row can have several turns, and resets an environment for it.
+
+        Raises:
+          UserError: the chat template cannot be used for several turns, or the environment fails.
+        """
+        if not len(rows) or rows[0] is None:
+            return
+        self.bridge(rows[0].get("prompt"))
+        self.environments.reset(0, {name: value for name, value in rows[0].items() if name != "prompt"})
+        (outcome,) = self.environments.outcomes(wait=True)
+        if outcome.failure is not None:
+            raise UserError(f"environment: it could not be reset for the first row. {outcome.failure.reason}")
+        self.environments.finish(0)
+        self.environments.outcomes(wait=True)
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
         """Resets `size` environments for each problem.
 
         Raises:
-          UserError: the first observations of a problem differ, or a prompt with its observation has more than
-            `max_prompt_length` tokens.
+          UserError: the first observations of a problem differ.
         """
         return Trajectories(self, problems, size, max_prompt_length)
 
@@ -113,12 +133,14 @@ class Trajectories:
     def __init__(self, player: Player, problems: Sequence[Problem], size: int, max_prompt_length: int):
         self.player, self.size = player, size
         self._environments = player.environments
-        bounds = np.linspace(0, len(problems), jax.process_count() + 1).astype(int)
-        self._own = range(bounds[jax.process_index()], bounds[jax.process_index() + 1])
+        self._own = share(len(problems))
         self._states = {number: _State() for group in self._own for number in self._numbers(group)}
         self._unanswered: set[int] = set()
         self._ready: list[Reply] = []
         self._given = list(problems)
+        if player.playing is not None:  # an error ended the last rollout
+            self._environments.close()
+        player.playing = self
         self.problems = self._reset(max_prompt_length)
 
     @property
@@ -138,7 +160,7 @@ class Trajectories:
             state.turns += 1
             if turn.truncated:
                 self._end(number)
-            elif state.failure is not None:  # its reset failed
+            elif state.failure is not None:  # it failed before its first turn
                 self._ready.append(Reply(turn.group, turn.sample, None))
             else:
                 state.last = int(turn.tokens[-1])
@@ -147,22 +169,32 @@ class Trajectories:
 
     def replies(self, wait: bool) -> list[Reply]:
         """Returns the replies that are ready (see `types.Responder`)."""
+        return [Reply(*reply) for part in all_or_none(lambda: self._own_replies(wait)) for reply in part]
+
+    def _own_replies(self, wait: bool) -> list[list[Any]]:
+        """Returns the replies of this process as lists."""
         while True:
             waits = wait and bool(self._unanswered) and (self.lockstep or not self._ready)
-            start = time.perf_counter()
-            outcomes = self._environments.outcomes(waits)
-            self.player.seconds += time.perf_counter() - start
-            self._ready += self._answered(outcomes)
+            self._ready += self._answered(self._outcomes(waits))
             if not waits:
                 break
-        mine, self._ready = self._ready, []
-        return [Reply(*reply) for part in gather([[r.group, r.sample, r.tokens] for r in mine]) for reply in part]
+        ready, self._ready = self._ready, []
+        return [[reply.group, reply.sample, reply.tokens] for reply in ready]
+
+    def _outcomes(self, wait: bool) -> list[Outcome]:
+        start = time.perf_counter()
+        outcomes = self._environments.outcomes(wait)
+        self.player.seconds += time.perf_counter() - start
+        return outcomes
 
     def episodes(self) -> list[Episode]:
         """Ends all trajectories and returns them, group after group."""
         for number in self._states:
             self._end(number)
-        self._wait_for(self._unanswered)
+        while self._unanswered:
+            for outcome in self._outcomes(wait=True):
+                self._record(outcome)
+        self.player.playing = None
         parts = spread(range(len(self._given)), self._shared)
         return [Episode(*episode) for group in parts for episode in group]
 
@@ -173,22 +205,31 @@ class Trajectories:
         return range(group * self.size, (group + 1) * self.size)
 
     def _reset(self, max_prompt_length: int) -> list[Problem]:
+        opened = [prompt for part in all_or_none(lambda: self._open(max_prompt_length)) for prompt in part]
+        return [
+            problem if prompt is None else dataclasses.replace(problem, text=prompt[0], tokens=prompt[1])
+            for problem, prompt in zip(self._given, opened, strict=True)
+        ]
+
+    def _open(self, max_prompt_length: int) -> list[Any]:
+        """Resets the environments of this process, and returns the prompts of its problems (see `_opened`)."""
         for group in self._own:
             for number in self._numbers(group):
                 self._unanswered.add(number)
                 self._environments.reset(number, self._given[group].columns)
         first: dict[int, Any] = {}
-        for outcome in self._wait_for(self._unanswered):
-            if outcome.failure is None:
-                first[outcome.number] = outcome.observation
-        work = lambda groups: [self._opened(group, first, max_prompt_length) for group in groups]  # noqa: E731
-        return [
-            problem if opened is None else dataclasses.replace(problem, text=opened[0], tokens=opened[1])
-            for problem, opened in zip(self._given, spread(range(len(self._given)), work), strict=True)
-        ]
+        while self._unanswered:
+            for outcome in self._outcomes(wait=True):
+                self._record(outcome)
+                if outcome.failure is None:
+                    first[outcome.number] = outcome.observation
+        return [self._opened(group, first, max_prompt_length) for group in self._own]
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the prompt of a problem with its first observation; None if there is no observation."""
+        """Returns the prompt of a problem with its first observation; None if there is none, or it is too long.
+
+        If it is too long, the trajectories of the problem are unscored.
+        """
         problem = self._given[group]
         seen = [first[number] for number in self._numbers(group) if number in first]
         if any(observation != seen[0] for observation in seen):
@@ -201,23 +242,14 @@ class Trajectories:
             return None
         prompt = render({"prompt": with_observation(problem.source, seen[0])}, self.player.tokenizer)
         if len(prompt.tokens) > most:
-            raise UserError(
+            reason = (
                 f"environment: the prompt {problem.text!r:.80} with its first observation has {len(prompt.tokens)} "
-                f"tokens, more than rollout.max_prompt_length={most}; raise it."
+                f"tokens, more than rollout.max_prompt_length={most}."
             )
+            for number in self._numbers(group):
+                self._states[number].failure = Failure("error", reason)
+            return None
         return prompt.text, prompt.tokens
-
-    def _wait_for(self, numbers: set[int]) -> list[Outcome]:
-        """Collects outcomes until none of `numbers` is unanswered."""
-        found: list[Outcome] = []
-        while numbers:
-            start = time.perf_counter()
-            outcomes = self._environments.outcomes(wait=True)
-            self.player.seconds += time.perf_counter() - start
-            for outcome in outcomes:
-                self._record(outcome)
-                found.append(outcome)
-        return found
 
     def _record(self, outcome: Outcome) -> None:
         state = self._states[outcome.number]
@@ -236,8 +268,9 @@ class Trajectories:
             if was_over:  # the answer to `finish`
                 continue
             state = self._states[outcome.number]
-            state.limited = not outcome.done and state.turns >= self.player.config.max_turns
-            if outcome.failure is not None or outcome.done or state.limited:
+            going_on = outcome.failure is None and not outcome.done
+            state.limited = going_on and state.turns >= self.player.config.max_turns
+            if not going_on or state.limited:
                 self._note(state, outcome)
                 replies.append(self._ended(outcome.number))
             else:
@@ -269,10 +302,10 @@ class Trajectories:
         """Adds an observation to the text of a trajectory. Only turns of the policy have the role assistant there."""
         observation = outcome.observation
         if isinstance(observation, str) and observation:
-            state.messages.append({"role": "user", "content": observation})
+            state.messages.append({"role": "user", "content": _shown(observation)})
         elif observation:
             for message in observation:
-                text = {name: str(value) for name, value in message.items()}
+                text = {name: _shown(str(value)) for name, value in message.items()}
                 state.messages.append(text | ({"role": "environment"} if text["role"] == "assistant" else {}))
 
     def _ended(self, number: int) -> Reply:
@@ -287,6 +320,11 @@ class Trajectories:
         state.over = True
         self._unanswered.add(number)
         self._environments.finish(number)
+
+
+def _shown(text: str) -> str:
+    """Shortens a text of an environment for files and the report."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ... ({len(text) - MOST_SHOWN} characters omitted)"
 
 
 def make_player(
@@ -305,10 +343,32 @@ def make_player(
         if config not in (None, EnvironmentConfig()):
             raise UserError("environment_config: it needs an environment; pass environment=... too.")
         return None
+    if isinstance(environment, str):
+        raise UserError(
+            f"environment: got the text {environment!r}; pass the class, or EnvironmentPool({environment!r})."
+        )
     running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
     tools = [dict(tool) for tool in running.tools]
     tokenizer = tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
     return Player(running, config or EnvironmentConfig(), tokenizer, rollout.eos_tokens or tokenizer.eos_ids)
+
+
+def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[str]) -> None:
+    """Checks that an engine of the user and the names of the rewards go with environments, if there are any.
+
+    Raises:
+      UserError: `generate` of the engine has no parameter `responder`, or a reward has the name of the environment's.
+    """
+    if player is None:
+        return
+    if REWARD in rewards:
+        raise UserError(f"reward_fns: the name '{REWARD}' is that of the environment's reward; use another name.")
+    if engine is not None:
+        parameters = inspect.signature(engine.generate).parameters.values()
+        if not any(each.name == "responder" or each.kind is each.VAR_POSITIONAL for each in parameters):
+            raise UserError(
+                f"engine {type(engine).__name__}: `generate` has no parameter `responder`, which environments need."
+            )
 
 
 def generate(
