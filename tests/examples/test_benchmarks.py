@@ -149,3 +149,14 @@ def test_zero_signal_computes_half_in_one_program(tmp_path, capsys, monkeypatch)
         assert [len(values) for values in found["seconds"].values()] == [3, 3]
         assert found["ratio"] == found["median"]["half"] / found["median"]["full"]
     assert "ratio of medians" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_turns_sample_as_many_tokens_on_every_side(monkeypatch):
+    """`measure` asserts it; at a tiny size."""
+    from benchmarks import turns
+
+    for name, value in {"PROMPTS": 1, "SIZE": 2, "TURNS": 2, "TURN": 4, "REPLY": 3, "PROMPT": 6, "LAYERS": 1}.items():
+        monkeypatch.setattr(turns, name, value)
+    found = turns.measure(1)
+    assert found["tokens"] == 2 * 2 * 4 and len(found["prefilled again / appended"]) == 1
