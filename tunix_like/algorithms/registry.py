@@ -123,7 +123,7 @@ def find_estimator(name: str) -> Estimator:
 
 
 def find_registered(name: str, registry: dict[str, Any], unknown: str, unregistered: Callable[[Any], Any]) -> Any:
-    """Returns the entry of a registered name, or that of the function that a file or module has under `name`.
+    """Returns the entry of a registered name, or of a function given by its place, such as `file.py:function`.
 
     Args:
       unknown: start of the error message for an unknown name: the config key and the kind of entry.

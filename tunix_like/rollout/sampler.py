@@ -46,8 +46,8 @@ class Sampler:
       mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.
 
     Attributes:
-      row_steps: number of rows times decode steps so far. Sampled tokens divided by its increase is the fraction of
-        useful work.
+      row_steps: number of rows times decode steps so far. The tokens sampled in a rollout, divided by its
+        increase, are the fraction of useful work.
     """
 
     def __init__(
