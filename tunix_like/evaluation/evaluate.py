@@ -84,7 +84,7 @@ def eval_problems(
     max_problems: int | None,
     overlong: str = "skip",
 ) -> tuple[list[Problem], Skipped]:
-    """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and how many were skipped.
+    """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and how many it skipped.
 
     The number of a problem is the index of its row (from 0), so evaluations that skip different rows can be detected.
 

@@ -43,7 +43,10 @@ class Stopped(SystemExit):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after SIGINT (Ctrl-C), at the same point as `Stopped`. As a KeyboardInterrupt it does not end the process of a notebook."""
+    """Raised after SIGINT (Ctrl-C), at the same point as `Stopped`.
+
+    As a KeyboardInterrupt it does not end the process of a notebook.
+    """
 
     def __init__(self, step: int, saved: bool) -> None:
         self.message = _stopped_after(step, saved)

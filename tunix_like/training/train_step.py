@@ -265,10 +265,10 @@ def train_step(
       frozen: parameters of the model that are not trained; None if there are none.
 
     Returns:
-      the new state, scalar metrics and the advantages. The state is unchanged in two cases: an advantage, the loss or the
-      gradient is non-finite (`update/skipped` is 1), or no token contributes to the loss (`update/empty` is 1). In the
-      second case momentum and weight decay would change the weights without data. A batch whose rewards are all equal is
-      not empty: its gradient 0 is passed to the optimizer.
+      the new state, scalar metrics and the advantages. The state is unchanged in two cases: an advantage, the loss or
+      the gradient is non-finite (`update/skipped` is 1), or no token contributes to the loss (`update/empty` is 1). In
+      the second case momentum and weight decay would change the weights without data. A batch whose rewards are all
+      equal is not empty: its gradient 0 is passed to the optimizer.
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
