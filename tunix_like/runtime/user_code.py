@@ -74,7 +74,7 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         functions = sorted(
             key
             for key, value in vars(module).items()
-            if inspect.isfunction(value) or inspect.isclass(value)
+            if inspect.isfunction(value) or (what == "Environment" and inspect.isclass(value))
             if not key.startswith("_") and value.__module__ == module.__name__
         )
         raise UserError(f"{label}: {place} has no function '{wanted}'; it has: {', '.join(functions) or 'none'}.")
