@@ -25,7 +25,15 @@ TAGS = (
     "!!str 010",
 )
 CALLERS = {
-    name: {"pickle"} for name in ("rewards/pool", "rewards/worker", "runtime/chat_templates", "runtime/template_worker")
+    name: {"pickle"}
+    for name in (
+        "rewards/pool",
+        "rewards/worker",
+        "rollout/environments/fork_server",
+        "rollout/environments/pool",
+        "runtime/chat_templates",
+        "runtime/template_worker",
+    )
 }
 """Who imports what reads objects: the two ends of what connects a run to the workers that it started itself. A worker
 reads them, the run does not."""

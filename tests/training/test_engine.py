@@ -65,15 +65,23 @@ WRONG = {
     "a negative length": (put("lengths", -1, (1, 2, 0)), "`lengths` must be .* completion 2 of prompt 1 has -1"),
     "longer than its array": (
         lambda out: put("lengths", 4, (0, 0, 0))(
-            out._replace(tokens=out.tokens[..., :3], logprobs=out.logprobs[..., :3])
+            out._replace(tokens=out.tokens[..., :3], logprobs=out.logprobs[..., :3], token_mask=None)
         ),
         r"`lengths` must be between 0 and 3 \(width of `tokens`: 3, limit of a completion: 4 tokens\); .* has 4",
     ),
     "longer than the limit": (
         lambda out: put("lengths", 5)(
-            out._replace(tokens=np.pad(out.tokens, [(0, 0), (0, 0), (0, 2)]), logprobs=np.zeros((4, 4, 6), np.float32))
+            out._replace(
+                tokens=np.pad(out.tokens, [(0, 0), (0, 0), (0, 2)]),
+                logprobs=np.zeros((4, 4, 6), np.float32),
+                token_mask=None,
+            )
         ),
         r"`lengths` must be between 0 and 4 \(width of `tokens`: 6, limit of a completion: 4 tokens\); .* has 5",
+    ),
+    "a mask beyond the length": (
+        lambda out: put("lengths", 1, (1, 2, 0))(put("token_mask", True, (1, 2, 3))(out)),
+        "`token_mask` must be True only for tokens of the completion; completion 2 of prompt 1",
     ),
     "no token of the model": (put("tokens", 13), "`tokens` must be token ids between 0 and 12; .*, token 0 has 13"),
     "a negative token": (put("tokens", -1), "`tokens` must be token ids between 0 and 12; .* has -1"),

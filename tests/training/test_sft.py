@@ -262,20 +262,21 @@ def test_a_command_goes_on_to_the_next_phase_unless_it_is_told_to_stop(command):
 
 def test_an_evaluation_of_a_command_knows_its_step(command, monkeypatch, tmp_path):
     """At step 0 rewards that all fail end the run, later (a judge that is down for a moment) they do not; the first of
-    several processes writes the completions."""
-    asked = []
+    several processes writes the completions. Its processes are stopped at the end."""
+    asked, closed = [], []
 
     def evaluator(params, *, rollouts, step):
         asked.append((params, rollouts, step))
         return SimpleNamespace(metrics={"eval/pass@1": 0.5})
 
+    evaluator.close = lambda: closed.append(True)
     command.parts.source.eval = ROWS
     monkeypatch.setattr(Parts, "evaluator", lambda self, config: evaluator)
     for first, folder in ((True, tmp_path / "rollouts" / "eval"), (False, None)):
         monkeypatch.setattr(processes, "is_first", lambda first=first: first)
         command.run(False)
         assert command.made["evaluate"]("weights", 25) == {"eval/pass@1": 0.5}
-        assert asked.pop() == ("weights", folder, 25)
+        assert asked.pop() == ("weights", folder, 25) and closed.pop()
 
 
 def test_a_signal_in_the_last_step_stops_where_more_training_follows():
