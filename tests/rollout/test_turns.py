@@ -171,7 +171,8 @@ def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
     found = play(Scripted(lockstep=seed is None, seed=seed), max_concurrent_rows=rows)
     for name in ("tokens", "lengths", "finished", "token_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(steps[0], name), err_msg=name)
-    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=1e-5)
+    # Programs of other shapes round differently: 1.3e-5 was seen, of values up to 10.
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=5e-5)
 
 
 def test_without_replies_it_is_the_sampler_of_one_turn():

@@ -54,12 +54,18 @@ def environments_of(config: Config) -> Environments | None:
     name, tools = section.name, section.tools or []
     place: str | list[str]
     if name is not None:
-        factory = resolve(name)
+        try:
+            factory = resolve(name)
+        except UserError as error:
+            raise UserError(f"environment.name: {error}") from error
         if section.workers is None and not is_own(factory):
             return LocalEnvironments(factory)
         place = environment_place(name, factory)
     else:
-        functions = zip(tools, resolve_tools(tools), strict=True)
+        try:
+            functions = zip(tools, resolve_tools(tools), strict=True)
+        except UserError as error:
+            raise UserError(f"environment.tools: {error}") from error
         place = [environment_place(tool, function, "Tool") for tool, function in functions]
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if section.workers is None else section.workers
     limits = {"timeout_seconds": section.timeout_seconds, "memory_gb": section.memory_gb}
