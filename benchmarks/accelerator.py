@@ -128,7 +128,7 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_stage(battery: Battery, stage: str) -> dict[str, Any]:
-    """Runs a stage to its end or its limit and returns its line; on an interruption the line says so."""
+    """Runs a stage to its end or its limit and returns its line, with a status if it was interrupted."""
     limit, start = battery.limit(stage), time.monotonic()
     line: dict[str, Any] = {"stage": stage, "size": battery.size, "limit": round(max(limit, 0.0), 1)}
     if limit < SHORTEST:

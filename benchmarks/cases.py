@@ -81,7 +81,7 @@ class Case:
         the same.
       top_p: nucleus of the sampling.
       beta: weight of the KL to a reference model.
-      counting: the weights count, so that a row ends where it is told to.
+      counting: the model counts tokens, so that a row ends at a chosen length.
       peer_prompts: prompts of one of the peer's micro-batches; None is its default, the whole batch.
       dtype: of the matrix products; None is what the library takes by itself.
     """

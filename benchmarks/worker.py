@@ -76,7 +76,7 @@ class Gate:
 
 
 def peak_memory_mb() -> float:
-    """The most that this process has held: on the device where it says so, else resident memory."""
+    """Returns the peak memory of this process: that of the device if it reports one, else resident memory."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()

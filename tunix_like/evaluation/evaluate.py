@@ -184,7 +184,7 @@ class Evaluator:
             flat = completion_texts(out, self.tokenizer)
             with saved_on_failure(rollouts, step, part, flat):
                 scores = score_completions(self.rewards, part, flat, config.samples)
-                episodes = None if trajectories is None else trajectories.episodes()[: len(flat)]
+                episodes = None if trajectories is None else trajectories.episodes()
                 scores = scores if episodes is None else with_environment(scores, episodes)
                 if step == 0 and not parts and (scores.timeouts | scores.errors).all():
                     raise UserError(f"evaluation: {nothing_scored_message(scores)}")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tunix_like.rewards.worker import HEADER, START, message
+from tunix_like.rewards.worker import HEADER, START, message, send_pending
 from tunix_like.runtime.visible import visible
 
 SHOWN = 65_536
@@ -79,10 +79,7 @@ class WorkerProcess:
         """Writes and reads without blocking; returns an answer once it is complete, else None."""
         self._pass_on()
         try:
-            while self._out:
-                self._out = self._out[self.channel.send(self._out) :]
-        except BlockingIOError:
-            pass
+            self._out = send_pending(self.channel, self._out)
         except OSError:
             self.gone = True
         try:

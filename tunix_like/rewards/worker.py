@@ -122,6 +122,20 @@ def _answer(functions: Mapping[str, Callable[..., Any] | str], request: bytes) -
         return {"error": explain(name, error), "of_all": isinstance(error, WrongCount)}
 
 
+def send_pending(channel: socket.socket, content: bytes) -> bytes:
+    """Sends as much as a non-blocking socket takes, and returns the rest.
+
+    Raises:
+      OSError: the other end is closed.
+    """
+    while content:
+        try:
+            content = content[channel.send(content) :]
+        except BlockingIOError:
+            break
+    return content
+
+
 def read_exactly(channel: socket.socket, length: int) -> bytes | None:
     """Reads exactly `length` bytes; returns None at the end of the stream."""
     parts = bytearray()

@@ -100,7 +100,7 @@ def saved_on_failure(
 
 
 class FirstFailure:
-    """Logs the first completion of a run for which a reward function failed, in full; later ones are not logged."""
+    """Logs the first failure of a reward function or an environment in a run, in full; later ones are not logged."""
 
     def __init__(self) -> None:
         self._shown = False

@@ -69,10 +69,9 @@ class TurnSchedule(Schedule):
         used = self.row_sample >= 0
         self.ages = np.where(used, ages, 0)
         self._submit(used & ~live & ~self._waits(), ended, ages)
-        if self.pending.any():
-            # The cache may be full while rows are live. In lockstep, what happens next must not depend on time.
-            wait = self.responder.lockstep or not (used & live).any()
-            self._reply(self.responder.replies(wait), ages)
+        all_ended = not (used & live).any()  # else decoding stopped because the cache is full, or for eager replies
+        if self.pending.any() and (all_ended or not self.responder.lockstep):
+            self._reply(self.responder.replies(wait=all_ended), ages)
         self.ages = np.where(self.row_sample >= 0, self.ages, 0)
         return int((used & (self.row_sample < 0)).sum())
 

@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.worker import HEADER, message
+from tunix_like.rewards.worker import HEADER, message, send_pending
 from tunix_like.rollout.environments.outcomes import Outcome
 from tunix_like.rollout.environments.results import (
     MOST_CHARACTERS,
@@ -75,10 +75,7 @@ class Caller:
         """
         assert self.channel is not None
         try:
-            while self.out:
-                self.out = self.out[self.channel.send(self.out) :]
-        except BlockingIOError:
-            pass
+            self.out = send_pending(self.channel, self.out)
         except OSError:
             self.closed = True
         try:

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tunix_like.rewards.calls import explain
-from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly
+from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly, send_pending
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
 from tunix_like.rollout.environments.process_tree import children_of
 from tunix_like.runtime.user_code import load_function
@@ -234,10 +234,7 @@ class _Server:
 
     def _send(self) -> None:
         try:
-            while self.out:
-                self.out = self.out[self.channel.send(self.out) :]
-        except BlockingIOError:
-            pass
+            self.out = send_pending(self.channel, self.out)
         except OSError:
             self.closed = True
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+
+from tunix_like.rollout.environments.protocol import EnvStepResult
 
 NUMBERS = 64
 """The hidden number is one of 0, 1, ..., NUMBERS - 1."""
@@ -15,15 +16,6 @@ HIGHER, LOWER, INVALID = "HIGHER", "LOWER", "INVALID"
 
 COST = 0.05
 """Reduction of the reward for each turn after the first."""
-
-
-class Answer(NamedTuple):
-    """The result of a step; see `types.EnvStepResult`, which this module does not import, since that imports jax."""
-
-    observation: str | None
-    reward: float
-    done: bool
-    info: dict[str, float]
 
 
 class Guess:
@@ -38,14 +30,14 @@ class Guess:
         """Hides `number`."""
         self.number, self.turns = number, 0
 
-    def step(self, completion: str) -> Answer:
+    def step(self, completion: str) -> EnvStepResult:
         """Compares the guess with the hidden number."""
         self.turns += 1
         found = re.findall(r"(?<![\d.-])\d{1,9}(?![\d.]*\d)", completion)
         guess = int(found[-1]) if found else -1
         if guess == self.number:
             info = {"turns_to_success": float(self.turns), "solved": 1.0}
-            return Answer(None, 1 - COST * (self.turns - 1), True, info)
+            return EnvStepResult(None, 1 - COST * (self.turns - 1), True, info)
         over = self.turns == MOST_GUESSES
         text = INVALID if not 0 <= guess < NUMBERS else HIGHER if guess < self.number else LOWER
-        return Answer(None if over else text, 0.0, over, {"turns_to_success": MOST_GUESSES + 1.0, "solved": 0.0})
+        return EnvStepResult(None if over else text, 0.0, over, {"turns_to_success": MOST_GUESSES + 1.0, "solved": 0.0})

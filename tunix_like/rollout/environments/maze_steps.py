@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
-"""Offset of each move, as (rows, columns)."""
+from tunix_like.rewards.maze import MOVES
+from tunix_like.rollout.environments.protocol import EnvStepResult
 
 MOST_MOVES = 16
 """The episode is lost after this many turns."""
-
-
-class Moved(NamedTuple):
-    """The result of a step; see `types.EnvStepResult`, which this module does not import, since that imports jax."""
-
-    observation: str | None
-    reward: float
-    done: bool
-    info: dict[str, float]
 
 
 class MazeSteps:
     """A walk from the cell at (1, 1), one move to a neighbouring cell per turn.
 
     Cells are at odd rows and columns, with a wall or an opening between two neighbours. The observation is the moves
-    that are open, such as `DOWN+RIGHT`. A turn is one move, the last in its text. A move against a wall, or a turn
-    without a move, changes nothing and counts too. The reward is 1 at GOAL.
+    that are open, such as `DOWN+RIGHT`. A turn is exactly one move. A move against a wall, or a turn with
+    no move or several, changes nothing and counts too. The reward is 1 at GOAL.
     """
 
     def reset(self, hidden: str) -> str:
@@ -33,7 +22,7 @@ class MazeSteps:
         self.rows, self.row, self.column, self.turns, self.blocked = hidden.split("\n"), 1, 1, 0, 0
         return f" {self._open()}"
 
-    def step(self, completion: str) -> Moved:
+    def step(self, completion: str) -> EnvStepResult:
         """Makes a move; the answer is the moves that are open now."""
         self.turns += 1
         moves = [word for word in completion.split() if word in MOVES]
@@ -45,7 +34,7 @@ class MazeSteps:
         reached = self.rows[self.row][self.column] == "G"
         over = reached or self.turns == MOST_MOVES
         info = {"moves": float(self.turns), "blocked": float(self.blocked)}
-        return Moved(None if over else self._open(), float(reached), over, info)
+        return EnvStepResult(None if over else self._open(), float(reached), over, info)
 
     def _is_open(self, move: str) -> bool:
         down, right = MOVES[move]

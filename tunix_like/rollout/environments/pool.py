@@ -173,7 +173,7 @@ class EnvironmentPool:
         self._send_orders()
 
     def _look(self) -> None:
-        """Reads what has arrived and stops what is over a limit."""
+        """Reads answers, and stops processes that exceed a limit."""
         self._look_at_server()
         now = time.monotonic()
         unattended = self._looked if now - self._looked > 10 * POLL_SECONDS else now
