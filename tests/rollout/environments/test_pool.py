@@ -440,9 +440,9 @@ from tunix_like.rollout.environments.pool import EnvironmentPool
 pool = EnvironmentPool("tests.rollout.environments.misbehaving:Env", workers=3, timeout_seconds=1000, memory_gb=4)
 for number in range(3):
     pool.reset(number, {})
-while len(pool._ready) < 3 or None in [caller.pid for caller in pool._callers.values()]:
-    pool._ready += pool.outcomes(False)
-pool._ready.clear()
+answers = []
+while len(answers) < 3 or None in [caller.pid for caller in pool._callers.values()]:
+    answers.extend(pool.outcomes(False))
 print(pool._server.pid, *[caller.pid for caller in pool._callers.values()], flush=True)
 pool.step(0, "child")
 pool.step(1, "spin")
