@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import default_dtype
 from tunix_like.rollout.logits import SamplingParams
+from tunix_like.rollout.requests import collect, samples_of
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.training import sizes
 from tunix_like.training.learners import GRPOConfig, GRPOLearner
 from tunix_like.training.memory import rollout_phase, update_phases
 from tunix_like.training.phases import Phase
-from tunix_like.types import Completions
+from tunix_like.types import Completions, Request, Sample
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -102,7 +103,7 @@ def _rollout(case: Case, model: Decoder, gate: Gate) -> None:
     graphdef, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
     sampler = Sampler(graphdef, case.eos_ids(), max_prompt_length=case.prompt_length, max_tokens=case.max_tokens)
-    prompts, numbers = case.batch().prompts.tolist(), list(range(case.prompts))
+    requests = [Request(tokens, number, case.group) for number, tokens in enumerate(case.batch().prompts.tolist())]
     sampling = SamplingParams(1.0, case.top_p)
     work = sizes.update_work(
         RLTrainingConfig(), model, (case.prompts, case.group), (case.prompt_length, case.max_tokens)
@@ -111,7 +112,7 @@ def _rollout(case: Case, model: Decoder, gate: Gate) -> None:
     memory = Memory(rollout_phase(work, case.rows, case.prompts, {"weights": work.weights}))
     gate.begin()
     for repeat in range(FOREVER):
-        out = sampler.generate(params, prompts, numbers, case.group, jax.random.key(repeat), sampling)
+        out = collect(sampler.generate(params, requests, jax.random.key(repeat), sampling), requests)
         gate.end(int(out.lengths.sum()), **memory.read())
 
 
@@ -127,8 +128,8 @@ class _Given:
     def place(self, params: Any) -> Any:
         return params
 
-    def generate(self, *_: Any, **__: Any) -> Completions:
-        return self.completions
+    def generate(self, *_: Any, **__: Any) -> Iterator[Sample]:
+        return samples_of(self.completions)
 
 
 def _update(case: Case, model: Decoder, gate: Gate) -> None:

@@ -22,8 +22,9 @@ from flax import nnx
 
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.types import Reply, SamplingParams, Turn
+from tunix_like.types import Reply, Request, SamplingParams, Turn
 
 PROMPTS, SIZE, PROMPT = 4, 8, 96
 TURN, REPLY, TURNS = 32, 12, 8
@@ -90,15 +91,16 @@ def sides(graphdef: Any, params: Any) -> dict[str, Any]:
     """Returns the three sides as functions that return the number of sampled tokens."""
     prompts = [[*range(TURN, TURN + PROMPT - 1), TURN - 1]] * PROMPTS
     key, end = jax.random.key(0), (TURN - 1,)
+    requests = [Request(tokens, number, SIZE) for number, tokens in enumerate(prompts)]
     one_turn = sampler(graphdef, (), PROMPT, TURN * TURNS)
     in_turns = sampler(graphdef, end, PROMPT, (TURN + REPLY) * TURNS)
     again = sampler(graphdef, end, PROMPT + (TURN + REPLY) * TURNS, TURN)
 
     def single() -> int:
-        return int(one_turn.generate(params, prompts, range(PROMPTS), SIZE, key, GREEDY).lengths.sum())
+        return int(collect(one_turn.generate(params, requests, key, GREEDY), requests).lengths.sum())
 
     def appended() -> int:
-        out = in_turns.generate(params, prompts, range(PROMPTS), SIZE, key, GREEDY, Appends(TURNS))
+        out = collect(in_turns.generate(params, requests, key, GREEDY, Appends(TURNS)), requests)
         assert out.finished.all()
         return int(out.token_mask.sum())
 
@@ -106,7 +108,8 @@ def sides(graphdef: Any, params: Any) -> dict[str, Any]:
         histories = [list(prompt) for prompt in prompts for _ in range(SIZE)]
         sampled = 0
         for _ in range(TURNS):
-            out = again.generate(params, histories, range(len(histories)), 1, key, GREEDY)
+            rows = [Request(tokens, number, 1) for number, tokens in enumerate(histories)]
+            out = collect(again.generate(params, rows, key, GREEDY), rows)
             sampled += int(out.lengths.sum())
             for row, history in enumerate(histories):
                 history += [*out.tokens[row, 0, : out.lengths[row, 0]].tolist(), *reply()]

@@ -7,7 +7,7 @@ completion positions, `V` vocabulary, `D` model width, `H`/`K` query/key heads, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -98,14 +98,50 @@ class SamplingParams:
     top_k: int | None = None
 
 
+class Request(NamedTuple):
+    """A prompt, and the number of completions to sample for it, which form a group.
+
+    Attributes:
+      tokens: the token ids of the prompt.
+      number: distinguishes the requests of one call. The random numbers of a completion depend only on it, on the index
+        of the completion in its group and on the key of the call.
+      samples: number of completions.
+    """
+
+    tokens: Sequence[int]
+    number: int
+    samples: int
+
+
+class Sample(NamedTuple):
+    """One sampled completion of `n` tokens.
+
+    Attributes:
+      request: index of its request in the call.
+      sample: index in its group.
+      tokens: token ids, including the end-of-sequence token.
+      logprobs: log-probability of each token in nats, under the weights that `Engine.generate` gets, with the sampling
+        temperature and before truncation by top-k or top-p.
+      finished: False if the token limit truncated the completion.
+      token_mask: True for the tokens that the policy sampled, False for those of a `Responder` (None: the policy
+        sampled every token).
+    """
+
+    request: int
+    sample: int
+    tokens: Int[np.ndarray, "n"]
+    logprobs: Float[np.ndarray, "n"]
+    finished: bool
+    token_mask: Bool[np.ndarray, "n"] | None = None
+
+
 class Completions(NamedTuple):
-    """Sampled completions, as numpy arrays on the host. Entries at or beyond a completion's length are not read.
+    """The samples of a call as numpy arrays on the host. Entries at or beyond a completion's length are not read.
 
     Attributes:
       tokens: token ids. `T` is at least the longest length.
       lengths: number of tokens of each completion, including the end-of-sequence token.
-      logprobs: log-probability of each token in nats, under the weights that `Engine.generate` gets, with the sampling
-        temperature and before truncation by top-k or top-p.
+      logprobs: log-probability of each token; see `Sample`.
       finished: False if the token limit truncated the completion.
       token_mask: True for the tokens that the policy sampled, False for those of a `Responder` and beyond the length
         (None: the policy sampled every token).
@@ -191,20 +227,16 @@ class Engine(Protocol):
     def generate(
         self,
         params: Any,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        num_generations: int,
+        requests: Sequence[Request],
         key: Array,
         sampling: SamplingParams,
         responder: Responder | None = None,
-    ) -> Completions:
-        """Samples `num_generations` completions of each prompt.
+    ) -> Iterator[Sample]:
+        """Samples the completions of all requests, and yields each as soon as it is finished, in any order.
 
         Args:
           params: the weights, from `place`.
-          prompts: token ids, each prompt with 1 to `max_prompt_length` tokens.
-          numbers: one distinct number per prompt. The random numbers of a completion depend only on this number, on
-            the index of the completion in its group and on `key`.
+          requests: each has 1 to `max_prompt_length` tokens and a number of its own.
           responder: answers each turn of a completion, which ends with an end-of-sequence token, until it has no reply
             or the token limit is reached. None: a completion has a single turn. An engine without turns may omit this
             parameter.

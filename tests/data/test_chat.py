@@ -19,10 +19,12 @@ from tunix_like.config.load import load
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import render
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.rollout.requests import collect, samples_of
+from tunix_like.rollout.rollouts import with_width
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runs.build import assemble
 from tunix_like.training import updates
-from tunix_like.types import Completions
+from tunix_like.types import Sample
 
 QWEN = (
     "{%- if messages[0].role == 'system' %}\n    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
@@ -145,10 +147,9 @@ def test_so_does_generate(home, name, data, messages, args, monkeypatch):
     """Of a run folder as of a model: here its keys are typed."""
     seen = []
 
-    def sample(self, params, prompts, numbers, size, *rest):
-        seen.extend(prompts)
-        none = np.zeros((1, 1, 1))
-        return Completions(none.astype(int), none[0].astype(int), none, none[0] > 0)
+    def sample(self, params, requests, *rest):
+        seen.extend(request.tokens for request in requests)
+        yield Sample(0, 0, np.zeros(0, int), np.zeros(0), False)
 
     monkeypatch.setattr(Sampler, "generate", sample)
     given = overrides(home, name, **data)[1:]
@@ -216,8 +217,8 @@ def test_completions_stay_the_ids_that_were_sampled(tmp_path, monkeypatch):
     seen, generate, step_inputs = {}, Sampler.generate, updates.step_inputs
 
     def sample(self, *arguments):
-        seen["sampled"] = generate(self, *arguments)
-        return seen["sampled"]
+        seen["sampled"] = with_width(collect(generate(self, *arguments), arguments[1]), 16)
+        return samples_of(seen["sampled"])
 
     def update(batch, *arguments):
         seen["trained"] = batch

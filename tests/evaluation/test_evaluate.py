@@ -21,6 +21,7 @@ from tunix_like.evaluation.statistics import intervals
 from tunix_like.rewards import ANSWERS as ANSWERS_OF
 from tunix_like.rewards import REWARDS as REWARD_FNS
 from tunix_like.rewards import Scores, register_reward_fn
+from tunix_like.rollout.requests import samples_of
 from tunix_like.rollout.rollouts import Rollout, rollout_metrics
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runtime import progress
@@ -55,12 +56,13 @@ class Scripted(Sampler):
     def place(self, params):
         return params
 
-    def generate(self, params, prompts, numbers, num_generations, key, sampling):
-        self.calls.append((params, [list(p) for p in prompts], list(numbers), num_generations, key, sampling))
+    def generate(self, params, requests, key, sampling):
+        numbers, num_generations = [request.number for request in requests], requests[0].samples
+        self.calls.append((params, [list(r.tokens) for r in requests], numbers, num_generations, key, sampling))
         words = np.array([[WORDS[word] for word in ANSWERS[min(n, 4)][:num_generations]] for n in numbers], np.int32)
         cut = words == WORDS["half"]
         tokens = np.stack([words, np.zeros_like(words)], axis=-1)
-        return Completions(tokens, 2 - cut.astype(np.int32), np.zeros(tokens.shape, np.float32), ~cut)
+        return samples_of(Completions(tokens, 2 - cut.astype(np.int32), np.zeros(tokens.shape, np.float32), ~cut))
 
 
 def score(prompts, completions, **columns):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.rollout.arrays import sample_groups
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model, save_model
@@ -162,7 +163,7 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
     params, prompts, steps = nnx.to_pure_dict(state), [TOKENS[0, :17].tolist(), TOKENS[1, :3].tolist()], 64
     sampler = Sampler(graphdef, (), max_prompt_length=24, max_tokens=steps)
     for temperature in (0.0, 0.7):
-        found = sampler.generate(params, prompts, [0, 1], 2, jax.random.key(0), SamplingParams(temperature))
+        found = sample_groups(sampler, params, prompts, [0, 1], 2, jax.random.key(0), SamplingParams(temperature))
         logits = np.empty((2, 2, steps, SMALL["vocab_size"]))
         for p, i in np.ndindex(2, 2):
             with torch.no_grad():

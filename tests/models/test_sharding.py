@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.rollout.arrays import sample_groups
 from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
 from tunix_like.config.schema import MeshConfig
 from tunix_like.data.maze import tokenizer
@@ -134,7 +135,7 @@ def test_models_that_cannot_be_trained_are_sampled_on_a_mesh(kinds):
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4, max_concurrent_rows=8)
     engine = make_engine(graphdef, tokenizer(), rollout, mesh)
     params = engine.place(place_params(nnx.to_pure_dict(state), mesh))
-    out = engine.generate(params, [[4, 5]] * 8, range(8), 1, jax.random.key(0), SamplingParams())
+    out = sample_groups(engine, params, [[4, 5]] * 8, range(8), 1, jax.random.key(0), SamplingParams())
     assert (out.lengths > 0).all()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.rollout.arrays import sample_groups
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.rope import LinearScaling
@@ -54,7 +55,7 @@ def drawn():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "FIRST_CACHE", 16)
         made = Sampler(GRAPHDEF, (3,), max_prompt_length=24, max_tokens=STEPS, max_concurrent_rows=4)
-        found = made.generate(PARAMS, PROMPTS, range(5), SIZE, jax.random.key(0), SamplingParams(TEMPERATURE))
+        found = sample_groups(made, PARAMS, PROMPTS, range(5), SIZE, jax.random.key(0), SamplingParams(TEMPERATURE))
     lengths = np.sort(found.lengths, axis=None)
     assert lengths[0] < 6 and lengths[-1] > 40, lengths
     return found

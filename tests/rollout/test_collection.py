@@ -15,6 +15,7 @@ from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.data import reverse_text
 from tunix_like.data.stream import Prompt
 from tunix_like.rollout.collection import Collector, shape_rewards
+from tunix_like.rollout.requests import samples_of
 from tunix_like.rollout.rollouts import Task
 from tunix_like.types import Completions
 
@@ -100,8 +101,12 @@ class FakeEngine:
     def place(self, params):
         return params
 
-    def generate(self, params, prompts, numbers, size, key, sampling):
+    def generate(self, params, requests, key, sampling):
+        numbers = [request.number for request in requests]
         self.numbers += numbers
+        return samples_of(self.completions(numbers, SIZE))
+
+    def completions(self, numbers, size):
         draws = [np.random.default_rng(number) for number in numbers]
         lengths = np.array([draw.integers(1, LIMIT + 1, size) for draw in draws], np.int32)
         tokens = np.array([draw.integers(5, 13, (size, LIMIT)) for draw in draws], np.int32)
@@ -169,9 +174,11 @@ def test_dynamic_sampling_by_a_loop(kinds, batch_size, cap, name):
         rollout, batch, metrics, tokens = collector(2, None, silent)
         assert [problem.number for problem in rollout.problems] == expected
         assert [problem.text for problem in rollout.problems] == [f"{n}>" for n in expected]
-        every = FakeEngine().generate(None, None, drawn, SIZE, None, None)
-        own = FakeEngine().generate(None, None, expected, SIZE, None, None)
-        np.testing.assert_array_equal(batch.completion_tokens, own.tokens[:, :, : batch.completion_tokens.shape[-1]])
+        every = FakeEngine().completions(drawn, SIZE)
+        own = FakeEngine().completions(expected, SIZE)
+        expected_tokens = np.where(np.arange(LIMIT) < own.lengths[..., None], own.tokens, 0)
+        width = batch.completion_tokens.shape[-1]
+        np.testing.assert_array_equal(batch.completion_tokens, expected_tokens[:, :, :width])
         np.testing.assert_array_equal(batch.completion_lengths, own.lengths)
         rewards = np.array([GROUPS[kinds[n]] for n in expected], float)
         np.testing.assert_array_equal(batch.scored, ~np.isnan(rewards))

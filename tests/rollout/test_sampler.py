@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
@@ -56,7 +57,7 @@ def sample(
     prompts=(A, B, C), numbers=(3, 8, 1), size=SIZE, key=KEY, sampling=WARM, eos_ids=(), max_tokens=12, **limits
 ):
     made = Sampler(GRAPHDEF, eos_ids, max_prompt_length=24, max_tokens=max_tokens, **limits)
-    return made.generate(PARAMS, prompts, numbers, size, key, sampling)
+    return sample_groups(made, PARAMS, prompts, numbers, size, key, sampling)
 
 
 def full_logits(prompts, tokens: np.ndarray) -> np.ndarray:
@@ -301,6 +302,6 @@ def test_useful_share_of_the_work(ragged, monkeypatch):
     }
     monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1000)
     for one in made.values():
-        one.generate(PARAMS, PROMPTS, NUMBERS, MANY, KEY, WARM)
+        sample_groups(one, PARAMS, PROMPTS, NUMBERS, MANY, KEY, WARM)
     assert made[1].row_steps == ragged.lengths.sum(), "one row is live until it is done"
     assert made[24].row_steps == 80 * len(PROMPTS) * MANY

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.rollout.arrays import sample_groups
 from tests.rollout.test_sampler import KEY, WARM, chosen_logprobs
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models import attention
@@ -90,7 +91,7 @@ def play(responder, model="plain", mesh=None, **limits) -> Completions:
     graphdef, params = MODELS[model]
     made = Sampler(graphdef, ENDS, max_prompt_length=24, max_tokens=MOST, mesh=mesh, **limits)
     params = made.place(params if mesh is None else place_params(params, mesh))
-    return made.generate(params, PROMPTS, range(2, 2 + len(PROMPTS)), SIZE, KEY, WARM, responder)
+    return sample_groups(made, params, PROMPTS, range(2, 2 + len(PROMPTS)), SIZE, KEY, WARM, responder)
 
 
 def expected_logprobs(found: Completions, model="plain") -> np.ndarray:

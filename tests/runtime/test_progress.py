@@ -18,7 +18,7 @@ from tunix_like.data import reverse_text
 from tunix_like.runtime import console, progress
 from tunix_like.runtime import profile as speed
 from tunix_like.training.engine import make_engine
-from tunix_like.types import SamplingParams
+from tunix_like.types import Request, SamplingParams
 
 
 class Clock:
@@ -187,8 +187,8 @@ def test_the_sampler_tells_every_row_and_jax_what_it_compiles(monkeypatch):
     # Lengths of no other test: what a process has compiled is not compiled again.
     sampler = make_engine(graphdef, tokenizer, RolloutConfig(max_prompt_length=11, max_tokens_to_generate=7))
     with progress.shown(lines=False):
-        args = nnx.to_pure_dict(state), [[3, 4], [5]], [0, 1], 3, jax.random.key(0), SamplingParams()
-        sampler.generate(*args)
+        requests = [Request([3, 4], 0, 3), Request([5], 1, 3)]
+        list(sampler.generate(nnx.to_pure_dict(state), requests, jax.random.key(0), SamplingParams()))
     assert told[-1][:2] == ("sampling", "6/6") and "of 7 tokens" in told[-1][2]
     begun = [name for name in compiled if name]
     assert "decoding" in begun and "prefill" in begun and compiled.count(None) == len(begun)

@@ -16,6 +16,8 @@ from tunix_like import (
     RolloutConfig,
 )
 from tunix_like.data import reverse_text
+from tunix_like.rollout import requests as requests_module
+from tunix_like.rollout.rollouts import with_width
 
 TEXTS = ["ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]
@@ -102,9 +104,15 @@ def watch_rewards(kept, reward=varied):
 
 
 def watch_sampler(learner):
-    """All that the learner's sampler gives from now on."""
+    """The completions of each call of the learner's sampler from now on, as arrays."""
     caught, generate = [], learner.engine.generate
-    learner.engine.generate = lambda *a, **k: caught.append(generate(*a, **k)) or caught[-1]
+    limit = learner.task.rollout_config.max_tokens_to_generate
+
+    def watched(params, requests, *rest):
+        caught.append(with_width(requests_module.collect(generate(params, requests, *rest), requests), limit))
+        return requests_module.samples_of(caught[-1])
+
+    learner.engine.generate = watched
     return caught
 
 

@@ -50,8 +50,8 @@ class Watched:
             on_row=lambda row, total: self.rows.append(dict(row)),
         )
         generate = self.learner.engine.generate
-        self.learner.engine.generate = lambda params, prompts, numbers, *rest: (
-            self.numbers.extend(numbers) or generate(params, prompts, numbers, *rest)
+        self.learner.engine.generate = lambda params, requests, *rest: (
+            self.numbers.extend(request.number for request in requests) or generate(params, requests, *rest)
         )
 
     def _keep(self, prompts, completions, rewards, advantages, row, **columns):

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from tests.training.small_learner import ROWS, assert_same, collect, make, params_of, varied
+from tests.training.small_learner import ROWS, make, varied
 from tunix_like import EvalConfig, UserError
-from tunix_like.types import Completions
 
 
 class Changed:
-    """The in-process engine of a learner, whose results `change` replaces."""
+    """The in-process engine of a learner, whose samples `change` replaces."""
 
     max_prompt_length = 8
 
@@ -24,69 +23,73 @@ class Changed:
         return params
 
     def generate(self, *arguments):
-        return self.change(self.inner.generate(*arguments))
+        yield from self.change(list(self.inner.generate(*arguments)))
 
 
-def put(field, value, place=(0, 0, 0)):
-    """Returns a function that sets one entry of a field."""
+def with_fields(**fields):
+    """Returns a function that replaces fields of completion 2 of request 1 by functions of the sample."""
 
-    def change(out):
-        values = getattr(out, field).copy()
-        values[place[: values.ndim]] = value
-        return out._replace(**{field: values})
+    def change(samples):
+        for sample in samples:
+            chosen = (sample.request, sample.sample) == (1, 2)
+            yield sample._replace(**{name: f(sample) for name, f in fields.items()}) if chosen else sample
 
     return change
 
 
+def put(field, value, place=0):
+    """Returns a function that sets one entry of a field."""
+
+    def changed(sample):
+        values = getattr(sample, field).copy()
+        values[place] = value
+        return values
+
+    return with_fields(**{field: changed})
+
+
+def long(kind, length):
+    return lambda sample: np.zeros(length, kind)
+
+
 WRONG = {
-    "no Completions": (tuple, r"must return a tunix_like\.types\.Completions; it returned .* type tuple"),
-    "a list": (lambda out: out._replace(lengths=out.lengths.tolist()), "`lengths` must be a numpy array; .* type list"),
-    "float tokens": (lambda out: out._replace(tokens=out.tokens * 1.0), "`tokens` must contain integers; .* float64"),
-    "integer finished": (
-        lambda out: out._replace(finished=out.finished.astype(int)),
-        "`finished` must contain booleans; its dtype is int64",
+    "no sample": (lambda samples: map(tuple, samples), r"must yield tunix_like\.types\.Sample; it yielded a tuple"),
+    "twice": (lambda samples: [*samples, samples[3]], "completion . of request . came twice or was not requested"),
+    "not requested": (with_fields(sample=lambda _: 4), "completion 4 of request 1 came twice or was not requested"),
+    "too few": (lambda samples: samples[:-2], "2 completions were not yielded; the first is completion . of request"),
+    "float tokens": (
+        with_fields(tokens=lambda sample: sample.tokens * 1.0),
+        r"completion 2 of request 1: `tokens` must be a one-dimensional array of integers; .* shape \[\d\] .* float64",
     ),
-    "flat tokens": (
-        lambda out: out._replace(tokens=out.tokens.reshape(-1, out.tokens.shape[-1])),
-        r"`tokens` must have the shape \[prompts, completions per prompt, tokens\] = \[4, 4, 'T'\]; it has \[16, 4\]",
+    "two dimensions": (
+        with_fields(tokens=lambda sample: sample.tokens[None]),
+        r"`tokens` must be a one-dimensional array of integers; it has the shape \[1, \d\]",
     ),
-    "too few prompts": (
-        lambda out: Completions(*(values[:2] for values in out)),
-        r"`tokens` must have the shape .* = \[4, 4, 'T'\]; it has \[2, 4, 4\]",
+    "integer finished": (with_fields(finished=lambda _: 1), "`finished` must be True or False; it is 1"),
+    "fewer log-probabilities": (
+        with_fields(tokens=long(int, 3), logprobs=long(float, 2)),
+        r"`logprobs` must have one entry per token \(3\); it has 2",
     ),
-    "too few lengths": (
-        lambda out: out._replace(lengths=out.lengths[:, :3]),
-        r"`lengths` must have the shape \[prompts, completions per prompt\] = \[4, 4\]; it has \[4, 3\]",
-    ),
-    "narrow log-probabilities": (
-        lambda out: out._replace(logprobs=out.logprobs[..., :2]),
-        r"`logprobs` must have the shape .* = \[4, 4, 4\]; it has \[4, 4, 2\]",
-    ),
-    "a negative length": (put("lengths", -1, (1, 2, 0)), "`lengths` must be .* completion 2 of prompt 1 has -1"),
-    "longer than its array": (
-        lambda out: put("lengths", 4, (0, 0, 0))(
-            out._replace(tokens=out.tokens[..., :3], logprobs=out.logprobs[..., :3], token_mask=None)
-        ),
-        r"`lengths` must be between 0 and 3 \(width of `tokens`: 3, limit of a completion: 4 tokens\); .* has 4",
+    "integer log-probabilities": (
+        with_fields(tokens=long(int, 2), logprobs=long(int, 2)),
+        "`logprobs` must be a one-dimensional array of floating-point numbers; .* int64",
     ),
     "longer than the limit": (
-        lambda out: put("lengths", 5)(
-            out._replace(
-                tokens=np.pad(out.tokens, [(0, 0), (0, 0), (0, 2)]),
-                logprobs=np.zeros((4, 4, 6), np.float32),
-                token_mask=None,
-            )
-        ),
-        r"`lengths` must be between 0 and 4 \(width of `tokens`: 6, limit of a completion: 4 tokens\); .* has 5",
+        with_fields(tokens=long(int, 5), logprobs=long(float, 5)),
+        "it has 5 tokens; the limit of a completion is 4",
     ),
-    "a mask beyond the length": (
-        lambda out: put("lengths", 1, (1, 2, 0))(put("token_mask", True, (1, 2, 3))(out)),
-        "`token_mask` must be True only for tokens of the completion; completion 2 of prompt 1",
+    "a short mask": (
+        with_fields(tokens=long(int, 2), logprobs=long(float, 2), token_mask=long(bool, 3)),
+        r"`token_mask` must have one entry per token \(2\); it has 3",
     ),
-    "no token of the model": (put("tokens", 13), "`tokens` must be token ids between 0 and 12; .*, token 0 has 13"),
-    "a negative token": (put("tokens", -1), "`tokens` must be token ids between 0 and 12; .* has -1"),
-    "NaN": (put("logprobs", np.nan), "`logprobs` must be finite log-probabilities .*; .* prompt 0, token 0 has nan"),
-    "an infinity": (put("logprobs", -np.inf), "`logprobs` must be finite log-probabilities .* has -inf"),
+    "a mask of numbers": (
+        with_fields(tokens=long(int, 2), logprobs=long(float, 2), token_mask=long(int, 2)),
+        "`token_mask` must be a one-dimensional array of booleans",
+    ),
+    "no token of the model": (put("tokens", 13), "`tokens` must be token ids between 0 and 12; token 0 has 13"),
+    "a negative token": (put("tokens", -1), "`tokens` must be token ids between 0 and 12; token 0 has -1"),
+    "NaN": (put("logprobs", np.nan), "`logprobs` must be finite log-probabilities; token 0 has nan"),
+    "an infinity": (put("logprobs", -np.inf), "`logprobs` must be finite log-probabilities; token 0 has -inf"),
 }
 
 
@@ -99,25 +102,23 @@ def test_wrong_results_are_refused(change, message):
             use(learner)
 
 
-def test_what_is_beyond_a_length_is_not_read():
-    """NaN and token ids of no token there change no bit of a run."""
+def test_lists_and_empty_completions_are_accepted():
+    """Numbers may be in lists, and a completion may have no tokens."""
 
-    def garbage(out):
-        beyond = np.arange(out.tokens.shape[-1]) >= out.lengths[..., None]
-        assert beyond.any()
-        return out._replace(
-            tokens=np.where(beyond, -1, out.tokens), logprobs=np.where(beyond, np.nan, out.logprobs).astype(np.float32)
-        )
+    def lists(samples):
+        for sample in samples:
+            empty = (sample.request, sample.sample) == (0, 1)
+            tokens, logprobs = ([], []) if empty else (sample.tokens.tolist(), sample.logprobs.tolist())
+            yield sample._replace(tokens=tokens, logprobs=logprobs)
 
-    own, plain = make(reward=varied, engine=Changed(garbage)), make(reward=varied)
-    assert collect(own)[-1]["train/loss"] == collect(plain)[-1]["train/loss"]
-    assert_same(params_of(own.model), params_of(plain.model))
+    learner = make(reward=varied, engine=Changed(lists))
+    assert np.isfinite(learner.train(ROWS, batch_size=4)["train/loss"])
 
 
 @pytest.mark.parametrize("most", [0.1, None])
 def test_log_probabilities_of_other_weights(most):
     """The message names what the engine must return, and the key that disables the comparison."""
-    engine = Changed(lambda out: out._replace(logprobs=out.logprobs - 0.5))
+    engine = Changed(lambda samples: [each._replace(logprobs=each.logprobs - 0.5) for each in samples])
     learner = make(reward=varied, engine=engine, max_logprob_gap=most)
     if most is None:
         assert learner.train(ROWS, batch_size=4)["train/logprob_gap/mean"] == pytest.approx(0.5, abs=1e-4)

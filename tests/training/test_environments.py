@@ -150,7 +150,9 @@ def test_first_observations_are_part_of_the_prompt():
 
     made = learner(Opens)
     prompts, generate = [], made.engine.generate
-    made.engine.generate = lambda params, tokens, *rest: prompts.extend(tokens) or generate(params, tokens, *rest)
+    made.engine.generate = lambda params, requests, *rest: (
+        prompts.extend(request.tokens for request in requests) or generate(params, requests, *rest)
+    )
     collect(made)
     texts = [TOKENIZER.decode(tokens) for tokens in prompts]
     expected = {row["prompt"] + row["answer"][0] for row in ROWS}
@@ -193,7 +195,7 @@ def test_an_engine_of_the_user_needs_turns():
         def place(self, params):
             return params
 
-        def generate(self, params, prompts, numbers, num_generations, key, sampling):
+        def generate(self, params, requests, key, sampling):
             raise AssertionError
 
     with pytest.raises(UserError, match="engine Engine: `generate` has no parameter `responder`"):

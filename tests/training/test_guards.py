@@ -55,8 +55,8 @@ def test_a_sampler_that_computes_something_else_stops_the_run(monkeypatch, tmp_p
     generate = Sampler.generate
 
     def other(*args):
-        out = generate(*args)
-        return out._replace(logprobs=out.logprobs - 0.5)
+        for sample in generate(*args):
+            yield sample._replace(logprobs=sample.logprobs - 0.5)
 
     monkeypatch.setattr(Sampler, "generate", other)
     learner = make(reward=varied, output_dir=str(tmp_path))

@@ -141,8 +141,8 @@ def test_a_second_call_without_a_folder_continues(compiled, passes):
     assert seen["two"][4][0] != seen["two"][3][0] and seen["two"][4][1] != seen["two"][0][1], "other data, new numbers"
 
 
-class Narrow:
-    """The engine of a learner, whose arrays are as wide as its longest completion."""
+class Reversed:
+    """The engine of a learner as one of the user, whose samples come in another order."""
 
     def __init__(self, learner):
         self.inner, self.max_prompt_length, self.row_steps = learner.engine, 8, 0
@@ -151,16 +151,14 @@ class Narrow:
         return params
 
     def generate(self, *arguments):
-        out = self.inner.generate(*arguments)
-        width = int(out.lengths.max())
-        return out._replace(tokens=out.tokens[..., :width], logprobs=out.logprobs[..., :width])
+        yield from reversed(list(self.inner.generate(*arguments)))
 
 
 def test_an_engine_of_the_user():
-    """With arrays of another width the result is the same."""
+    """The order of its samples changes nothing."""
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=20)
     plain = make(reward=varied, rollout=rollout, actor_optimizer=ADAMW)
-    own = make(reward=varied, rollout=rollout, actor_optimizer=ADAMW, engine=Narrow(plain))
+    own = make(reward=varied, rollout=rollout, actor_optimizer=ADAMW, engine=Reversed(plain))
     assert collect(own)[-1]["train/loss"] == collect(plain)[-1]["train/loss"]
     assert_same(params_of(own.model), params_of(plain.model))
 

@@ -20,6 +20,9 @@ from tunix_like import (
     RLOOLearner,
     UserError,
 )
+from tunix_like.rollout.requests import collect as collect_samples
+from tunix_like.rollout.requests import samples_of
+from tunix_like.rollout.rollouts import with_width
 from tunix_like.training.train_step import jit_train_step
 
 from .small_learner import (
@@ -32,6 +35,7 @@ from .small_learner import (
     varied,
     watch_advantages,
     watch_rewards,
+    watch_sampler,
 )
 
 
@@ -159,10 +163,11 @@ def test_two_passes_in_two_mini_batches_by_loops(kind):
     )  # fmt: skip
     generate = learner.engine.generate
 
-    def shifted(params, prompts, *rest):
-        out = generate(params, prompts, *rest)
-        asked.append((prompts, out._replace(logprobs=out.logprobs + np.array([0.2, -0.2, 0.1, 0.0], np.float32))))
-        return asked[-1][1]
+    def shifted(params, requests, *rest):
+        out = with_width(collect_samples(generate(params, requests, *rest), requests), 4)
+        out = out._replace(logprobs=out.logprobs + np.array([0.2, -0.2, 0.1, 0.0], np.float32))
+        asked.append(([request.tokens for request in requests], out))
+        return samples_of(out)
 
     learner.engine.generate = shifted
     params = jax.tree.map(jnp.array, learner.params)
@@ -225,10 +230,10 @@ def test_kl_in_the_reward_with_another_reference():
         reward=lambda prompts, completions: [0.0] * len(completions),
         metric_fns=[watch_advantages(kept)], max_steps=1,
     )  # fmt: skip
-    caught, generate = [], learner.engine.generate
-    learner.engine.generate = lambda *a, **k: caught.append((a[1], generate(*a, **k))) or caught[-1][1]
+    caught, asked, generate = watch_sampler(learner), [], learner.engine.generate
+    learner.engine.generate = lambda *a: asked.append([request.tokens for request in a[1]]) or generate(*a)
     row = collect(learner)[0]
-    prompts, out = caught[0]
+    prompts, out = asked[0], caught[0]
     texts = [[*prompts[i], *out.tokens[i, j, : out.lengths[i, j]]] for i, j in np.ndindex(4, 4)]
     tokens = np.array([text + [0] * (16 - len(text)) for text in texts])
     logprobs = np.asarray(jax.jit(lambda x: jax.nn.log_softmax(reference(x)))(tokens))

@@ -18,7 +18,7 @@ from tunix_like.rollout.environments.trajectories import generate as sample
 from tunix_like.runs.trained import Trained
 from tunix_like.runtime import console, progress
 from tunix_like.runtime.visible import visible
-from tunix_like.types import Engine, Problem, Reply, SamplingParams, Turn
+from tunix_like.types import Engine, Problem, Reply, Request, SamplingParams, Turn
 
 QUIT = "/quit"
 
@@ -98,8 +98,9 @@ def talk(
     bridge = make_bridge(tokenizer, not isinstance(prompt, str), ends, tools, most_tokens=most, overlong="cut")
     person = Person(tokenizer, bridge)
     key = jax.random.key(trained.config.training.seed)
-    out = engine.generate(engine.place(trained.params), [tokens], [0], 1, key, sampling, person)
-    if not out.finished.all():
+    requests = [Request(tokens, number=0, samples=1)]
+    (sample,) = engine.generate(engine.place(trained.params), requests, key, sampling, person)
+    if not sample.finished:
         print(
             f"the conversation has reached rollout.max_tokens_to_generate={most} tokens; raise it for longer ones",
             file=sys.stderr,

@@ -140,11 +140,14 @@ def complete(
     """
     import jax
 
+    from tunix_like.rollout.requests import collect
     from tunix_like.rollout.rollouts import completion_texts
+    from tunix_like.types import Request
 
     tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
-    out = engine.generate(engine.place(params), [tokens], [0], 1, jax.random.key(seed), sampling)
-    return completion_texts(out, tokenizer)[0]
+    requests = [Request(tokens, number=0, samples=1)]
+    samples = engine.generate(engine.place(params), requests, jax.random.key(seed), sampling)
+    return completion_texts(collect(samples, requests), tokenizer)[0]
 
 
 def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:

@@ -25,7 +25,8 @@ from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.models.loading import check_fit
 from tunix_like.report.replay import norms_of, program_of
 from tunix_like.rollout.collection import estimator_ids, shape_rewards, training_batch
-from tunix_like.rollout.rollouts import Rollout, completion_texts, score_completions, succeeds
+from tunix_like.rollout.requests import collect, requests_of
+from tunix_like.rollout.rollouts import Rollout, completion_texts, score_completions, succeeds, with_width
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runs.build import WeightedReward, check_config
 from tunix_like.runs.reward_functions import reward_functions
@@ -96,8 +97,9 @@ def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], rewards
     rollout, size = config.rollout, config.algorithm.num_generations
     key = jax.random.fold_in(jax.random.key(config.training.seed), GRADIENT_KEY)
     params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
-    tokens, numbers = [problem.tokens for problem in problems], [problem.number for problem in problems]
-    completions = sampler.generate(sampler.place(trained.params), tokens, numbers, size, key, params)
+    requests = requests_of(problems, size)
+    samples = sampler.generate(sampler.place(trained.params), requests, key, params)
+    completions = with_width(collect(samples, requests), rollout.max_tokens_to_generate)
     texts = completion_texts(completions, trained.tokenizer)
     return Rollout(problems, texts, completions, score_completions(rewards, problems, texts, size))
 

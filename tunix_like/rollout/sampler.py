@@ -11,7 +11,7 @@ position)`. The weights are an argument of `generate`, so there is no copy to sy
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from tunix_like.rollout import decoding
 from tunix_like.rollout.schedule import Schedule
 from tunix_like.rollout.turns import TurnSchedule
 from tunix_like.runtime import progress
-from tunix_like.types import Completions, Responder, SamplingParams
+from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 
 def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
@@ -83,19 +83,20 @@ class Sampler:
     def generate(
         self,
         params: Any,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        num_generations: int,
+        requests: Sequence[Request],
         key: Array,
         sampling: SamplingParams,
         responder: Responder | None = None,
-    ) -> Completions:
-        """Samples `num_generations` completions of each prompt (see `types.Engine`)."""
+    ) -> Iterator[Sample]:
+        """Samples the completions of all requests, which have equal group sizes (see `types.Engine`)."""
         # A copy, because the key may have been made on the trainer's mesh.
         data, kind = jax.device_get(jax.random.key_data(key)), jax.random.key_impl(key)
-        with scope(self.mesh):
-            key = jax.random.wrap_key_data(data, impl=kind)
-            with progress.task("sampling", len(prompts) * num_generations) as advance:
-                given = (self, params, prompts, numbers, num_generations, key, sampling)
+        with progress.task("sampling", sum(request.samples for request in requests)) as advance:
+            with scope(self.mesh):
+                given = self, params, requests, jax.random.wrap_key_data(data, impl=kind), sampling
                 schedule = Schedule(*given) if responder is None else TurnSchedule(*given, responder=responder)
-                return schedule.finish(advance)
+            while not schedule.done:
+                with scope(self.mesh):  # not while the caller has the samples
+                    samples = schedule.step()
+                advance(len(samples), f"up to {schedule.ages.max()} of {self.max_tokens} tokens")
+                yield from samples

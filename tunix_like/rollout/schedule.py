@@ -21,8 +21,7 @@ from tunix_like.rollout.shapes import (
     rounded,
     slot_shape,
 )
-from tunix_like.runtime import progress
-from tunix_like.types import Completions, SamplingParams
+from tunix_like.types import Request, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from tunix_like.rollout.sampler import Sampler
@@ -38,22 +37,22 @@ class Schedule:
       row_sample: `[a, i]`, the sample index of the completion in row `i` of slot `a`; -1 if the row is free.
       ages: `[a, i]`, the number of tokens of that completion.
       next_sample: `[p]`, the first sample of prompt `p` that has not been started.
+      done: whether all completions are finished.
     """
 
     def __init__(
         self,
         sampler: Sampler,
         params: Any,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        size: int,
+        requests: Sequence[Request],
         key: Array,
         sampling: SamplingParams,
     ):
         self.sampler, self.params, self.key, self.sampling = sampler, params, key, sampling
+        prompts, size = [request.tokens for request in requests], requests[0].samples
         self.tokens = pad_tokens(prompts, length_bucket(max(len(p) for p in prompts), sampler.max_prompt_length))
         self.lengths = np.array([len(p) for p in prompts], np.int32)
-        self.numbers, self.size = np.array(numbers, np.uint32), size
+        self.numbers, self.size = np.array([request.number for request in requests], np.uint32), size
         total, limit = len(prompts), sampler.max_tokens
         at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
         slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
@@ -68,38 +67,28 @@ class Schedule:
         words = jax.random.key_data(key).shape[-1]
         rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
         self.rows = self._placed(rows)
-        self.out = Completions(
-            np.zeros((total, size, limit), np.int32),
-            np.zeros((total, size), np.int32),
-            np.zeros((total, size, limit), np.float32),
-            np.zeros((total, size), bool),
-        )
-
-    def finish(self, advance: progress.Advance) -> Completions:
-        """Samples all completions and returns them; reports finished completions to `advance`."""
+        self.done = False
         self._fill()
-        while True:
-            self._make_room()
-            rows = decoding.advance(
-                self.sampler.graphdef,
-                self.params,
-                self.prompts,
-                self.rows,
-                np.int32(self._stop_at(int((self.row_sample >= 0).sum()))),
-                self.sampling,
-                self.sampler.eos_ids,
-            )
-            self.rows = self._placed(rows)
-            advance(self._collect(), f"up to {self.ages.max()} of {self.sampler.max_tokens} tokens")
-            if not self._waiting() and not (self.row_sample >= 0).any():
-                return self._result()
-            self._fill()
-            if not self._waiting():
-                self._compact()
 
-    def _result(self) -> Completions:
-        sampled = np.arange(self.out.tokens.shape[-1]) < self.out.lengths[..., None]
-        return self.out._replace(token_mask=sampled)
+    def step(self) -> list[Sample]:
+        """Samples until rows can be filled or compacted, or all are done; returns the finished completions."""
+        self._make_room()
+        rows = decoding.advance(
+            self.sampler.graphdef,
+            self.params,
+            self.prompts,
+            self.rows,
+            np.int32(self._stop_at(int((self.row_sample >= 0).sum()))),
+            self.sampling,
+            self.sampler.eos_ids,
+        )
+        self.rows = self._placed(rows)
+        samples = self._collect()
+        self._fill()
+        self.done = not self._waiting() and not (self.row_sample >= 0).any()
+        if not self.done and not self._waiting():
+            self._compact()
+        return samples
 
     def _make_room(self) -> None:
         """Enlarges the cache if a row has filled it."""
@@ -135,13 +124,11 @@ class Schedule:
         target = fewer[0][0] * fewer[0][1]
         return target if live > target else max(0, live - max(1, target // 8))
 
-    def _collect(self) -> int:
-        """Copies finished completions to the output and frees their rows; returns their number."""
+    def _collect(self) -> list[Sample]:
+        """Returns finished completions and frees their rows."""
         live, ended, ages = self._state()
-        done = (self.row_sample >= 0) & ~live
         self.ages = np.where(live, ages, 0)
-        self._write(done, ages, ended)
-        return int(done.sum())
+        return self._take((self.row_sample >= 0) & ~live, ages, ended)
 
     def _state(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns `live`, `ended` and `age` of the rows, and counts the decode steps."""
@@ -151,18 +138,27 @@ class Schedule:
         self.steps = int(steps)
         return live, ended, ages
 
-    def _write(self, done: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"], finished: np.ndarray) -> None:
-        """Copies the completions of the rows `done` to the output and frees the rows."""
+    def _take(
+        self, done: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"], finished: Bool[np.ndarray, "A g"]
+    ) -> list[Sample]:
+        """Returns the completions of the rows `done` and frees the rows."""
         if not done.any():
-            return
-        out = self.out
+            return []
         tokens, logprobs = fetch((self.rows.tokens, self.rows.logprobs), self.sampler.mesh)
+        samples = []
         for slot, row in np.argwhere(done):
-            index, length = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
-            out.tokens[index][:length] = tokens[slot, row, :length]
-            out.logprobs[index][:length] = logprobs[slot, row, :length]
-            out.lengths[index], out.finished[index] = length, finished[slot, row]
+            place, length = (slot, row), ages[slot, row]
+            samples.append(
+                Sample(
+                    int(self.slot_prompt[slot]),
+                    int(self.row_sample[place]),
+                    tokens[place][:length].copy(),  # a copy, because the array has the tokens of all rows
+                    logprobs[place][:length].copy(),
+                    bool(finished[place]),
+                )
+            )
         self.row_sample[done] = -1
+        return samples
 
     def _fill(self) -> None:
         """Starts waiting completions in free rows.

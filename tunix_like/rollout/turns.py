@@ -17,7 +17,7 @@ from tunix_like.models.sharding import fetch
 from tunix_like.rollout import decoding
 from tunix_like.rollout.schedule import Schedule
 from tunix_like.rollout.shapes import length_bucket
-from tunix_like.types import Completions, Reply, Responder, Turn
+from tunix_like.types import Reply, Responder, Sample, Turn
 
 MOST_APPENDED = 64
 """Maximum number of tokens per row in one block, which bounds the memory. Longer replies take several blocks."""
@@ -29,15 +29,15 @@ class TurnSchedule(Schedule):
     Attributes:
       pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
       turn_start: `[p, i]`, index of the first token of its current turn.
-      sampled: `[p, i, t]`, whether the policy sampled token `t`.
+      sampled: `[p, i, t]`, whether the policy sampled token `t` of the completion.
     """
 
     def __init__(self, *args: Any, responder: Responder):
         super().__init__(*args)
         self.responder = responder
-        shape = self.out.lengths.shape
+        shape = len(self.numbers), self.size
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
-        self.sampled = np.zeros(self.out.tokens.shape, bool)
+        self.sampled = np.zeros((*shape, self.sampler.max_tokens), bool)
 
     def _stop_at(self, live: int) -> int:
         live -= int(self._waits().sum())
@@ -47,9 +47,6 @@ class TurnSchedule(Schedule):
         """Returns which rows hold a completion that waits for a reply."""
         used = self.row_sample >= 0
         return used & self.pending[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
-
-    def _result(self) -> Completions:
-        return self.out._replace(token_mask=self.sampled)
 
     def _make_room(self) -> None:
         """Makes the cache large enough for another token of every live row, without overwriting rows that wait."""
@@ -63,24 +60,34 @@ class TurnSchedule(Schedule):
         else:
             self._align(np.zeros(self.ages.shape, np.int32))
 
-    def _collect(self) -> int:
-        """Submits the turns that have ended, and appends the replies that are ready."""
+    def _collect(self) -> list[Sample]:
+        """Submits the turns that have ended, appends the replies that are ready, and returns finished completions."""
         live, ended, ages = self._state()
         used = self.row_sample >= 0
         self.ages = np.where(used, ages, 0)
-        self._submit(used & ~live & ~self._waits(), ended, ages)
+        samples = self._submit(used & ~live & ~self._waits(), ended, ages)
         all_ended = not (used & live).any()  # else decoding stopped because the cache is full, or for eager replies
         if self.pending.any() and (all_ended or not self.responder.lockstep):
-            self._reply(self.responder.replies(wait=all_ended), ages)
+            samples += self._reply(self.responder.replies(wait=all_ended), ages)
         self.ages = np.where(self.row_sample >= 0, self.ages, 0)
-        return int((used & (self.row_sample < 0)).sum())
+        return samples
+
+    def _take(
+        self, done: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"], finished: Bool[np.ndarray, "A g"]
+    ) -> list[Sample]:
+        samples = super()._take(done, ages, finished)
+        masks = [self.sampled[each.request, each.sample, : len(each.tokens)] for each in samples]
+        return [each._replace(token_mask=mask) for each, mask in zip(samples, masks, strict=True)]
 
     def _submit(
         self, stopped: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
-    ) -> None:
-        """Submits the current turns of the rows `stopped`; a turn that has not `ended` is truncated."""
+    ) -> list[Sample]:
+        """Submits the current turns of the rows `stopped`; a turn that has not `ended` is truncated.
+
+        Returns the completions that are finished because their turns are truncated.
+        """
         if not stopped.any():
-            return
+            return []
         tokens, turns = fetch(self.rows.tokens, self.sampler.mesh), []
         for slot, row in np.argwhere(stopped).tolist():
             group, sample = index = int(self.slot_prompt[slot]), int(self.row_sample[slot, row])
@@ -89,10 +96,10 @@ class TurnSchedule(Schedule):
             turns.append(Turn(group, sample, tokens[slot, row, turn].tolist(), not ended[slot, row]))
             self.pending[index] = ended[slot, row]
         self.responder.submit(turns)
-        self._write(stopped & ~ended, ages, ended)
+        return self._take(stopped & ~ended, ages, ended)
 
-    def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> None:
-        """Appends replies to their rows. A row without a reply, or without space for it, is finished."""
+    def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> list[Sample]:
+        """Appends replies to their rows. Returns the completions without a reply, or without space for it."""
         places = {
             (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
             for slot, row in np.argwhere(self.row_sample >= 0).tolist()
@@ -107,9 +114,10 @@ class TurnSchedule(Schedule):
             else:
                 appended[place] = tokens
                 self.turn_start[group, sample] = ages[place] + len(tokens)
-        self._write(done, ages, finished)
+        samples = self._take(done, ages, finished)
         if appended:
             self._append(appended)
+        return samples
 
     def _align(self, counts: Int[np.ndarray, "A g"]) -> None:
         self.rows = self._placed(decoding.align(self.rows, counts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,7 @@ from tunix_like.rollout.rollouts import Task
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.training.rollout_layout import concurrent_rows, rollout_mesh
-from tunix_like.types import Completions, Engine, Responder, SamplingParams
-
-_KINDS = {
-    "tokens": (np.integer, "integers"),
-    "lengths": (np.integer, "integers"),
-    "logprobs": (np.floating, "floating-point numbers"),
-    "finished": (np.bool_, "booleans"),
-    "token_mask": (np.bool_, "booleans"),
-}
-"""Field of `Completions` to the type of its entries, and its name in error messages."""
+from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
 
 
 def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
@@ -52,7 +43,7 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
 
 
 class CheckedEngine:
-    """Checks the completions of another engine, which generates them.
+    """Checks the samples of another engine, which generates them.
 
     Args:
       engine: the engine of the user.
@@ -81,76 +72,77 @@ class CheckedEngine:
     def generate(
         self,
         params: Any,
-        prompts: Sequence[Sequence[int]],
-        numbers: Sequence[int],
-        num_generations: int,
+        requests: Sequence[Request],
         key: Array,
         sampling: SamplingParams,
         responder: Responder | None = None,
-    ) -> Completions:
-        """Returns the completions of the checked engine.
+    ) -> Iterator[Sample]:
+        """Yields the samples of the checked engine.
 
         Raises:
-          UserError: the result is not a `Completions`, or a field has a wrong type, shape or value. Entries at or
-            beyond the length of a completion are not checked; nothing reads them.
+          UserError: a sample has a wrong type, shape or value, or the samples are not one for each completion.
         """
-        given = params, prompts, numbers, num_generations, key, sampling
+        given = params, requests, key, sampling
+        name = f"engine {type(self.engine).__name__}"
+        missing = {(i, j) for i, request in enumerate(requests) for j in range(request.samples)}
         # An engine without turns need not have the parameter `responder`.
-        out = self.engine.generate(*given) if responder is None else self.engine.generate(*given, responder)
-        self._check_arrays(out, (len(prompts), num_generations))
-        most = min(out.tokens.shape[-1], self.max_tokens)
-        limit = f"between 0 and {most} (width of `tokens`: {out.tokens.shape[-1]}, limit of a completion: "
-        limit += f"{self.max_tokens} tokens)"
-        self._check_values("lengths", out.lengths, (out.lengths < 0) | (out.lengths > most), limit)
-        sampled = np.arange(out.tokens.shape[-1]) < out.lengths[..., None]
-        outside = sampled & ((out.tokens < 0) | (out.tokens >= self.vocab_size))
-        self._check_values("tokens", out.tokens, outside, f"token ids between 0 and {self.vocab_size - 1}")
-        finite = "finite log-probabilities of the sampled tokens"
-        self._check_values("logprobs", out.logprobs, sampled & ~np.isfinite(out.logprobs), finite)
-        if out.token_mask is not None:
-            inside = "True only for tokens of the completion"
-            self._check_values("token_mask", out.token_mask, out.token_mask & ~sampled, inside)
-        elif responder is not None:
+        samples: Iterator[Any] = self.engine.generate(*given, *(() if responder is None else (responder,)))
+        for sample in samples:
+            if not isinstance(sample, Sample):
+                kind = type(sample).__name__
+                raise UserError(f"{name}: `generate` must yield tunix_like.types.Sample; it yielded a {kind}.")
+            index = sample.request, sample.sample
+            where = f"completion {sample.sample} of request {sample.request}"
+            if index not in missing:
+                raise UserError(f"{name}: {where} came twice or was not requested.")
+            missing.remove(index)
+            try:
+                checked = self._checked(sample, responder is not None)
+            except _WrongSampleError as error:
+                raise UserError(f"{name}: {where}: {error}.") from None
+            yield checked
+        if missing:
+            request, number = min(missing)
             raise UserError(
-                f"engine {type(self.engine).__name__}: `token_mask` must mark the sampled tokens, because completions "
-                "have several turns."
+                f"{name}: {len(missing)} completions were not yielded; the first is completion {number} of request "
+                f"{request}."
             )
-        return out
 
-    def _check_arrays(self, out: Any, shape: tuple[int, int]) -> None:
-        name = type(self.engine).__name__
-        if not isinstance(out, Completions):
-            raise UserError(
-                f"engine {name}: `generate` must return a tunix_like.types.Completions; it returned an object of type "
-                f"{type(out).__name__}."
-            )
-        for field, value in out._asdict().items():
-            if field == "token_mask" and value is None:
-                continue
-            if not isinstance(value, np.ndarray):
-                raise UserError(
-                    f"engine {name}: `{field}` must be a numpy array; it is of type {type(value).__name__}. Convert it "
-                    "with np.asarray."
-                )
-            kind, expected = _KINDS[field]
-            if not np.issubdtype(value.dtype, kind):
-                raise UserError(f"engine {name}: `{field}` must contain {expected}; its dtype is {value.dtype}.")
-            per_token = field in ("tokens", "logprobs", "token_mask")
-            width = out.tokens.shape[-1:] if per_token else ()
-            if value.shape != (*shape, *width) or value.ndim != 2 + per_token:
-                last = ", tokens" if per_token else ""
-                raise UserError(
-                    f"engine {name}: `{field}` must have the shape [prompts, completions per prompt{last}] = "
-                    f"{list((*shape, *width)) if field != 'tokens' else [*shape, 'T']}; it has {list(value.shape)}."
-                )
+    def _checked(self, sample: Sample, several_turns: bool) -> Sample:
+        """Returns the sample with numpy arrays."""
+        tokens = _array("tokens", sample.tokens, np.integer, "integers")
+        length, most = len(tokens), self.vocab_size - 1
+        if length > self.max_tokens:
+            raise _WrongSampleError(f"it has {length} tokens; the limit of a completion is {self.max_tokens}")
+        _check_all("tokens", tokens, (tokens >= 0) & (tokens <= most), f"token ids between 0 and {most}")
+        logprobs = _array("logprobs", sample.logprobs, np.floating, "floating-point numbers", length)
+        _check_all("logprobs", logprobs, np.isfinite(logprobs), "finite log-probabilities")
+        if not isinstance(sample.finished, bool | np.bool_):
+            raise _WrongSampleError(f"`finished` must be True or False; it is {sample.finished!r}")
+        mask = sample.token_mask
+        if mask is not None:
+            mask = _array("token_mask", mask, np.bool_, "booleans", length)
+        elif several_turns:
+            raise _WrongSampleError("`token_mask` must mark the sampled tokens, because completions have several turns")
+        return sample._replace(tokens=tokens, logprobs=logprobs, finished=bool(sample.finished), token_mask=mask)
 
-    def _check_values(self, field: str, values: np.ndarray, wrong: np.ndarray, expected: str) -> None:
-        """Raises a UserError for the first entry of `values` that `wrong` marks."""
-        if not wrong.any():
-            return
-        group, sample, *position = (int(i) for i in np.argwhere(wrong)[0])
-        where = f"completion {sample} of prompt {group}" + "".join(f", token {i}" for i in position)
-        raise UserError(
-            f"engine {type(self.engine).__name__}: `{field}` must be {expected}; {where} has "
-            f"{values[(group, sample, *position)]}."
-        )
+
+class _WrongSampleError(Exception):
+    """A sample has a wrong type, shape or value; the message describes it."""
+
+
+def _array(field: str, values: Any, kind: type, expected: str, length: int | None = None) -> np.ndarray:
+    """Returns the field as a one-dimensional array of `length` entries."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, kind)):
+        found = f"it has the shape {list(array.shape)} and the dtype {array.dtype}"
+        raise _WrongSampleError(f"`{field}` must be a one-dimensional array of {expected}; {found}")
+    if length is not None and len(array) != length:
+        raise _WrongSampleError(f"`{field}` must have one entry per token ({length}); it has {len(array)}")
+    return array
+
+
+def _check_all(field: str, values: np.ndarray, right: np.ndarray, expected: str) -> None:
+    if not right.all():
+        place = int(np.argmin(right))
+        raise _WrongSampleError(f"`{field}` must be {expected}; token {place} has {values[place]}")

@@ -20,6 +20,7 @@ from tunix_like.rollout.environments.bridge import Bridge, make_bridge, with_obs
 from tunix_like.rollout.environments.episodes import REWARD, Episode
 from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
+from tunix_like.rollout.requests import collect, requests_of
 from tunix_like.runtime.processes import all_or_none, share, spread
 from tunix_like.types import Completions, Engine, Problem, Reply, SamplingParams, Turn
 
@@ -388,8 +389,8 @@ def generate(
     trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
     if trajectories is not None:
         problems = trajectories.problems
-    tokens, numbers = [problem.tokens for problem in problems], [problem.number for problem in problems]
-    given = params, tokens, numbers, size, key, sampling
+    requests = requests_of(problems, size)
+    given = params, requests, key, sampling
     # An engine without turns need not have the parameter `responder`.
-    out = engine.generate(*given) if trajectories is None else engine.generate(*given, trajectories)
-    return list(problems), out, trajectories
+    samples = engine.generate(*given) if trajectories is None else engine.generate(*given, trajectories)
+    return list(problems), collect(samples, requests), trajectories

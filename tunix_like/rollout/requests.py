@@ -1,0 +1,49 @@
+"""Converts between problems, the requests of an engine and the arrays of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from tunix_like.types import Completions, Problem, Request, Sample
+
+
+def requests_of(problems: Sequence[Problem], size: int) -> list[Request]:
+    """Returns the requests for `size` completions of each problem."""
+    return [Request(problem.tokens, problem.number, size) for problem in problems]
+
+
+def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completions:
+    """Collects the samples of a call in arrays as wide as the longest completion, at least 1.
+
+    Args:
+      samples: one for each completion of each request.
+      requests: they have the same number of completions, `G`.
+    """
+    shape = len(requests), requests[0].samples
+    found: dict[tuple[int, int], Sample] = {(sample.request, sample.sample): sample for sample in samples}
+    width = max(1, *(len(sample.tokens) for sample in found.values()))
+    out = Completions(
+        np.zeros((*shape, width), np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros((*shape, width), np.float32),
+        np.zeros(shape, bool),
+        np.zeros((*shape, width), bool),
+    )
+    assert out.token_mask is not None
+    for index, sample in found.items():
+        length = out.lengths[index] = len(sample.tokens)
+        out.tokens[index][:length], out.logprobs[index][:length] = sample.tokens, sample.logprobs
+        out.token_mask[index][:length] = True if sample.token_mask is None else sample.token_mask
+        out.finished[index] = sample.finished
+    return out
+
+
+def samples_of(completions: Completions) -> Iterator[Sample]:
+    """Yields the samples from which `collect` makes these arrays, for engines that compute arrays."""
+    for request, sample in np.ndindex(*completions.lengths.shape):
+        index = request, sample, slice(completions.lengths[request, sample])
+        mask = None if completions.token_mask is None else completions.token_mask[index]
+        finished = bool(completions.finished[request, sample])
+        yield Sample(request, sample, completions.tokens[index], completions.logprobs[index], finished, mask)
