@@ -38,12 +38,14 @@ EXTRAS = {
         "huggingface_hub>=2.4.0",  # models by hub id
         "datasets>=4.0",  # data sets by hub id
     ],
+    "vllm": ["aiohttp>=3.14"],  # concurrent requests to the servers of rollout.engine: vllm
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
     "test": [
         *TEST,
         "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
         "peft>=0.21.2",  # the reference that adapters are compared with
+        "aiohttp>=3.14",  # the engine over HTTP, whose servers the tests also play
         "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests

@@ -25,6 +25,12 @@ class NotSaved(UserError):
     stopped = False
 
 
+class EngineLost(UserError):
+    """The servers that generate completions do not answer. The state of the run is saved, and it can be resumed."""
+
+    status = 75  # EX_TEMPFAIL of sysexits.h
+
+
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) -> None:
     """Raises UserError if `value`, the argument `name` of a Python call, is not a `kind`; `cure` is the remedy."""
     if not isinstance(value, kind):

@@ -312,9 +312,33 @@ class RolloutConfig(_Checked):
     eos_tokens: list[int] | None = key(
         doc="token ids that end a completion; unset: those of the tokenizer and of generation_config.json"
     )
+    engine: str = key(
+        "local",
+        doc="what samples during training; local: this process; vllm: the servers of `urls`. SFT and `eval` sample in "
+        "this process",
+        choices=("local", "vllm"),
+    )
+    urls: list[str] | None = key(doc="addresses of vLLM servers, e.g. [http://127.0.0.1:8000]; for engine: vllm")
+    weights_folder: str | None = key(
+        doc="engine: vllm: folder for the weights of each step, which all servers can read under the same name; unset: "
+        "engine_weights in the run folder"
+    )
+    request_timeout_seconds: float = key(
+        600.0, doc="engine: vllm: time limit of one request, which samples one turn of a completion", above=0
+    )
+    wait_for_servers_seconds: float = key(
+        600.0, doc="engine: vllm: time without any server after which the run is saved and stops", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.engine == "vllm" and not self.urls:
+            raise UserError(
+                "rollout.urls: rollout.engine=vllm needs the addresses of servers, e.g. [http://127.0.0.1:8000]."
+            )
+        if self.engine != "vllm" and (self.urls or self.weights_folder):
+            name = "urls" if self.urls else "weights_folder"
+            raise UserError(f"rollout.{name}: it needs rollout.engine=vllm; set it, or omit rollout.{name}.")
         sizes = self.mesh if isinstance(self.mesh, list) else []
         if self.mesh != "auto" and (len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes)):
             raise UserError(

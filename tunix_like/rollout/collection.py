@@ -21,7 +21,7 @@ from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError
+from tunix_like.errors import EngineLost, UserError
 from tunix_like.rollout.environments.episodes import with_environment
 from tunix_like.rollout.environments.trajectories import Player, generate
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
@@ -108,12 +108,17 @@ class Collector:
             self.player.seconds = 0.0  # evaluations count there too
         params = self.engine.place(params)
         lap("reshard")
-        drawn = self._draw(step, params, lap)
-        if drawn is None:
-            return None
-        rollout, rewards = drawn
-        if algo.dynamic_sampling:
-            rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
+        before = self.drawn
+        try:
+            drawn = self._draw(step, params, lap)
+            if drawn is None:
+                return None
+            rollout, rewards = drawn
+            if algo.dynamic_sampling:
+                rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
+        except EngineLost:
+            self.drawn = before  # a checkpoint of the step before is written
+            raise
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
         if self.player is not None:
             metrics["time/environment"] = self.player.seconds

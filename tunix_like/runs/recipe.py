@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data.shared import compared_once
-from tunix_like.errors import NotSaved
+from tunix_like.errors import NotSaved, UserError
 from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
@@ -21,6 +22,7 @@ from tunix_like.runtime import processes
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.learner import Learner
 from tunix_like.training.sft import SFTTrainer
+from tunix_like.types import Engine
 
 OnRow = Callable[[dict[str, Any], int | None], None]
 """`f(row of metrics, total steps or None)`."""
@@ -81,26 +83,67 @@ def train(
         on_claim()
         with compared_once(source.train, source.eval):
             unsaved = fine_tune(parts, folder, on_row, another_follows=True) if parts.config.sft.max_steps else None
-            learner = make_learner(parts, folder, on_row, on_samples)
-            try:
-                last = learner.train(
-                    source.train,
-                    source.eval,
-                    batch_size=data.batch_size,
-                    shuffle=data.shuffle,
-                    overlong_prompts=data.overlong_prompts,
-                )
-            except NotSaved as error:
-                if error.stopped:
-                    raise
-                unsaved = error
+            with server_engine(parts, folder) as engine:
+                learner = make_learner(parts, folder, on_row, on_samples, engine)
+                try:
+                    last = learner.train(
+                        source.train,
+                        source.eval,
+                        batch_size=data.batch_size,
+                        shuffle=data.shuffle,
+                        overlong_prompts=data.overlong_prompts,
+                    )
+                except NotSaved as error:
+                    if error.stopped:
+                        raise
+                    unsaved = error
     return Trained(learner, last, unsaved)
 
 
+@contextlib.contextmanager
+def server_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
+    """Connects to the servers of `rollout.urls`; yields None if this process samples.
+
+    Raises:
+      UserError: a server cannot be reached or used, or the package `aiohttp` is missing.
+    """
+    rollout = parts.config.rollout
+    if rollout.engine == "local":
+        yield None
+        return
+    try:
+        from tunix_like.rollout.engines.vllm import VLLMEngine
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"rollout.engine: vllm needs the package {error.name}; install it with pip install 'tunix-like[vllm]'."
+        ) from None
+    weights = folder / "engine_weights" if rollout.weights_folder is None else Path(rollout.weights_folder)
+    engine = VLLMEngine(
+        parts.model,
+        parts.tokenizer,
+        rollout,
+        weights,
+        max_gap=parts.config.training.max_logprob_gap,
+        mesh=parts.mesh,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
 def make_learner(
-    parts: Parts, folder: Path, on_row: OnRow, on_samples: Callable[[int, Samples], None] | None = None
+    parts: Parts,
+    folder: Path,
+    on_row: OnRow,
+    on_samples: Callable[[int, Samples], None] | None = None,
+    engine: Engine | None = None,
 ) -> Learner:
-    """Builds the learner of the config, which trains the run's model in place."""
+    """Builds the learner of the config, which trains the run's model in place.
+
+    Args:
+      engine: samples the completions; None: this process.
+    """
     config = parts.config
     return parts.learner(
         model=parts.model,
@@ -114,6 +157,7 @@ def make_learner(
         mesh=parts.mesh,
         environment=parts.environments,
         environment_config=config.environment,
+        engine=engine,
         success_threshold=config.rewards.success_threshold,
         source_estimators=parts.source_estimators,
         on_row=on_row,

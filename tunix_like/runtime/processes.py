@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tunix_like.errors import UserError
+from tunix_like.errors import EngineLost, UserError
 from tunix_like.runtime.coordinator import check_port, wait_for
 
 HEARTBEAT_SECONDS = 30
@@ -151,11 +151,11 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
     except UserError as error:
         if jax.process_count() == 1:
             raise
-        outcome = {"error": str(error)}
+        outcome = {"error": str(error), "lost": isinstance(error, EngineLost)}
     answers = gather(outcome)
     for answer in answers:
         if "error" in answer:
-            raise UserError(answer["error"])
+            raise (EngineLost if answer["lost"] else UserError)(answer["error"])
     return [answer["result"] for answer in answers]
 
 

@@ -72,7 +72,10 @@ def identity_of(learner: Learner) -> dict[str, Any]:
     They are everything that the next step depends on, except state, data and code.
     """
     rollout = dataclasses.asdict(learner.rollout_config)
-    del rollout["max_concurrent_rows"], rollout["mesh"]
+    for name in ("max_concurrent_rows", "mesh", "engine", "urls", "weights_folder"):
+        del rollout[name]
+    for name in ("request_timeout_seconds", "wait_for_servers_seconds"):
+        del rollout[name]
     optimizer = learner.training.actor_optimizer or OptimizerConfig()
     adapters = learner.model.adapters
     return {

@@ -316,7 +316,8 @@ class Learner(Trainer):
         call = self._call
         with call.profile.around(number), scope(self.mesh):
             clock, before = Clock(), self.engine.row_steps
-            collected = call.collector(number, self.params, clock.lap)
+            with self.data_kept_if_lost():
+                collected = call.collector(number, self.params, clock.lap)
             if collected is None:
                 return None
             rollout, batch, metrics, sampled = collected

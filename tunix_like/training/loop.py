@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from tunix_like.config.load import differences
-from tunix_like.errors import NotSaved, UserError
+from tunix_like.errors import EngineLost, NotSaved, UserError
 from tunix_like.models.lora import check_base
 from tunix_like.runtime import output, progress
 from tunix_like.runtime.processes import by_first, gather
@@ -78,6 +78,7 @@ def run(
     Raises:
       UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
       NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
+      EngineLost: the servers that generate completions do not answer; the state is saved.
       Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run; the state is saved.
     """
     with _opened(trainer, on_row, before_save) as files:
@@ -93,12 +94,22 @@ def run(
             with _stop_signals() as asked:
                 while not last:
                     step, began = trainer.done + 1, time.perf_counter()
-                    if (metrics := trainer.step(step)) is None:
+                    try:
+                        metrics = trainer.step(step)
+                    except EngineLost:
+                        files.save_done()
+                        raise
+                    if metrics is None:
                         break
                     trainer.done = step  # the weights are those of this step, even if an evaluation or a logger fails
                     metrics["step_time_sec"] = time.perf_counter() - began
                     row = {trainer.step_key: step} | {f"{trainer.name}/{name}": x for name, x in metrics.items()}
-                    row |= trainer.evaluate_if_due(step, last=trainer.complete)
+                    try:
+                        row |= trainer.evaluate_if_due(step, last=trainer.complete)
+                    except EngineLost:
+                        files.write(row)
+                        files.save_done()
+                        raise
                     better = files.write(row)
                     advance(1)
                     over = trainer.finished(row)
@@ -147,6 +158,12 @@ class _Files:
             self.before_save()
             meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
             self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
+
+    def save_done(self) -> None:
+        """Writes a checkpoint of the last complete step, if there is none, and waits for it."""
+        if self.checkpoints is not None and self.trainer.done and self.latest_step() != self.trainer.done:
+            self.save(over=False)
+            self.checkpoints.wait()
 
     def latest_step(self) -> int | None:
         return None if self.checkpoints is None else self.checkpoints.latest_step()

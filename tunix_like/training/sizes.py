@@ -196,12 +196,11 @@ def estimate_memory(
     size = chosen(lambda: _chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
     sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape, device)
-    limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh, device))
-    phases = []
-    for name, prompts, samples in (
-        ("rollout", data.batch_size, group),
-        ("evaluation", config.eval.batch_size, config.eval.samples),
-    ):
+    limit, phases = data.batch_size * group, []
+    sampled = [("rollout", data.batch_size, group), ("evaluation", config.eval.batch_size, config.eval.samples)]
+    if rollout.engine == "local":
+        limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh, device))
+    for name, prompts, samples in sampled if rollout.engine == "local" else ():
         rows = min(limit, prompts * samples)
         slots, _ = slot_shape(prompts, samples, rows, *widths)
         work = dataclasses.replace(update, filtered=rollout.top_p < 1 or rollout.top_k is not None)

@@ -1,0 +1,1 @@
+"""Engines that generate outside of this process."""

@@ -1,0 +1,169 @@
+"""The servers of an engine: which of them have the current weights, and which one gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from tunix_like.errors import EngineLost, UserError
+from tunix_like.rollout.engines.server import Answer, Server, Unavailable, WrongAnswer
+
+logger = logging.getLogger("tunix_like")
+
+POLL_SECONDS = 1.0
+"""Interval at which a server that does not answer is asked again."""
+
+MOST_WRONG = 3
+"""Number of wrong answers to one request after which the run stops."""
+
+
+class Fleet:
+    """Servers with the same weights. Its methods run in one event loop.
+
+    A server that fails is asked for its health until it answers. It is used again when it has the current weights.
+    Meanwhile its requests go to other servers; without any server they wait.
+
+    Args:
+      wait_seconds: time without any usable server after which all requests fail.
+      admit: checks a server that has the current weights; raises UserError if it computes something else.
+    """
+
+    def __init__(self, servers: Sequence[Server], wait_seconds: float, admit: Callable[[Server], Awaitable[None]]):
+        self.servers, self.wait_seconds, self.admit = list(servers), wait_seconds, admit
+        self.folder, self.version = "", ""
+        self._groups: dict[int, Server] = {}
+        self._repairs: dict[Server, asyncio.Task[None]] = {}
+        self._is_usable = asyncio.Event()  # set while a server is usable, or an error must be raised
+        self._error: UserError | None = None
+
+    async def update(self, folder: str, version: str) -> None:
+        """Gives all servers the weights of a folder. Servers that do not answer get them later.
+
+        Raises:
+          EngineLost: no server answers within `wait_seconds`.
+          UserError: a server with these weights computes something else.
+        """
+        self.folder, self.version = folder, version
+        self._groups.clear()
+        self._is_usable.clear()
+        for server in self.servers:
+            server.version = None
+            self._repair(server)
+        await self._until_usable()
+        while waiting := [task for server, task in self._repairs.items() if server.alive and not task.done()]:
+            await asyncio.wait(waiting, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_error()
+
+    async def sample(self, group: int, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Answer:
+        """Samples a completion with the current weights.
+
+        Args:
+          group: requests of a group go to the same server as long as it answers.
+
+        Raises:
+          EngineLost: no server answers within `wait_seconds`, or the answers are wrong.
+          UserError: a server refused the request.
+        """
+        wrong = 0
+        while True:
+            server = await self._choose(group)
+            try:
+                answer = await server.sample(tokens, parameters)
+            except Unavailable as error:
+                self._lose(server, str(error))
+                continue
+            except WrongAnswer as error:
+                wrong += 1
+                if wrong == MOST_WRONG:
+                    raise EngineLost(f"rollout.urls: the server {server.url}: {error}.") from None
+                logger.warning("the server %s: %s; the request is sent again", server.url, error)
+                self._groups.pop(group, None)
+                continue
+            if answer.versions == [self.version]:
+                return answer
+            # It was started again, or another client has changed its weights.
+            self._lose(server, f"it sampled with the weights {answer.versions} instead of {self.version!r}")
+
+    async def close(self) -> None:
+        """Stops repairs and closes the connections."""
+        for task in self._repairs.values():
+            task.cancel()
+        await asyncio.gather(*self._repairs.values(), return_exceptions=True)
+        for server in self.servers:
+            await server.close()
+
+    def _usable(self) -> list[Server]:
+        return [server for server in self.servers if server.version == self.version]
+
+    async def _choose(self, group: int) -> Server:
+        """Returns the server of a group, or the one with the fewest requests if it has none that is usable."""
+        server = self._groups.get(group)
+        if server is None or server not in self._usable():
+            server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)
+        return server
+
+    async def _until_usable(self) -> list[Server]:
+        """Waits for a server with the current weights."""
+        while not (usable := self._usable()):
+            self._raise_error()
+            try:
+                await asyncio.wait_for(self._is_usable.wait(), self.wait_seconds)
+            except TimeoutError:
+                urls = ", ".join(server.url for server in self.servers)
+                raise EngineLost(
+                    f"rollout.urls: no server has answered for {self.wait_seconds:g} s "
+                    f"(rollout.wait_for_servers_seconds): {urls}. Start them, then the run with the same command: it "
+                    "resumes."
+                ) from None
+        return usable
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _lose(self, server: Server, why: str) -> None:
+        """Takes a server out of use until it has the current weights."""
+        if server.version is None:
+            return
+        server.version = None
+        left = len(self._usable())
+        logger.warning("the server %s is not used until it has the current weights: %s", server.url, why)
+        if not left:
+            self._is_usable.clear()
+            logger.warning("no server is left; waiting up to %g s for one", self.wait_seconds)
+        self._repair(server)
+
+    def _repair(self, server: Server) -> None:
+        task = self._repairs.get(server)
+        if task is None or task.done():
+            self._repairs[server] = asyncio.create_task(self._until_repaired(server))
+
+    async def _until_repaired(self, server: Server) -> None:
+        """Waits until a server is healthy, and gives it the current weights."""
+        reported = False
+        while server.version != self.version:
+            version, problem = self.version, "it does not answer"
+            try:
+                server.alive = await server.is_healthy()
+                if server.alive:
+                    await server.reload(self.folder, version)
+                    await self.admit(server)
+                    server.version = version
+                    continue  # the current weights may be others now
+            except (Unavailable, WrongAnswer) as error:
+                server.alive, problem = False, str(error)
+            except UserError as error:
+                server.alive, self._error = False, error
+                self._is_usable.set()
+            server.version = None
+            if self._error is not None:
+                return
+            if not reported:
+                logger.warning("the server %s has not the current weights: %s; it is asked again", server.url, problem)
+                reported = True
+            await asyncio.sleep(POLL_SECONDS)
+        if reported:
+            logger.warning("the server %s is used again", server.url)
+        self._is_usable.set()

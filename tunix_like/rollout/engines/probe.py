@@ -1,0 +1,85 @@
+"""Compares the log-probabilities of a server with those of this process, for the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tunix_like.config.schema import RolloutConfig
+from tunix_like.errors import UserError
+from tunix_like.models.sharding import fetch, prompt_parts
+from tunix_like.rollout.engines.server import Server
+
+PROMPTS, LENGTH, TOP = 4, 16, 5
+"""Number and length of the prompts, and number of the most probable next tokens that are compared."""
+
+
+class Probe:
+    """The expected log-probabilities of the tokens after a few prompts of random tokens.
+
+    Args:
+      max_gap: largest mean difference in nats; None: not compared.
+    """
+
+    def __init__(
+        self, graphdef: Any, rollout: RolloutConfig, eos_ids: Sequence[int], max_gap: float | None, mesh: Mesh | None
+    ):
+        self.graphdef, self.max_gap, self.mesh = graphdef, max_gap, mesh
+        self.eos_ids, self.temperature = list(eos_ids), rollout.temperature
+        parts = prompt_parts(mesh)
+        vocabulary = nnx.merge(graphdef, [None] * graphdef.num_leaves).config.vocab_size
+        ids = np.setdiff1d(np.arange(vocabulary), eos_ids)
+        shape = -(-PROMPTS // parts) * parts, min(LENGTH, rollout.max_prompt_length)
+        self.prompts = np.random.default_rng(0).choice(ids, shape)
+        self.expected: np.ndarray | None = None
+
+    def update(self, params: Any) -> None:
+        """Computes the log-probabilities for new weights; called in all processes."""
+        self.expected = fetch(_next_logprobs(self.graphdef, params, self.prompts, self.temperature), self.mesh)
+
+    async def check(self, server: Server) -> None:
+        """Compares the log-probabilities of a server that has these weights.
+
+        Raises:
+          UserError: they differ by more than `max_gap` nats on average.
+        """
+        if self.max_gap is None or self.expected is None:
+            return
+        parameters = {
+            "max_tokens": 1,
+            "temperature": self.temperature,
+            "logprobs": TOP,
+            "stop_token_ids": self.eos_ids,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "detokenize": False,
+        }
+        gaps = []
+        for prompt, expected in zip(self.prompts[:PROMPTS], self.expected, strict=False):
+            answer = await server.sample(prompt.tolist(), parameters)
+            gaps += [abs(value - expected[token]) for token, value in answer.top[0].items()]
+        gap = float(np.mean(gaps))
+        if not gap <= self.max_gap:
+            raise UserError(
+                f"rollout.urls: the server {server.url} computes other log-probabilities with these weights than the "
+                f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). It "
+                "has another model, or another dtype: start it with the folder of this model and the same --dtype. If "
+                "rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
+            )
+
+
+@jax.jit(static_argnums=(0,))
+def _next_logprobs(
+    graphdef: Any, params: Any, prompts: Int[Array, "P S"], temperature: Float[Array, ""]
+) -> Float[Array, "P V"]:
+    """Computes the log-probabilities of all tokens after each prompt."""
+    model = nnx.merge(graphdef, params)
+    hidden, _ = model.prefill(prompts, jnp.full(prompts.shape[0], prompts.shape[1]))
+    return jax.nn.log_softmax(model.scores(hidden, model.head()) / temperature)

@@ -1,0 +1,120 @@
+"""The completions of one call of an engine over HTTP: their turns, and what is sent next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tunix_like.rollout.engines.server import Answer
+from tunix_like.types import Request, Responder, Sample, Turn
+
+
+@dataclasses.dataclass
+class Row:
+    """A completion that is being sampled.
+
+    Attributes:
+      prompt, tokens, logprobs, mask: the tokens of the prompt and of the completion so far, their log-probabilities,
+        and which of them the policy sampled.
+    """
+
+    request: int
+    sample: int
+    prompt: Sequence[int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    mask: list[bool] = dataclasses.field(default_factory=list)
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+        """Appends the tokens of a turn or of a reply."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.mask += [sampled] * len(tokens)
+
+    def finished(self, complete: bool) -> Sample:
+        """Returns the completion; `complete` if the token limit did not end it."""
+        tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
+        return Sample(self.request, self.sample, tokens, logprobs, complete, np.array(self.mask, bool))
+
+
+class RowStates:
+    """The rows of a call.
+
+    Attributes:
+      limit: maximum number of tokens of a completion.
+      running: number of rows whose request was sent and not answered.
+    """
+
+    def __init__(self, requests: Sequence[Request], limit: int, responder: Responder | None):
+        self.rows = [
+            Row(index, sample, request.tokens)
+            for index, request in enumerate(requests)
+            for sample in range(request.samples)
+        ]
+        self.limit, self.responder = limit, responder
+        self._places = {(row.request, row.sample): index for index, row in enumerate(self.rows)}
+        self._unsent = list(range(len(self.rows)))
+        self._waiting: set[int] = set()  # rows whose turn has ended and has no reply yet
+        self._left = len(self.rows)
+        self.running = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether all completions are finished."""
+        return not self._left
+
+    @property
+    def wanted(self) -> int:
+        """The number of answers to wait for: all in lockstep, one if there is anything to wait for, else none."""
+        if self.responder is not None and self.responder.lockstep:
+            return self.running
+        return min(self.running, 1)
+
+    @property
+    def has_replies(self) -> bool:
+        """Whether replies may come while answers are awaited."""
+        return self.responder is not None and not self.responder.lockstep and bool(self._waiting)
+
+    def to_send(self) -> list[int]:
+        """Returns the rows whose next turn is to be sampled; they count as running from now on."""
+        unsent, self._unsent = self._unsent, []
+        self.running += len(unsent)
+        return unsent
+
+    def take(self, answers: Mapping[int, Answer]) -> list[Sample]:
+        """Adds answers to their rows, asks for replies and returns the completions that are finished."""
+        samples: list[Sample] = []
+        turns: list[Turn] = []
+        for index in sorted(answers):
+            row, answer = self.rows[index], answers[index]
+            self.running -= 1
+            row.append(answer.tokens, answer.logprobs, sampled=True)
+            turns.append(Turn(row.request, row.sample, answer.tokens, not answer.stopped))
+            if self.responder is not None and answer.stopped:
+                self._waiting.add(index)
+            else:
+                samples.append(row.finished(answer.stopped))
+        if self.responder is not None:
+            samples += self._reply(self.responder, turns)
+        self._left -= len(samples)
+        return samples
+
+    def _reply(self, responder: Responder, turns: Sequence[Turn]) -> list[Sample]:
+        """Submits turns and appends the replies that are ready; returns the completions that end."""
+        if turns:
+            responder.submit(turns)
+        if not self._waiting:
+            return []
+        samples = []
+        for group, sample, tokens in responder.replies(wait=not self.running):
+            index = self._places[group, sample]
+            self._waiting.remove(index)
+            row = self.rows[index]
+            if tokens is None or len(row.tokens) + len(tokens) >= self.limit:
+                samples.append(row.finished(tokens is None))
+            else:
+                row.append(tokens, [0.0] * len(tokens), sampled=False)
+                self._unsent.append(index)
+        return samples

@@ -1,0 +1,231 @@
+"""One vLLM server: its routes for tokens, weights and health, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tunix_like.errors import UserError, one_line
+
+KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable with the key that the servers were started with (`vllm serve --api-key`)."""
+
+LOWEST_VERSION = (0, 32)
+
+_QUICK_SECONDS = 30.0
+"""Time limit of requests that compute nothing."""
+
+_START = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
+
+
+class Unavailable(Exception):
+    """The server cannot be reached, has failed or does not answer in time. Another server may answer."""
+
+
+class WrongAnswer(Exception):
+    """The server answered something that is not what was asked for; the message describes it."""
+
+
+class Answer(NamedTuple):
+    """The tokens that a server sampled.
+
+    Attributes:
+      logprobs: log-probability of each token in nats.
+      stopped: whether an end-of-sequence token ended the answer, rather than the token limit.
+      versions: the versions of the weights, without repetition.
+      top: log-probabilities of the most probable tokens at each position, by token id.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+    versions: list[str]
+    top: list[dict[int, float]]
+
+
+class Server:
+    """A vLLM server. Its methods run in the event loop of the engine.
+
+    Attributes:
+      url: its address, without a final slash.
+      version: the version of the weights that the engine knows it to have; None if it has to be updated first.
+      alive: whether it answered last.
+      running: number of requests that it is answering.
+    """
+
+    def __init__(self, url: str, request_seconds: float):
+        self.url, self.request_seconds = url.rstrip("/"), request_seconds
+        self.version: str | None = None
+        self.alive, self.running = True, 0
+        self._session: aiohttp.ClientSession | None = None
+
+    async def check(self, least_length: int, text: str, tokens: Sequence[int]) -> None:
+        """Checks version, routes, length limit and tokenizer of the server.
+
+        Args:
+          least_length: tokens of the longest prompt and completion together.
+          text, tokens: a text and its token ids.
+
+        Raises:
+          UserError: it cannot be reached or used; the message says how to start it.
+        """
+        try:
+            await self._check(least_length, text, tokens)
+        except (Unavailable, WrongAnswer) as error:
+            raise self._unfit(f"{error}. Start it, or remove it from the list") from None
+
+    async def _check(self, least_length: int, text: str, tokens: Sequence[int]) -> None:
+        version = str((await self._get("/version")).get("version"))
+        numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
+        if tuple(numbers) < LOWEST_VERSION:
+            raise self._unfit(f"it runs vLLM {version}; use {'.'.join(map(str, LOWEST_VERSION))} or later")
+        if "weight_version" not in await self._get("/weight_info", missing={}):
+            raise self._unfit(f"it has no route to update weights; {_START}")
+        if await self._status("/inference/v1/generate") == 404:
+            raise self._unfit(f"it has no route /inference/v1/generate; {_START}")
+        models = (await self._get("/v1/models"))["data"]
+        limit = models[0].get("max_model_len")
+        if limit is not None and limit < least_length:
+            raise self._unfit(
+                f"it was started with --max-model-len {limit}; rollout.max_prompt_length and "
+                f"rollout.max_tokens_to_generate need {least_length}"
+            )
+        body = {"model": models[0]["id"], "prompt": text, "add_special_tokens": False}
+        found = (await self._post("/tokenize", body, missing={})).get("tokens")
+        if found is not None and list(found) != list(tokens):
+            raise self._unfit(
+                f"it has another tokenizer: the text {text!r} has the token ids {list(tokens)} here and {found} there; "
+                "start it with the folder of this model"
+            )
+
+    async def reload(self, folder: str, version: str) -> None:
+        """Makes the server read its weights from a folder, and names them `version`."""
+        await self._post("/pause?mode=keep", {})
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self._post("/collective_rpc", body, seconds=self.request_seconds)
+        await self._post("/update_weight_version", {"new_version": version})
+        await self._post("/reset_prefix_cache", {})
+        await self._post("/resume", {})
+        found = (await self._get("/weight_info")).get("weight_version")
+        if found != version:
+            raise WrongAnswer(f"its weights have the version {found!r} after an update to {version!r}")
+
+    async def is_healthy(self) -> bool:
+        """Returns whether the server says that it is healthy."""
+        try:
+            return await self._status("/health", get=True) == 200
+        except Unavailable:
+            return False
+
+    async def sample(self, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Answer:
+        """Samples a completion.
+
+        Args:
+          tokens: the prompt.
+          parameters: vLLM's sampling parameters, with `logprobs`.
+
+        Raises:
+          Unavailable: the server failed, or its answer took longer than `request_seconds`.
+          WrongAnswer: the answer has no tokens, or not one log-probability for each token.
+          UserError: the server refused the request.
+        """
+        self.running += 1
+        try:
+            body = {"token_ids": list(tokens), "sampling_params": dict(parameters)}
+            return _read(await self._post("/inference/v1/generate", body, seconds=self.request_seconds), parameters)
+        finally:
+            self.running -= 1
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _unfit(self, why: str) -> UserError:
+        return UserError(f"rollout.urls: the server {self.url} cannot be used: {why}.")
+
+    async def _status(self, route: str, get: bool = False) -> int:
+        """Returns the HTTP status of a request without a body."""
+        status, _ = await self._request("GET" if get else "POST", route, {}, _QUICK_SECONDS)
+        return status
+
+    async def _get(self, route: str, missing: Any = None) -> Any:
+        return self._content(route, missing, *await self._request("GET", route, None, _QUICK_SECONDS))
+
+    async def _post(self, route: str, body: Any, missing: Any = None, seconds: float = _QUICK_SECONDS) -> Any:
+        return self._content(route, missing, *await self._request("POST", route, body, seconds))
+
+    def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
+        """Returns the JSON of an answer; `missing`, if given, if the server has no such route."""
+        if missing is not None and status in (404, 405, 501):
+            return missing
+        said = content[:300].decode(errors="replace").replace("\n", " ")
+        if status >= 500 or status in (408, 429):
+            raise Unavailable(f"{route} answered with status {status}: {said}")
+        if status == 401:
+            raise self._unfit(f"it wants an API key; set the environment variable {KEY_VARIABLE}")
+        if status >= 400:
+            raise self._unfit(f"{route} answered with status {status}: {said}")
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise WrongAnswer(f"{route} answered with something that is not JSON: {said!r}") from None
+
+    async def _request(self, method: str, route: str, body: Any, seconds: float) -> tuple[int, bytes]:
+        if self._session is None:
+            key = os.environ.get(KEY_VARIABLE)
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            # No limit of connections: the server queues requests itself.
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        try:
+            limit = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.request(method, self.url + route, json=body, timeout=limit) as answer:
+                return answer.status, await answer.read()
+        except TimeoutError:
+            raise Unavailable(f"{route} did not answer within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+            raise Unavailable(one_line(error)) from error
+
+
+def check_url(url: str) -> None:
+    """Raises UserError if a value of `rollout.urls` is not the address of a server, or contains a password."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise UserError(f"rollout.urls: got {url!r}; give an address such as http://127.0.0.1:8000.")
+    if parts.username is not None or parts.password is not None:
+        raise UserError(
+            f"rollout.urls: the address of {parts.hostname} contains a user name or a key; set the environment "
+            f"variable {KEY_VARIABLE} instead."
+        )
+
+
+def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
+    """Reads the answer of `/inference/v1/generate`. Raises WrongAnswer."""
+    try:
+        (choice,) = content["choices"]
+        tokens = choice["token_ids"]
+        entries = choice["logprobs"]["content"]
+        logprobs = [float(entry["logprob"]) for entry in entries]
+        top = [{each["token_id"]: float(each["logprob"]) for each in entry["top_logprobs"]} for entry in entries]
+        versions = list(dict.fromkeys(str(span["version"]) for span in choice["weight_versions"]))
+        reason = choice["finish_reason"]
+        ids = [entry["token_id"] for entry in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WrongAnswer(f"its answer lacks tokens, log-probabilities or versions ({one_line(error)})") from None
+    if ids != tokens or not tokens or not all(isinstance(token, int) for token in tokens):
+        raise WrongAnswer(f"its answer has {len(tokens)} tokens and log-probabilities of {len(ids)}, or not the same")
+    if len(tokens) > parameters["max_tokens"] or reason not in ("stop", "length"):
+        raise WrongAnswer(
+            f"its answer has {len(tokens)} of at most {parameters['max_tokens']} tokens, ended by {reason!r}"
+        )
+    if (tokens[-1] in parameters["stop_token_ids"]) != (reason == "stop"):
+        raise WrongAnswer(f"its answer ended by {reason!r} with the token {tokens[-1]}")
+    return Answer(tokens, logprobs, reason == "stop", versions, top)

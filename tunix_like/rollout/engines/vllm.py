@@ -1,0 +1,236 @@
+"""Generates with vLLM servers over HTTP: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+import shutil
+import threading
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from tunix_like.config.schema import RolloutConfig
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import save_model
+from tunix_like.models.lora import merge_lora
+from tunix_like.models.sharding import fetch, scope
+from tunix_like.rollout.decoding import cast_params
+from tunix_like.rollout.engines.fleet import Fleet
+from tunix_like.rollout.engines.probe import Probe
+from tunix_like.rollout.engines.rows import RowStates
+from tunix_like.rollout.engines.server import Answer, Server, check_url
+from tunix_like.runtime import progress
+from tunix_like.runtime.processes import by_first, is_first
+from tunix_like.types import Request, Responder, Sample, SamplingParams
+
+_TEXT = "Tokens in, tokens out: 12 + 34 = 46."
+"""A text that both tokenizers must encode to the same ids."""
+
+
+class VLLMEngine:
+    """An `Engine` whose completions are sampled by vLLM servers.
+
+    The servers must be started with the folder of the same model, with `VLLM_SERVER_DEV_MODE=1` and
+    `--enable-scale-out`. Before each rollout the weights are written to a folder that the servers read. Every sample is
+    checked to be from these weights alone. The servers use random numbers of their own, so a run cannot be repeated bit
+    for bit.
+
+    Args:
+      model: the model that is trained; its graph, not its weights, is kept.
+      rollout: `urls`, lengths, sampling parameters and time limits.
+      weights_folder: a folder of this engine that all servers can read under the same name.
+      max_gap: largest mean difference between the log-probabilities of a server and of this process, in nats. None:
+        not compared.
+
+    Raises:
+      UserError: a server cannot be reached or used; the message says why.
+    """
+
+    row_steps = 0
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        rollout: RolloutConfig,
+        weights_folder: str | Path,
+        *,
+        max_gap: float | None = 0.1,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        self.max_prompt_length, self.mesh = rollout.max_prompt_length, mesh
+        self.tokenizer, self.rollout = tokenizer, rollout
+        self.graphdef = nnx.split(model)[0]
+        self.folder = Path(weights_folder).absolute()
+        self.eos_ids = list(rollout.eos_tokens or tokenizer.eos_ids)
+        self.probe = Probe(self.graphdef, rollout, self.eos_ids, max_gap, mesh)
+        self._run, self._number = uuid.uuid4().hex[:8], 0
+        self._placed: list[Any] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._fleet: Fleet | None = None
+        by_first(self._open)
+
+    def place(self, params: Any) -> str:
+        """Gives the servers the weights; returns their version. Weights that they have already are not sent again.
+
+        Raises:
+          EngineLost: no server answers.
+          UserError: the folder cannot be written, or a server computes something else with these weights.
+        """
+        leaves = jax.tree.leaves(params)
+        if len(leaves) == len(self._placed) and all(a is b for a, b in zip(leaves, self._placed, strict=True)):
+            return self._version
+        with scope(self.mesh):
+            self.probe.update(params)
+            model = merge_lora(nnx.merge(self.graphdef, params))
+            graphdef, state = nnx.split(model)
+            weights = jax.jit(cast_params, static_argnums=0)(graphdef, nnx.to_pure_dict(state))
+        if jax.process_count() > 1:
+            weights = fetch(weights, self.mesh)
+        self._number += 1
+        by_first(functools.partial(self._publish, model.config, weights))
+        self._placed = leaves
+        return self._version
+
+    def generate(
+        self,
+        params: str,
+        requests: Sequence[Request],
+        key: Array,
+        sampling: SamplingParams,
+        responder: Responder | None = None,
+    ) -> Iterator[Sample]:
+        """Samples the completions of all requests (see `types.Engine`); `params` is the result of `place`.
+
+        Raises:
+          EngineLost: no server answers for `wait_for_servers_seconds`.
+          UserError: a server refused a request.
+        """
+        if params != self._version:
+            raise ValueError(f"The servers have the weights {self._version}, not {params}.")
+        rows = RowStates(requests, self.rollout.max_tokens_to_generate, responder)
+        answers: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
+        tasks: set[Any] = set()
+        try:
+            with progress.task("sampling", len(rows.rows)) as advance:
+                while not rows.done:
+                    for index in rows.to_send():
+                        if is_first():
+                            self._send(index, rows, sampling, answers, tasks)
+                    wait = functools.partial(_collect, answers, rows.wanted, not rows.has_replies)
+                    samples = rows.take({int(i): Answer(*answer) for i, answer in by_first(wait)})
+                    advance(len(samples))
+                    yield from samples
+        finally:
+            for task in list(tasks):
+                task.cancel()
+
+    def close(self) -> None:
+        """Closes the connections and removes the folder of the weights. The servers go on."""
+        if self._loop is not None and self._fleet is not None and self._thread is not None:
+            self._wait(self._fleet.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._loop, self._fleet = None, None
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._placed = []
+
+    @property
+    def _version(self) -> str:
+        return f"{self._run}-{self._number}"
+
+    def _open(self) -> None:
+        """Starts the thread of the connections and checks all servers."""
+        for url in self.rollout.urls or ():
+            check_url(url)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._fleet = self._wait(self._make_fleet())
+        try:
+            self._wait(self._check())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _make_fleet(self) -> Fleet:
+        servers = [Server(url, self.rollout.request_timeout_seconds) for url in self.rollout.urls or ()]
+        return Fleet(servers, self.rollout.wait_for_servers_seconds, self.probe.check)
+
+    async def _check(self) -> None:
+        assert self._fleet is not None
+        longest = self.rollout.max_prompt_length + self.rollout.max_tokens_to_generate
+        tokens = [token for token in self.tokenizer.encode(_TEXT) if token != self.tokenizer.bos_id]
+        await asyncio.gather(*(server.check(longest, _TEXT, tokens) for server in self._fleet.servers))
+
+    def _publish(self, config: Any, weights: Any) -> None:
+        """Writes the weights and gives them to the servers. The folder of the weights before is removed."""
+        assert self._fleet is not None
+        folder = self.folder / self._version
+        try:
+            save_model(weights, config, self.tokenizer, folder)
+            self._wait(self._fleet.update(str(folder), self._version))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        for other in self.folder.iterdir():
+            if other.name != self._version:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _send(self, index: int, rows: RowStates, sampling: SamplingParams, answers: Any, tasks: set[Any]) -> None:
+        """Starts to sample the next turn of a row."""
+        assert self._fleet is not None and self._loop is not None
+        row = rows.rows[index]
+        parameters = {
+            "max_tokens": rows.limit - len(row.tokens),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": 0 if sampling.top_k is None else sampling.top_k,
+            "logprobs": 0,
+            "stop_token_ids": self.eos_ids,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "detokenize": False,
+        }
+        call = self._fleet.sample(row.request, [*row.prompt, *row.tokens], parameters)
+        task = asyncio.run_coroutine_threadsafe(call, self._loop)
+        tasks.add(task)
+
+        def done(task: Any) -> None:
+            tasks.discard(task)
+            if not task.cancelled():
+                answers.put((index, task.exception() or task.result()))
+
+        task.add_done_callback(done)
+
+    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def _collect(answers: Any, wanted: int, patient: bool) -> list[tuple[int, Any]]:
+    """Returns the answers that have arrived; waits until there are `wanted`, if `patient` (else a moment).
+
+    Raises:
+      UserError: a request failed.
+    """
+    found: list[tuple[int, Any]] = []
+    while True:
+        try:
+            block = len(found) < wanted
+            index, answer = answers.get(block, None if patient else 0.05)
+        except queue.Empty:
+            return found
+        if isinstance(answer, BaseException):
+            raise answer
+        found.append((index, answer))
