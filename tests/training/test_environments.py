@@ -37,13 +37,6 @@ def learner(environment=Vowels, config=TURNS, algo=None, **arguments):
     return made
 
 
-@pytest.fixture(autouse=True)
-def own_arguments(monkeypatch):
-    from . import small_learner
-
-    monkeypatch.setattr(small_learner, "OWN", (*small_learner.OWN, "environment", "environment_config"))
-
-
 def ended(completion: str) -> bool:
     return len(completion) < 48 or completion[-1] in "abcdefgh"
 

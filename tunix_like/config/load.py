@@ -280,6 +280,8 @@ def _hint(name: str, leaves: Mapping[str, Any]) -> str:
     """Returns a hint with the nearest valid keys: a similar key of the same section, else the same key of another
     section, else any similar name."""
     section, _, last = name.rpartition(".")
+    if last.endswith(("api_key", "token", "password")):
+        return "Keys and passwords do not belong in files; set the environment variable VLLM_API_KEY for vLLM servers."
     siblings = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
     near = [f"{section}.{key}" for key in difflib.get_close_matches(last, siblings, n=1)]

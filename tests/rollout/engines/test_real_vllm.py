@@ -1,0 +1,191 @@
+"""The engine with a real vLLM server, which must be installed apart from this library (`docs/contributing.md`)."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from tests.training.small_learner import ROWS, TOKENIZER, collect, make, varied
+from tunix_like import EnvironmentConfig, RolloutConfig, load_model
+from tunix_like.models.loading import export_model
+from tunix_like.rollout.engines.vllm import VLLMEngine
+
+VLLM = os.environ.get("TUNIX_LIKE_VLLM") or shutil.which("vllm")
+HF = {
+    "model_type": "qwen2",
+    "vocab_size": 13,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,  # heads of 32, the smallest of vLLM on a CPU
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,  # vLLM on a CPU does not read a tied matrix again
+}
+GAP = 1e-4
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(VLLM is None, reason="no vLLM: set TUNIX_LIKE_VLLM to its executable"),
+]
+
+
+def model():
+    return load_model(HF, init="random", seed=0)[0]
+
+
+class Real:
+    """A vLLM server; `kill` ends all of its processes at once."""
+
+    def __init__(self, folder, log):
+        self.folder, self.log = folder, log
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self, wait=True):
+        settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        options = ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager", "--enable-scale-out"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [VLLM, "serve", self.folder, *options, "--host", "127.0.0.1", "--port", str(self.port)],
+                stdout=log,
+                stderr=log,
+                env=environment | settings,
+                start_new_session=True,
+            )
+        if wait:
+            limit = time.monotonic() + 300
+            while not self.healthy():
+                assert time.monotonic() < limit and self.process.poll() is None, self.log.read_text()[-3000:]
+                time.sleep(1)
+
+    def healthy(self):
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm")
+    export_model(model(), TOKENIZER, folder / "model")
+    made = Real(folder / "model", folder / "log")
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def engine(server, tmp_path):
+    rollout = RolloutConfig(
+        engine="vllm",
+        urls=[server.url],
+        max_prompt_length=16,
+        max_tokens_to_generate=24,
+        request_timeout_seconds=60.0,
+        wait_for_servers_seconds=300.0,
+    )
+    made = VLLMEngine(model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=GAP)
+    yield made
+    made.close()
+
+
+def learner(engine, **settings):
+    rollout = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=24)
+    return make(
+        model=model(),
+        reward=varied,
+        rollout=rollout,
+        engine=engine,
+        **{"max_logprob_gap": GAP, "max_steps": 3} | settings,
+    )
+
+
+def test_the_weights_of_each_step(engine):
+    """The sampler's log-probabilities are the trainer's after every update."""
+    rows = collect(learner(engine), batch_size=4)
+    assert len(rows) == 3 and all(row["train/logprob_gap/max"] < GAP for row in rows)
+    assert rows[0]["train/loss"] != rows[2]["train/loss"]
+
+
+class Asks:
+    """Two turns; the observation is new text."""
+
+    def reset(self, **columns):
+        self.turns = 0
+
+    def step(self, completion):
+        self.turns += 1
+        return "abc", float(len(completion) % 2), self.turns == 2, {}
+
+
+def test_several_turns(engine):
+    made = make(
+        model=model(), reward=(), rollout=RolloutConfig(max_prompt_length=16, max_tokens_to_generate=24), engine=engine,
+        environment=Asks, environment_config=EnvironmentConfig(max_turns=2), max_steps=2, max_logprob_gap=GAP,
+    )  # fmt: skip
+    rows = collect(made, batch_size=4)
+    assert all(row["train/logprob_gap/max"] < GAP for row in rows) and rows[0]["train/turns/max"] == 2
+
+
+@pytest.mark.parametrize("when", ["generating", "reloading"])
+def test_a_killed_server(server, engine, when, caplog):
+    """It comes back with the weights of the beginning; nothing is sampled with them."""
+    made = learner(engine, max_steps=3)
+    fleet_server = engine._fleet.servers[0]
+    place, reload, killers = engine.place, fleet_server.reload, []
+
+    def kill():
+        server.kill()
+        server.start(wait=False)
+
+    def then_kill(params):
+        version = place(params)
+        if when == "generating" and made.done == 1 and not killers:
+            killers.append(threading.Timer(0.05, kill))
+            killers[0].start()
+        return version
+
+    async def killed_reload(folder, version):
+        if when == "reloading" and version.endswith("-2") and not killers:
+            killers.append(threading.Thread(target=kill))
+            killers[0].start()
+        await reload(folder, version)
+
+    engine.place, fleet_server.reload = then_kill, killed_reload
+    rows = collect(made, batch_size=8)
+    killers[0].join()
+    assert len(rows) == 3 and all(row["train/logprob_gap/max"] < GAP for row in rows)
+    assert "used again" in caplog.text
+
+
+def test_a_refused_update_is_found(engine, monkeypatch):
+    """The weights of the step are not those that the server has read."""
+    from tunix_like.errors import UserError
+
+    made = learner(engine)
+    writes, save = [], engine._publish
+
+    def stale(config, weights):
+        writes.append(weights)
+        save(config, writes[0])
+
+    monkeypatch.setattr(engine, "_publish", stale)
+    with pytest.raises(UserError, match="other log-probabilities"):
+        made.train(ROWS, batch_size=4)
+    assert len(writes) == 2

@@ -1,0 +1,358 @@
+"""The engine over HTTP: what is sampled where and with which weights, and every way in which a server can fail."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from tests.rollout.engines.stand_in import StandIn, until
+from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model, params_of, varied
+from tests.training.test_environments import Vowels
+from tunix_like import EnvironmentConfig, EvalConfig, LoraConfig, RolloutConfig, UserError
+from tunix_like.errors import EngineLost
+from tunix_like.models.loading import export_model
+from tunix_like.models.lora import add_lora
+from tunix_like.rollout.engines import fleet
+from tunix_like.rollout.engines.vllm import VLLMEngine
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "model"
+    export_model(make_model(), TOKENIZER, folder)
+    return folder
+
+
+@pytest.fixture
+def serve(model_folder, monkeypatch):
+    """Starts stand-ins; servers that failed are asked again soon."""
+    monkeypatch.setattr(fleet, "POLL_SECONDS", 0.05)
+    servers = []
+
+    def start(**settings):
+        servers.append(StandIn(model_folder, TOKENIZER, **settings))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def connect(tmp_path):
+    """Builds engines of servers, and closes them."""
+    engines = []
+
+    def build(*servers, max_gap=1e-4, **settings):
+        lengths = {"max_prompt_length": 8, "max_tokens_to_generate": 4} | settings
+        urls = [server if isinstance(server, str) else server.url for server in servers]
+        rollout = RolloutConfig(
+            engine="vllm", urls=urls, **{"wait_for_servers_seconds": 60.0, "request_timeout_seconds": 10.0} | lengths
+        )
+        engines.append(VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=max_gap))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def test_a_run(serve, connect, tmp_path):
+    """Each step is sampled with its own weights, which an evaluation before it has sent already."""
+    server = serve()
+    engine = connect(server)
+    learner = make(
+        reward=varied, engine=engine, max_steps=3, eval_config=EvalConfig(samples=2), eval_every_n_steps=1,
+        max_logprob_gap=1e-4,
+    )  # fmt: skip
+    rows = collect(learner, eval_ds=ROWS[:2], batch_size=4)
+    assert len(rows) == 4 and all(row["train/logprob_gap/max"] < 1e-4 for row in rows[1:])
+    assert server.routes.count("/collective_rpc") == 4, "the weights of each step once"
+    assert server.version.endswith("-4") and server.routes.count("/reset_prefix_cache") == 4
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == [server.version]
+    engine.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_group_stays_on_one_server(serve, connect):
+    servers = [serve(), serve()]
+    learner = make(reward=varied, engine=connect(*servers), max_steps=1)
+    collect(learner, batch_size=4)
+    groups = [{tuple(body["token_ids"]) for body in server.asked if len(body["token_ids"]) < 8} for server in servers]
+    assert len(groups[0]) == len(groups[1]) == 2 and not groups[0] & groups[1]
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "eager"])
+def test_several_turns(serve, connect, mode):
+    """The same mask, log-probabilities and rewards as in this process; each turn's prompt is the whole history."""
+    server = serve()
+    rollout = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=15)
+    learner = make(
+        reward=(), rollout=rollout, max_steps=2, max_logprob_gap=1e-4,
+        engine=connect(server, max_prompt_length=16, max_tokens_to_generate=15),
+        environment=Vowels, environment_config=EnvironmentConfig(max_turns=4, max_observation_tokens=40, mode=mode),
+    )  # fmt: skip
+    rows = collect(learner, batch_size=4)
+    assert all(row["train/logprob_gap/max"] < 1e-4 for row in rows)
+    assert max(row["train/turns/mean"] for row in rows) > 1
+    assert max(len(body["token_ids"]) for body in server.asked) > 16
+
+
+def drop(answer):
+    raise ConnectionError
+
+
+def shorter(answer):
+    answer["choices"][0]["logprobs"]["content"].pop()
+    return answer
+
+
+def longer(answer):
+    choice = answer["choices"][0]
+    choice["token_ids"] = choice["token_ids"] * 5
+    choice["logprobs"]["content"] = choice["logprobs"]["content"] * 5
+    return answer
+
+
+def endless(answer):
+    answer["choices"][0]["finish_reason"] = "abort"
+    return answer
+
+
+def other_version(answer):
+    answer["choices"][0]["weight_versions"] = [
+        {"version": answer["choices"][0]["weight_versions"][0]["version"], "start": 0, "end": 1},
+        {"version": "default", "start": 1, "end": 2},
+    ]
+    return answer
+
+
+FAULTS = {
+    "connection": drop,
+    "status 500": lambda _: 500,
+    "status 429": lambda _: 429,
+    "no JSON": lambda _: "<html>",
+    "another object": lambda _: {"choices": []},
+    "too few log-probabilities": shorter,
+    "too many tokens": longer,
+    "no end": endless,
+    "two versions": other_version,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_wrong_answer_is_asked_for_again(serve, connect, fault):
+    """It is not trained on: the log-probabilities of all samples are those of the trainer."""
+    server = serve()
+    engine = connect(server)
+    learner = make(reward=varied, engine=engine, max_steps=1, max_logprob_gap=1e-4)
+    place = engine.place
+
+    def then_fail(params):
+        version = place(params)
+        server.faults[:] = [lambda answer: answer, fault]
+        return version
+
+    engine.place = then_fail
+    rows = collect(learner, batch_size=4)
+    assert not server.faults and rows[0]["train/logprob_gap/max"] < 1e-4
+
+
+def test_an_answer_that_stays_wrong(serve, connect):
+    server = serve()
+    engine = connect(server)
+    learner = make(reward=varied, engine=engine, max_steps=1)
+    place = engine.place
+    engine.place = lambda params: (place(params), server.faults.extend([shorter] * 100))[0]
+    with pytest.raises(EngineLost, match=rf"rollout.urls: the server {server.url}: its answer has \d tokens"):
+        learner.train(ROWS, batch_size=4)
+
+
+def test_a_request_that_the_server_refuses(serve, connect):
+    server = serve()
+    engine = connect(server)
+    learner = make(reward=varied, engine=engine, max_steps=1)
+    place = engine.place
+    engine.place = lambda params: (place(params), server.faults.append(lambda _: 400))[0]
+    with pytest.raises(UserError, match=r"/inference/v1/generate answered with status 400: .*as told"):
+        learner.train(ROWS, batch_size=4)
+
+
+def test_a_server_that_is_killed_and_started_again(serve, connect, caplog):
+    """It has other weights then, and is not used before it has those of the step. With another server, that one works
+    meanwhile."""
+    for count in (1, 2):
+        servers = [serve() for _ in range(count)]
+        engine = connect(*servers)
+        learner = make(reward=varied, engine=engine, max_steps=2, max_logprob_gap=1e-4)
+        killed = servers[0]
+        killed.delay = 0.5
+        place, stops = engine.place, []
+
+        def kill(killed=killed):
+            assert until(lambda: len(killed.asked) > 8)
+            killed.stop()
+            killed.delay = 0.0
+            killed.start()
+
+        def then_kill(params, place=place, stops=stops, kill=kill):
+            version = place(params)
+            if not stops:
+                stops.append(threading.Thread(target=kill))
+                stops[0].start()
+            return version
+
+        engine.place = then_kill
+        rows = collect(learner, batch_size=4)
+        stops[0].join()
+        assert len(rows) == 2 and all(row["train/logprob_gap/max"] < 1e-4 for row in rows)
+        assert killed.version.endswith("-2")
+        assert ("no server is left" in caplog.text) == (count == 1)
+        caplog.clear()
+
+
+def test_a_slow_server(serve, connect, caplog):
+    slow, quick = serve(), serve()
+    engine = connect(slow, quick, request_timeout_seconds=1.0)
+    place = engine.place
+    engine.place = lambda params: (place(params), setattr(slow, "delay", 5.0))[0]
+    learner = make(reward=varied, engine=engine, max_steps=1, max_logprob_gap=1e-4)
+    collect(learner, batch_size=4)
+    assert "did not answer within 1 s" in caplog.text
+
+
+def test_all_servers_gone(serve, connect, tmp_path):
+    """The state before the step is saved, and the run goes on from there with the same prompts."""
+    server = serve()
+    seen = []
+
+    def reward(prompts, completions, answer):
+        seen.append(list(prompts))
+        return varied(prompts, completions, answer)
+
+    settings = {"reward": reward, "output_dir": str(tmp_path / "run"), "max_steps": 4, "checkpoint_every_n_steps": 100}
+    learner = make(engine=connect(server, wait_for_servers_seconds=2.0), **settings)
+    stopped = []
+    learner.listeners[0] = lambda row, total: row["step"] == 2 and (server.stop(), stopped.append(1))
+    with pytest.raises(EngineLost, match=r"no server has answered for 2 s \(rollout.wait_for_servers_seconds\)"):
+        learner.train(ROWS, batch_size=2)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["2"]
+    server.start()
+    again = make(engine=connect(server), **settings)
+    rows = collect(again, batch_size=2)
+    assert [row["step"] for row in rows] == [3, 4]
+    drawn = [prompts[0] for prompts in seen]
+    whole = make(reward=reward, max_steps=4)
+    seen.clear()
+    whole.train(ROWS, batch_size=2)
+    assert drawn == [prompts[0] for prompts in seen], "the same prompts as in an uninterrupted run"
+
+
+def test_a_lost_engine_in_an_evaluation(serve, connect, tmp_path):
+    """The step before it is complete: its row and its checkpoint are written."""
+    server = serve()
+    learner = make(
+        reward=varied, output_dir=str(tmp_path / "run"), max_steps=2,
+        engine=connect(server, wait_for_servers_seconds=2.0),
+        eval_config=EvalConfig(samples=2), eval_every_n_steps=1, metric_fns=[lambda *_, **__: server.stop() or {}],
+    )  # fmt: skip
+    with pytest.raises(EngineLost):
+        learner.train(ROWS, ROWS[:2], batch_size=4)
+    server.start()
+    steps = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"step": 1' in line]
+    assert len(steps) == 1 and (tmp_path / "run" / "checkpoints" / "1").exists()
+
+
+def test_another_model(serve, connect, tmp_path):
+    """Its log-probabilities differ, and nothing is sampled with it."""
+    server = serve()
+    server._load = lambda folder: None  # it does not read the weights that it is told to read
+    engine = connect(server)
+    learner = make(reward=varied, engine=engine, max_steps=2)
+    with pytest.raises(UserError, match=r"other log-probabilities .* differ by \S+ nats .*training.max_logprob_gap: "):
+        learner.train(ROWS, batch_size=4)
+    assert len(server.asked) == 4 + 16 + 4, "one step with the weights of the folder, and two comparisons"
+
+
+def test_weights_of_adapters(serve, tmp_path):
+    """They are merged."""
+    server = serve()
+    model = add_lora(make_model(), LoraConfig(rank=2), 0)
+    rollout = RolloutConfig(engine="vllm", urls=[server.url], max_prompt_length=8, max_tokens_to_generate=4)
+    engine = VLLMEngine(model, TOKENIZER, rollout, tmp_path / "weights", max_gap=1e-4)
+    learner = make(model=model, reward=varied, engine=engine, max_steps=2, max_logprob_gap=1e-4)
+    before = params_of(model)
+    rows = collect(learner, batch_size=4)
+    engine.close()
+    assert all(row["train/logprob_gap/max"] < 1e-4 for row in rows)
+    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, params_of(model))), strict=True))
+
+
+UNFIT = {
+    "old": ({"version": "0.31.1"}, "it runs vLLM 0.31.1; use 0.32 or later"),
+    "without updates": (
+        {"missing": ("/weight_info",)},
+        "no route to update weights; start it with VLLM_SERVER_DEV_MODE=1",
+    ),
+    "without tokens": (
+        {"missing": ("/inference/v1/generate",)},
+        "no route /inference/v1/generate; start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out",
+    ),
+    "too short": ({"max_model_len": 11}, "--max-model-len 11; rollout.max_prompt_length and .* need 12"),
+    "with a key": ({"key": "secret"}, "it wants an API key; set the environment variable VLLM_API_KEY"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), UNFIT.values(), ids=UNFIT)
+def test_servers_that_cannot_be_used(serve, connect, settings, message):
+    server = serve(**settings)
+    with pytest.raises(
+        UserError, match=rf"^rollout.urls: the server {server.url} cannot be used: .*{message}"
+    ) as error:
+        connect(server)
+    assert "\n" not in str(error.value)
+
+
+def test_another_tokenizer(serve, connect):
+    server = serve()
+    server.tokens_of = lambda text: [5, 6]
+    with pytest.raises(UserError, match=r"it has another tokenizer: .* \[5, 6\] there"):
+        connect(server)
+
+
+def test_a_server_with_a_key(serve, connect, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    learner = make(reward=varied, engine=connect(serve(key="secret")), max_steps=1)
+    assert np.isfinite(collect(learner, batch_size=4)[0]["train/loss"])
+
+
+def test_an_unreachable_server(connect):
+    with pytest.raises(UserError, match=r"the server http://127.0.0.1:9 cannot be used: .*Start it, or remove it"):
+        connect("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("127.0.0.1:8000", "give an address such as http://127.0.0.1:8000"),
+        ("http://me:secret@127.0.0.1:8000", "contains a user name or a key; set the environment variable VLLM_API_KEY"),
+    ],
+)
+def test_wrong_addresses(connect, url, message):
+    with pytest.raises(UserError, match=message) as error:
+        connect(url)
+    assert ":secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "vllm"}, "rollout.urls: rollout.engine=vllm needs the addresses"),
+        ({"urls": ["http://a"]}, "rollout.urls: it needs rollout.engine=vllm"),
+        ({"weights_folder": "a"}, "rollout.weights_folder: it needs rollout.engine=vllm"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(UserError, match=message):
+        RolloutConfig(**settings)
