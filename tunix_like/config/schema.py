@@ -312,6 +312,17 @@ class RolloutConfig(_Checked):
     eos_tokens: list[int] | None = key(
         doc="token ids that end a completion; unset: those of the tokenizer and of generation_config.json"
     )
+    max_staleness: int = key(
+        0,
+        doc="number of updates by which the sampling weights may be older than the trained ones; 1: the completions of "
+        "the next step are sampled during the update, by servers or on devices of their own",
+        at_least=0,
+        at_most=1,
+    )
+    devices: int | None = key(
+        doc="number of devices that only sample, the last ones; the training uses the others; unset: all do both",
+        at_least=1,
+    )
     engine: str = key(
         "local",
         doc="what samples during training; local: this process; vllm: the servers of `urls`. SFT and `eval` sample in "
@@ -339,6 +350,8 @@ class RolloutConfig(_Checked):
         if self.engine != "vllm" and (self.urls or self.weights_folder):
             name = "urls" if self.urls else "weights_folder"
             raise UserError(f"rollout.{name}: it needs rollout.engine=vllm; set it, or omit rollout.{name}.")
+        if self.engine == "vllm" and self.devices is not None:
+            raise UserError("rollout.devices: with rollout.engine=vllm the servers sample; omit it.")
         sizes = self.mesh if isinstance(self.mesh, list) else []
         if self.mesh != "auto" and (len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes)):
             raise UserError(

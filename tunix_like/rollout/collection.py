@@ -21,7 +21,7 @@ from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import EngineLost, UserError
+from tunix_like.errors import UserError
 from tunix_like.rollout.environments.episodes import with_environment
 from tunix_like.rollout.environments.trajectories import Player, generate
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
@@ -94,7 +94,7 @@ class Collector:
         """Returns the groups of a step, or None when the data is exhausted.
 
         Args:
-          params: all weights of the model.
+          params: the weights, from `Engine.place`.
           lap: called with the name of each phase when it is done.
 
         Raises:
@@ -106,19 +106,12 @@ class Collector:
         metrics: dict[str, Any] = {}
         if self.player is not None:
             self.player.seconds = 0.0  # evaluations count there too
-        params = self.engine.place(params)
-        lap("reshard")
-        before = self.drawn
-        try:
-            drawn = self._draw(step, params, lap)
-            if drawn is None:
-                return None
-            rollout, rewards = drawn
-            if algo.dynamic_sampling:
-                rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
-        except EngineLost:
-            self.drawn = before  # a checkpoint of the step before is written
-            raise
+        drawn = self._draw(step, params, lap)
+        if drawn is None:
+            return None
+        rollout, rewards = drawn
+        if algo.dynamic_sampling:
+            rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
         if self.player is not None:
             metrics["time/environment"] = self.player.seconds

@@ -35,6 +35,13 @@ def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
     return jax.jit(decoding.cast_params, static_argnums=0, out_shardings=parameter_shardings(shapes, mesh))
 
 
+def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
+    """Returns the same function for weights on other devices: it casts them there and copies the result."""
+    cast = jax.jit(decoding.cast_params, static_argnums=0)
+    shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
+    return lambda graphdef, params: jax.device_put(cast(graphdef, params), shardings)
+
+
 class Sampler:
     """The in-process `Engine`: samples completions with a decoder's graph and the weights passed to `generate`.
 
@@ -77,7 +84,9 @@ class Sampler:
         if self.mesh is None:
             return params
         if self._place is None:
-            self._place = jit_place(self.graphdef, params, self.mesh)
+            here = jax.tree.leaves(params)[0].sharding.device_set
+            elsewhere = here != set(self.mesh.devices.flat)
+            self._place = (_copy_to if elsewhere else jit_place)(self.graphdef, params, self.mesh)
         return jax.block_until_ready(self._place(self.graphdef, params))
 
     def generate(

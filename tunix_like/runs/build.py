@@ -30,7 +30,7 @@ from tunix_like.runs.environments import environments_of, has_environment, with_
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
 from tunix_like.storage.loggers import check_loggers
-from tunix_like.training.engine import make_engine
+from tunix_like.training.engine import check_staleness, make_engine, training_devices
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
@@ -81,6 +81,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     _check_lora(config)
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
+    check_staleness(algorithm, config.rollout, config.rollout.engine != "local")
     has_environment(config)
     ks_of(config.eval)
     check_profile_steps(config.training.profile_steps)
@@ -132,7 +133,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     With `abstract`, the model has shapes only, and no weights are read, initialised or downloaded.
     """
     config, learner = check_config(config)
-    mesh = build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh, training_devices(config.rollout))
     check_batches(config, mesh)
     source = load_source(config.data)
     rewards = reward_functions(config, source)

@@ -72,7 +72,7 @@ def identity_of(learner: Learner) -> dict[str, Any]:
     They are everything that the next step depends on, except state, data and code.
     """
     rollout = dataclasses.asdict(learner.rollout_config)
-    for name in ("max_concurrent_rows", "mesh", "engine", "urls", "weights_folder"):
+    for name in ("max_concurrent_rows", "mesh", "engine", "urls", "weights_folder", "devices"):
         del rollout[name]
     for name in ("request_timeout_seconds", "wait_for_servers_seconds"):
         del rollout[name]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from tunix_like.config.schema import RolloutConfig
+from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
@@ -19,6 +21,8 @@ from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.training.rollout_layout import concurrent_rows, rollout_mesh
 from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
+
+logger = logging.getLogger("tunix_like")
 
 
 def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
@@ -40,6 +44,48 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
         max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh),
         mesh=sampling_mesh,
     )
+
+
+def training_devices(rollout: RolloutConfig) -> list[Any] | None:
+    """Returns the devices of the training if `rollout.devices` are for sampling only; None: all.
+
+    Raises:
+      UserError: no device is left for the training.
+    """
+    if rollout.devices is None:
+        return None
+    devices = jax.devices()
+    if rollout.devices >= len(devices):
+        raise UserError(
+            f"rollout.devices: got {rollout.devices}, but there are {len(devices)} devices, and the training needs at "
+            "least one; lower it or omit it."
+        )
+    return devices[: -rollout.devices]
+
+
+def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewhere: bool) -> None:
+    """Checks that completions can be sampled during an update if `rollout.max_staleness` is 1.
+
+    Args:
+      elsewhere: whether an engine other than the in-process sampler generates them.
+
+    Raises:
+      UserError: they would be sampled on the devices of the training, or there are several processes.
+    """
+    if not rollout.max_staleness:
+        return
+    if jax.process_count() > 1:
+        raise UserError("rollout.max_staleness: 1 works in runs of one process only; set it to 0.")
+    if not elsewhere and rollout.devices is None:
+        raise UserError(
+            "rollout.max_staleness: 1 needs devices that only sample; set rollout.devices to their number, or "
+            "rollout.engine=vllm."
+        )
+    if algorithm.sampler_is is None:
+        logger.warning(
+            "rollout.max_staleness=1: completions are sampled with the weights before the last update, and nothing "
+            "corrects the difference; set algorithm.sampler_is, e.g. token"
+        )
 
 
 class CheckedEngine:

@@ -56,10 +56,11 @@ from tunix_like.training.arguments import (
     source_settings,
 )
 from tunix_like.training.diagnosis import SignalWatch
-from tunix_like.training.engine import CheckedEngine, make_engine
+from tunix_like.training.engine import CheckedEngine, check_staleness, make_engine
 from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
 from tunix_like.training.reference import Reference, make_reference
+from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
 from tunix_like.training.trainer import Trainer, write_description
 from tunix_like.training.updates import Updates
@@ -73,7 +74,7 @@ class _Call:
     """The objects of one call of `Learner.train`."""
 
     batch_size: int
-    collector: Collector
+    rollouts: RolloutsAhead
     updates: Updates
     evaluator: Evaluator | None
     files: RolloutFiles
@@ -174,6 +175,7 @@ class Learner(Trainer):
         trace_user_functions(objective, 2, self.algo.num_generations)
         if any(weight < 0 for _, _, weight in self.rewards):
             check_accepts_negative(objective, "reward_weights", "weights of at least 0")
+        check_staleness(self.algo, self.rollout_config, engine is not None)
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
         self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
@@ -231,6 +233,7 @@ class Learner(Trainer):
             try:
                 last = run(self, lambda row: self._on_row(row, self.total), check_owner)
             finally:
+                call.rollouts.close()
                 call.profile.close()
                 self._close_workers()
         if not last and self.folder is not None:  # the run was already finished
@@ -277,23 +280,29 @@ class Learner(Trainer):
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
-        drawn = self._call.collector.drawn if self._call is not None and self.folder is None else 0
+        drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
             self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
             self.first_failure, drawn, self.player,
         )  # fmt: skip
         step_updates = Updates(self, self.algo, objective, mini, self.reference is not None)
-        return _Call(batch_size, collector, step_updates, evaluator, files, SignalWatch(self.task), profile)
+        rollouts = RolloutsAhead(collector, self.engine, self.iterator, lengths.max_staleness)
+        return _Call(batch_size, rollouts, step_updates, evaluator, files, SignalWatch(self.task), profile)
+
+    @property
+    def position(self) -> Any:
+        assert self._call is not None
+        return self._call.rollouts.position
 
     def to_save(self) -> Any:
         assert self._call is not None
-        drawn = place_replicated(jnp.asarray(self._call.collector.drawn, jnp.int32), self.mesh)
+        drawn = place_replicated(jnp.asarray(self._call.rollouts.drawn, jnp.int32), self.mesh)
         return super().to_save() | {"drawn": drawn}
 
     def restore(self, saved: Any, step: int) -> None:
         super().restore(saved, step)
         assert self._call is not None
-        collector = self._call.collector
+        collector = self._call.rollouts.collector
         collector.drawn, collector.started = int(saved["drawn"]), True
         if self.iterator is None:
             read = collector.drawn // self._call.batch_size
@@ -308,6 +317,7 @@ class Learner(Trainer):
         every, evaluator = self.training.eval_every_n_steps, self._call.evaluator
         if evaluator is None or not (step == 0 or last or (every is not None and step % every == 0)):
             return {}
+        self._call.rollouts.wait()  # the engine and the reward functions are used by one caller at a time
         files = self._call.files.folder
         return evaluator(self.params, rollouts=None if files is None else files / "eval", step=step).metrics
 
@@ -315,12 +325,11 @@ class Learner(Trainer):
         assert self._call is not None
         call = self._call
         with call.profile.around(number), scope(self.mesh):
-            clock, before = Clock(), self.engine.row_steps
-            with self.data_kept_if_lost():
-                collected = call.collector(number, self.params, clock.lap)
-            if collected is None:
+            taken = call.rollouts.take(number, self.params, last=number == self.total)
+            if taken is None:
                 return None
-            rollout, batch, metrics, sampled = collected
+            clock = Clock()
+            rollout, batch, metrics, sampled = taken.collected
             with progress.task("reference"):
                 batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
@@ -333,9 +342,8 @@ class Learner(Trainer):
             metrics |= user_metrics(self.metric_fns, rollout, advantages)
             self._show(call, number, rollout, batch, advantages)
             clock.lap("other")
-            metrics |= clock.seconds
-            row_steps = self.engine.row_steps - before
-            speed = speed_metrics(self.model.config, batch, sampled, row_steps, metrics, call.compilations)
+            metrics |= taken.metrics | clock.seconds
+            speed = speed_metrics(self.model.config, batch, sampled, taken.row_steps, metrics, call.compilations)
             return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
 
     def _show(

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import check_model, layout_mesh, prompt_parts
+from tunix_like.models.sharding import AXES, check_model, layout_mesh, prompt_parts
 from tunix_like.models.shares import parameter_shapes, share_of
 from tunix_like.training.device import Device, most_that_fits, this_device, too_large, work_of
 from tunix_like.training.memory import Work, rollout_phase
@@ -39,7 +40,9 @@ ROWS_PER_DEVICE = 16
 def rollout_mesh(
     model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, slot_shape: SlotShape, device: Device | None = None
 ) -> Mesh | None:
-    """Returns the mesh of the sampler: the same devices as `mesh`, with axes `data`, `fsdp` and `tp`; None without one.
+    """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`; None without a mesh.
+
+    It has the same devices as `mesh`, or those of `rollout.devices`.
 
     `rollout.mesh: auto` replicates the weights if they fit beside the trainer's arrays and the cache: sampling then
     needs no communication. Otherwise it splits them over as few devices along `tp` as fit, and, if that is not enough,
@@ -48,6 +51,9 @@ def rollout_mesh(
     Raises:
       UserError: `rollout.mesh` does not use every device, or does not divide the model.
     """
+    if rollout.devices is not None:
+        own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
+        mesh = Mesh(own, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     if mesh is None:
         return None
     if isinstance(rollout.mesh, list):

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batches
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import EngineLost, UserError, check_type
+from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
@@ -154,16 +154,10 @@ class Trainer:
         """
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def data_kept_if_lost(self) -> Iterator[None]:
-        """Returns to the current position in the data if the engine is lost, so that a checkpoint can be written."""
-        position = None if self.iterator is None else self.iterator.get_state()
-        try:
-            yield
-        except EngineLost:
-            if self.iterator is not None:
-                self.iterator.set_state(position)
-            raise
+    @property
+    def position(self) -> Any:
+        """The position in the data to save, with `get_state`, or None."""
+        return self.iterator
 
     def to_save(self) -> Any:
         """Returns the pytree of a checkpoint."""

@@ -1,0 +1,183 @@
+"""`rollout.max_staleness: 1`: each step is trained on completions that were sampled during the step before it."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training.small_learner import ROWS, assert_same, collect, make, make_model, varied
+from tunix_like import EvalConfig, MaxRLConfig, RolloutConfig, UserError
+from tunix_like.config.load import load
+from tunix_like.config.schema import MeshConfig
+from tunix_like.errors import EngineLost
+from tunix_like.models.sharding import build_mesh
+from tunix_like.runs.build import check_config
+
+SAMPLING = 4
+LENGTHS = {"max_prompt_length": 8, "max_tokens_to_generate": 4}
+CORRECTED = MaxRLConfig(num_generations=4, sampler_is="token")
+
+
+def stale(engine=None, reward=varied, algo=CORRECTED, staleness=1, **settings):
+    """A learner on four devices; four others sample."""
+    mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])
+    rollout = RolloutConfig(**LENGTHS, max_staleness=staleness, devices=SAMPLING)
+    return make(algo, reward=reward, rollout=rollout, mesh=mesh, model=make_model(), engine=engine, **settings)
+
+
+def on_host(params):
+    return jax.tree.map(np.array, params)
+
+
+def test_the_weights_that_sample_are_one_update_older():
+    """From the second step on; and they are on devices of their own."""
+    learner, placed, trained = stale(max_steps=4), [], []
+    place = learner.engine.place
+
+    def watched(params):
+        placed.append(on_host(params))
+        out = place(params)
+        assert jax.tree.leaves(out)[0].sharding.device_set == set(jax.devices()[-SAMPLING:])
+        return out
+
+    learner.engine.place = watched
+    trained.append(on_host(learner.params))
+    learner.listeners[0] = lambda row, total: (rows.append(dict(row)), trained.append(on_host(learner.params)))
+    rows = []
+    learner.train(ROWS, batch_size=4)
+    assert [row["train/staleness"] for row in rows] == [0, 1, 1, 1]
+    assert len(placed) == 4 and len(trained) == 5
+    for weights, step in zip(placed, (0, 0, 1, 2), strict=True):
+        assert_same(weights, trained[step])
+    assert all(row["train/time/trainer_idle"] >= 0 and row["train/time/sampler_idle"] >= 0 for row in rows)
+    gaps = [row["train/logprob_gap/max"] for row in rows]
+    assert gaps[0] < 1e-4 < min(gaps[1:]), "the sampler's log-probabilities are those of its own weights"
+
+
+def test_staleness_0_on_other_devices_is_the_synchronous_run():
+    apart = stale(staleness=0, max_steps=3)
+    mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])
+    together = make(CORRECTED, reward=varied, mesh=mesh, model=make_model(), max_steps=3)
+    for one, two in zip(collect(apart, batch_size=4), collect(together, batch_size=4), strict=True):
+        assert one["train/loss"] == pytest.approx(two["train/loss"], rel=1e-5)
+        assert one["train/rewards/mean"] == two["train/rewards/mean"]
+
+
+def watching(seen):
+    def reward(prompts, completions, answer):
+        seen.append(list(prompts))
+        return varied(prompts, completions, answer)
+
+    return reward
+
+
+def test_a_resumed_run_has_the_same_prompts(tmp_path):
+    """What was sampled ahead of a checkpoint is sampled again; no prompt is left out."""
+    seen, parts = [], []
+    collect(stale(reward=watching(seen), max_steps=6), batch_size=4)
+    assert len(seen) == 6, "nothing is sampled after the last step"
+    settings = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 1}
+
+    class Stop(Exception):
+        pass
+
+    def stop(row, total):
+        if row["step"] == 3:
+            raise Stop
+
+    first = stale(reward=watching(parts), max_steps=6, **settings)
+    first.listeners[0] = stop
+    with pytest.raises(Stop):
+        first.train(ROWS, batch_size=4)
+    del parts[2:]  # step 3 was not saved, and step 4 was sampled ahead
+    rows = collect(stale(reward=watching(parts), max_steps=6, **settings), batch_size=4)
+    assert [row["step"] for row in rows] == [3, 4, 5, 6] and rows[0]["train/staleness"] == 0
+    assert parts == seen
+
+
+def test_evaluations_do_not_meet_the_sampling():
+    """The evaluation of a step uses its own weights, as in a run without staleness."""
+    learner = stale(max_steps=3, eval_config=EvalConfig(samples=2), eval_every_n_steps=1)
+    found = []
+    evaluate = learner.evaluate_if_due
+
+    def watched(step, last):
+        out = evaluate(step, last)
+        found.append((out, learner.evaluator(ROWS[:4])(learner.params, step=step).metrics))
+        return out
+
+    learner.evaluate_if_due = watched
+    learner.train(ROWS, ROWS[:4], batch_size=4)
+    assert len(found) == 4
+    for one, two in found:
+        assert one["eval/rewards/mean"] == two["eval/rewards/mean"]
+
+
+class Fails:
+    """The engine of a learner; call number `at` of `generate` raises."""
+
+    def __init__(self, engine, at, error):
+        self.inner, self.at, self.error, self.calls = engine, at, error, 0
+        self.max_prompt_length = 8
+
+    @property
+    def row_steps(self):
+        return self.inner.row_steps
+
+    def place(self, params):
+        return self.inner.place(params)
+
+    def generate(self, *arguments):
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error
+        yield from self.inner.generate(*arguments)
+
+
+def test_errors_of_the_sampling_end_the_run():
+    engine = Fails(stale().engine, 3, ValueError("in the thread"))
+    learner, rows = stale(engine=engine, max_steps=5), []
+    learner.listeners[0] = lambda row, total: rows.append(dict(row))
+    with pytest.raises(ValueError, match="in the thread"):
+        learner.train(ROWS, batch_size=4)
+    assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_a_lost_engine_leaves_a_checkpoint(tmp_path):
+    seen, whole = [], []
+    settings = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 100, "max_steps": 5}
+    engine = Fails(stale().engine, 4, EngineLost("gone"))
+    with pytest.raises(EngineLost, match="gone"):
+        stale(engine=engine, reward=watching(seen), **settings).train(ROWS, batch_size=4)
+    assert (tmp_path / "run" / "checkpoints" / "3").exists()
+    rows = collect(stale(reward=watching(seen), **settings), batch_size=4)
+    assert [row["step"] for row in rows] == [4, 5]
+    collect(stale(reward=watching(whole), max_steps=5), batch_size=4)
+    assert seen == whole
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["rollout.max_staleness=1"], "rollout.max_staleness: 1 needs devices that only sample; set rollout.devices"),
+        (["rollout.max_staleness=2"], "rollout.max_staleness: got 2; it must be at most 1"),
+        (["rollout.engine=vllm", "rollout.urls=[http://a]", "rollout.devices=2"], "rollout.devices: .* omit it"),
+    ],
+)
+def test_wrong_settings(keys, message):
+    with pytest.raises(UserError, match=message):
+        check_config(load(None, ["data.name=reverse_text", "algorithm.advantage_estimator=rloo", *keys]))
+
+
+def test_too_many_devices():
+    from tunix_like.training.engine import training_devices
+
+    with pytest.raises(UserError, match="rollout.devices: got 8, but there are 8 devices"):
+        training_devices(RolloutConfig(devices=8))
+
+
+def test_a_run_without_correction_warns(caplog):
+    with caplog.at_level(logging.WARNING, "tunix_like"):
+        stale(algo=MaxRLConfig(num_generations=4))
+    assert "nothing corrects the difference; set algorithm.sampler_is" in caplog.text

@@ -1,0 +1,132 @@
+"""Takes the groups of each step from the collector, at once or collected while the step before was trained on."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+from tunix_like.data.stream import Resumable
+from tunix_like.errors import EngineLost
+from tunix_like.rollout.collection import Collected, Collector
+from tunix_like.runtime.profile import Clock
+from tunix_like.types import Engine
+
+
+class Taken(NamedTuple):
+    """The groups of a step.
+
+    Attributes:
+      metrics: seconds of each phase, and with `rollout.max_staleness` the staleness and the idle times.
+      row_steps: increase of `Engine.row_steps`.
+    """
+
+    collected: Collected
+    metrics: dict[str, float]
+    row_steps: int
+
+
+class _Position(NamedTuple):
+    """A position in the data, saved instead of that of the iterator."""
+
+    state: Any
+    drawn: int
+
+    def get_state(self) -> Any:
+        return self.state
+
+
+class _Result(NamedTuple):
+    collected: Collected | None
+    seconds: dict[str, float]
+    row_steps: int
+    ended: float
+
+
+class RolloutsAhead:
+    """Collects the groups of steps.
+
+    With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while step `n` is trained on. They are
+    sampled with the weights before step `n`: one update older than without. The first step of a call is not stale.
+
+    Args:
+      iterator: the data iterator of the collector if its position can be saved, or None.
+      max_staleness: 0 or 1.
+    """
+
+    def __init__(self, collector: Collector, engine: Engine, iterator: Resumable | None, max_staleness: int):
+        self.collector, self.engine, self.max_staleness = collector, engine, max_staleness
+        self._iterator = iterator
+        self._executor = ThreadPoolExecutor(1, "rollout") if max_staleness else None
+        self._ahead: Future[_Result] | None = None
+        self._position = _Position(None, 0)
+
+    def take(self, step: int, params: Any, last: bool) -> Taken | None:
+        """Returns the groups of a step, or None if the data is exhausted. Starts the next step if it is to be stale.
+
+        Args:
+          params: the weights before the update of this step.
+          last: whether no step follows.
+
+        Raises:
+          The errors of `Collector`. After `EngineLost` the data is at the position before the step.
+        """
+        stale, began = self._ahead is not None, time.perf_counter()
+        if self._ahead is None:
+            result = self._collect(step, *self._placed(params))
+        else:
+            ahead, self._ahead = self._ahead, None
+            result = ahead.result()
+        waited = time.perf_counter() - began
+        if result.collected is None:
+            return None
+        metrics = dict(result.seconds)
+        if self._executor is not None:
+            metrics |= {"staleness": float(stale), "time/trainer_idle": waited if stale else 0.0}
+            metrics["time/sampler_idle"] = max(0.0, time.perf_counter() - result.ended)
+            if not last:
+                self._position = self._here()
+                self._ahead = self._executor.submit(self._collect, step + 1, *self._placed(params))
+        return Taken(result.collected, metrics, result.row_steps)
+
+    @property
+    def position(self) -> Any:
+        """The position in the data after the last step that was taken, with `get_state`; None if it has none."""
+        if self._iterator is None:
+            return None
+        return self._iterator if self._ahead is None else self._position
+
+    @property
+    def drawn(self) -> int:
+        """The number of prompts of the steps that were taken."""
+        return self.collector.drawn if self._ahead is None else self._position.drawn
+
+    def wait(self) -> None:
+        """Waits until nothing is sampled, so that the engine can be used."""
+        if self._ahead is not None:
+            wait([self._ahead])
+
+    def close(self) -> None:
+        """Waits until nothing is sampled, and drops what was collected ahead."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _placed(self, params: Any) -> tuple[Any, Clock]:
+        clock = Clock()
+        placed = self.engine.place(params)
+        clock.lap("reshard")
+        return placed, clock
+
+    def _here(self) -> _Position:
+        return _Position(None if self._iterator is None else self._iterator.get_state(), self.collector.drawn)
+
+    def _collect(self, step: int, params: Any, clock: Clock) -> _Result:
+        before, row_steps = self._here(), self.engine.row_steps
+        try:
+            collected = self.collector(step, params, clock.lap)
+        except EngineLost:
+            self.collector.drawn = before.drawn
+            if self._iterator is not None:
+                self._iterator.set_state(before.state)
+            raise
+        return _Result(collected, clock.seconds, self.engine.row_steps - row_steps, time.perf_counter())
