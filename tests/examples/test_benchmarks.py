@@ -160,3 +160,12 @@ def test_turns_sample_as_many_tokens_on_every_side(monkeypatch):
         monkeypatch.setattr(turns, name, value)
     found = turns.measure(1)
     assert found["tokens"] == 2 * 2 * 4 and len(found["prefilled again / appended"]) == 1
+
+
+@pytest.mark.slow
+def test_sampling_during_the_update_saves_time_that_is_waited():
+    """Half of it, but for the work itself; here only that both sides are measured."""
+    from benchmarks import staleness
+
+    found = staleness.measure(0.01, 3, 1)
+    assert len(found["0"]) == len(found["1"]) == 1

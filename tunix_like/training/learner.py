@@ -287,12 +287,8 @@ class Learner(Trainer):
         )  # fmt: skip
         step_updates = Updates(self, self.algo, objective, mini, self.reference is not None)
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, lengths.max_staleness)
+        self.iterator = None if self.iterator is None else rollouts
         return _Call(batch_size, rollouts, step_updates, evaluator, files, SignalWatch(self.task), profile)
-
-    @property
-    def position(self) -> Any:
-        assert self._call is not None
-        return self._call.rollouts.position
 
     def to_save(self) -> Any:
         assert self._call is not None

@@ -157,7 +157,7 @@ class _Files:
         if self.checkpoints is not None:
             self.before_save()
             meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
-            self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.position, meta)
+            self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
 
     def save_done(self) -> None:
         """Writes a checkpoint of the last complete step, if there is none, and waits for it."""

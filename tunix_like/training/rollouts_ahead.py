@@ -27,13 +27,10 @@ class Taken(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """A position in the data, saved instead of that of the iterator."""
+    """A position in the data: that of the iterator, and the number of prompts."""
 
     state: Any
     drawn: int
-
-    def get_state(self) -> Any:
-        return self.state
 
 
 class _Result(NamedTuple):
@@ -89,12 +86,14 @@ class RolloutsAhead:
                 self._ahead = self._executor.submit(self._collect, step + 1, *self._placed(params))
         return Taken(result.collected, metrics, result.row_steps)
 
-    @property
-    def position(self) -> Any:
-        """The position in the data after the last step that was taken, with `get_state`; None if it has none."""
-        if self._iterator is None:
-            return None
-        return self._iterator if self._ahead is None else self._position
+    def get_state(self) -> Any:
+        """Returns the position in the data after the last step that was taken; None if it cannot be saved."""
+        return (self._here() if self._ahead is None else self._position).state
+
+    def set_state(self, state: Any) -> None:
+        """Sets the position in the data; nothing may be collected ahead."""
+        assert self._iterator is not None
+        self._iterator.set_state(state)
 
     @property
     def drawn(self) -> int:

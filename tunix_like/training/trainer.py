@@ -154,11 +154,6 @@ class Trainer:
         """
         raise NotImplementedError
 
-    @property
-    def position(self) -> Any:
-        """The position in the data to save, with `get_state`, or None."""
-        return self.iterator
-
     def to_save(self) -> Any:
         """Returns the pytree of a checkpoint."""
         return {"params": self.state.params, "opt_state": self.state.opt_state}

@@ -1,0 +1,102 @@
+"""`python -m benchmarks.staleness`: the time of a step that is sampled during the update before it.
+
+Eight devices of the CPU, four of which train and four sample. They share the cores of the machine, so the real work is
+small, and both phases are prolonged by the same time in which nothing is computed: a simulated equal split. Runs with
+`rollout.max_staleness` 0 and 1 alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, load_model
+from tunix_like.config.schema import MeshConfig
+from tunix_like.data import reverse_text
+from tunix_like.models.sharding import build_mesh
+from tunix_like.types import Sample
+
+DEVICES, SAMPLING = 8, 4
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+ROWS = [reverse_text.record(text) for text in ("ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg")]
+
+
+def learner(staleness: int, seconds: float, steps: int) -> tuple[MaxRLLearner, list[dict[str, Any]]]:
+    """Returns a learner whose rollouts and updates take `seconds` longer, and the list of its rows of metrics."""
+    rows: list[dict[str, Any]] = []
+
+    def wait(*_: Any, **__: Any) -> dict[str, Any]:
+        time.sleep(seconds)
+        return {}
+
+    made = MaxRLLearner(
+        model=load_model(MODEL, init="random")[0],
+        tokenizer=reverse_text.tokenizer(),
+        reward_fns=lambda prompts, completions, **_: [float(len(text) % 2) for text in completions],
+        algo_config=MaxRLConfig(num_generations=4, sampler_is="token"),
+        rollout_config=RolloutConfig(
+            max_prompt_length=8, max_tokens_to_generate=4, max_staleness=staleness, devices=SAMPLING
+        ),
+        training_config=RLTrainingConfig(max_steps=steps, actor_optimizer=OptimizerConfig(learning_rate=1e-3)),
+        mesh=build_mesh(MeshConfig(), jax.devices()[:-SAMPLING]),
+        metric_fns=[wait],
+        on_row=lambda row, total: rows.append(dict(row)),
+    )
+    generate = made.engine.generate
+
+    def slower(*arguments: Any) -> Iterator[Sample]:
+        time.sleep(seconds)
+        yield from generate(*arguments)
+
+    made.engine.generate = slower  # type: ignore[method-assign]
+    return made, rows
+
+
+def measure(seconds: float, steps: int, repeats: int) -> dict[str, list[float]]:
+    """Returns the median seconds of a step of each run, by staleness; the first two steps of a run are left out."""
+    found: dict[str, list[float]] = {"0": [], "1": []}
+    for repeat in range(repeats + 1):
+        for staleness in (0, 1):
+            made, rows = learner(staleness, seconds, steps)
+            made.train(ROWS, batch_size=4)
+            if repeat:  # the first run of each compiles
+                found[str(staleness)].append(statistics.median(row["train/step_time_sec"] for row in rows[2:]))
+    return found
+
+
+def main() -> None:
+    """Prints the seconds of a step and their ratio, and writes them to `--json FILE`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.5, help="time that is added to each rollout and update")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    found = measure(arguments.seconds, arguments.steps, arguments.repeats)
+    for staleness, values in found.items():
+        spread = f"({min(values):.3f} to {max(values):.3f})"
+        print(f"max_staleness {staleness}: {statistics.median(values):.3f} s per step {spread}")
+    ratios = [stale / synchronous for synchronous, stale in zip(found["0"], found["1"], strict=True)]
+    print(f"ratio: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
