@@ -39,6 +39,8 @@ EXTRAS = {
         "datasets>=4.0",  # data sets by hub id
     ],
     "vllm": ["aiohttp>=3.14"],  # concurrent requests to the servers of rollout.engine: vllm
+    # Sessions of OpenEnv servers. The package openenv is for servers: about 100 packages, gradio and pandas among them.
+    "openenv": ["websockets>=15.0.1"],
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
     "test": [
@@ -47,6 +49,7 @@ EXTRAS = {
         "peft>=0.21.2",  # the reference that adapters are compared with
         "aiohttp>=3.14",  # the engine over HTTP, whose servers the tests also play
         "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
+        "websockets>=15.0.1",  # the extra `openenv`
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],

@@ -385,8 +385,11 @@ class EnvironmentConfig(_Checked):
 
     section = "environment"
     name: str | None = key(
-        doc="maze_steps, guess or calculator, or FILE.py:Class or package.module:Class (also a factory, or an "
+        doc="maze_steps, guess, calculator, openenv, or FILE.py:Class or package.module:Class (also a factory, or an "
         "environment of google-tunix or TRL); unset: completions have a single turn"
+    )
+    arguments: dict[str, Any] | None = key(
+        doc="keyword arguments of the class or factory, e.g. {url: http://127.0.0.1:8000} for openenv"
     )
     tools: list[str] | None = key(
         doc="instead of name: functions that the model may call as tools, as FILE.py:function or "
@@ -410,8 +413,8 @@ class EnvironmentConfig(_Checked):
         choices=("lockstep", "eager"),
     )
     workers: int | None = key(
-        doc="number of steps that run at the same time, each trajectory in a process of its own; unset: up to 4, but "
-        "maze_steps, guess and calculator run in the training process",
+        doc="number of steps that run at the same time, each trajectory in a process of its own; unset: up to 4, "
+        "32 for openenv, but maze_steps, guess and calculator run in the training process",
         at_least=1,
     )
     timeout_seconds: float = key(20.0, doc="time limit of one step; the trajectory is unscored after it", above=0)

@@ -8,7 +8,9 @@ import os
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
+from tunix_like.rollout.environments.adapters import as_environment
 from tunix_like.rollout.environments.local import LocalEnvironments
+from tunix_like.rollout.environments.openenv import OpenEnv
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.pool import EnvironmentPool
 from tunix_like.rollout.environments.registry import environment_place, resolve, resolve_tools
@@ -16,6 +18,9 @@ from tunix_like.runtime.user_code import is_own
 
 MOST_WORKERS = 4
 """Maximum number of worker processes of rewards, or of steps of environments at the same time, if none is set."""
+
+MOST_WAITING = 32
+"""The same for steps that wait for a server and need no core of this machine."""
 
 
 def has_environment(config: Config) -> bool:
@@ -42,24 +47,29 @@ def has_environment(config: Config) -> bool:
 def environments_of(config: Config) -> Environments | None:
     """Returns the environments of a config; None if it has none.
 
-    They run in processes of their own. Those of this library run in this process unless `environment.workers` is set,
-    since they neither hang nor crash, and a process for each trajectory takes longer than such an episode.
+    They run in processes of their own. Those of this library, except `openenv`, run in this process unless
+    `environment.workers` is set, since they neither hang nor crash, and a process for each trajectory takes longer than
+    such an episode.
 
     Raises:
-      UserError: the environment or a tool cannot be used.
+      UserError: the environment or a tool cannot be used, or a limit has no effect.
     """
     if not has_environment(config):
         return None
     section = config.environment
     name, tools = section.name, section.tools or []
     place: str | list[str]
+    workers = min(MOST_WORKERS, os.cpu_count() or 1)
     if name is not None:
         try:
             factory = resolve(name)
         except UserError as error:
             raise UserError(f"environment.name: {error}") from error
-        if section.workers is None and not is_own(factory):
-            return LocalEnvironments(factory)
+        if factory is OpenEnv:
+            workers = MOST_WAITING
+        elif section.workers is None and not is_own(factory):
+            _check_unlimited(section)
+            return LocalEnvironments(as_environment(factory, section.arguments))
         place = environment_place(name, factory)
     else:
         try:
@@ -67,9 +77,23 @@ def environments_of(config: Config) -> Environments | None:
         except UserError as error:
             raise UserError(f"environment.tools: {error}") from error
         place = [environment_place(tool, function, "Tool") for tool, function in functions]
-    workers = min(MOST_WORKERS, os.cpu_count() or 1) if section.workers is None else section.workers
-    limits = {"timeout_seconds": section.timeout_seconds, "memory_gb": section.memory_gb}
-    return EnvironmentPool(place, workers=workers, **limits)
+    return EnvironmentPool(
+        place,
+        arguments=section.arguments,
+        workers=workers if section.workers is None else section.workers,
+        timeout_seconds=section.timeout_seconds,
+        memory_gb=section.memory_gb,
+    )
+
+
+def _check_unlimited(section: EnvironmentConfig) -> None:
+    """Raises UserError if a limit is set for an environment that runs in this process."""
+    for key in ("timeout_seconds", "memory_gb"):
+        if getattr(section, key) != getattr(EnvironmentConfig(), key):
+            raise UserError(
+                f"environment.{key}: {section.name} runs in the training process, where it has no limits; set "
+                f"environment.workers too, e.g. 4, or remove environment.{key}."
+            )
 
 
 def with_tools(tokenizer: Tokenizer, environments: Environments | None) -> Tokenizer:

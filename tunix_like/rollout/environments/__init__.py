@@ -5,8 +5,10 @@ from __future__ import annotations
 from tunix_like.rollout.environments.calculator import Calculator
 from tunix_like.rollout.environments.guess import Guess
 from tunix_like.rollout.environments.maze_steps import MazeSteps
+from tunix_like.rollout.environments.openenv import OpenEnv
 from tunix_like.rollout.environments.registry import register_environment
 
 register_environment("calculator")(Calculator)
 register_environment("guess")(Guess)
 register_environment("maze_steps")(MazeSteps)
+register_environment("openenv")(OpenEnv)

@@ -84,11 +84,17 @@ def check_class(kind: type) -> None:
 class Adapted:
     """A factory of trajectories. It holds the user's factory: a class, a function, or functions that are tools.
 
+    Args:
+      arguments: passed to the factory by name.
+
     Attributes:
       name: the name in messages.
     """
 
-    def __init__(self, factory: Callable[..., Any] | Sequence[Callable[..., Any]]):
+    def __init__(
+        self, factory: Callable[..., Any] | Sequence[Callable[..., Any]], arguments: Mapping[str, Any] | None = None
+    ):
+        self._arguments = dict(arguments or {})
         self._functions: dict[str, Callable[..., Any]] | None = None
         self._factory: Any = factory
         self._schemas: Mapping[str, Mapping[str, Any]] = {}
@@ -107,14 +113,18 @@ class Adapted:
         self._task = _task_parameter(factory)
 
     def tools(self) -> list[Mapping[str, Any]]:
-        """Returns the schemas of the tools; empty without tools. A factory that is no class is called once for this.
+        """Returns the schemas of the tools; empty without tools. A factory that is no class, or a class with the method
+        `tool_schemas`, is called once for this.
 
         Raises:
-          UserError: the objects of the factory cannot be environments.
+          UserError: the objects of the factory cannot be environments, or its arguments are not those it takes.
           Exception: what the factory raises.
         """
         if self._functions is not None:
             return list(self._schemas.values())
+        check_arguments(self.name, self._factory, self._arguments, self._task is not None)
+        if callable(getattr(self._factory, "tool_schemas", None)):
+            return list(self._make({}).tool_schemas())
         if isinstance(self._factory, type):
             if kind_of(self._factory) != "tools":
                 return []
@@ -147,21 +157,56 @@ class Adapted:
         return _StepEnvironment(environment)
 
     def _make(self, columns: Mapping[str, Any]) -> Any:
-        """Calls the factory: without arguments, or with the columns as `task` (google-tunix)."""
+        """Calls the factory with its arguments, and with the columns as `task` (google-tunix)."""
         if self._task is None:
-            return self._factory()
+            return self._factory(**self._arguments)
         if self._task == "by position":  # as google-tunix does
-            return self._factory(dict(columns))
-        return self._factory(task=dict(columns))
+            return self._factory(dict(columns), **self._arguments)
+        return self._factory(task=dict(columns), **self._arguments)
 
 
-def as_environment(factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted) -> Adapted:
+def as_environment(
+    factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted, arguments: Mapping[str, Any] | None = None
+) -> Adapted:
     """Adapts a factory of environments of any supported kind, or a list of functions that are tools.
+
+    Args:
+      arguments: passed to the factory by name; not for tools.
 
     Raises:
       UserError: it is none of these (see `check_class`).
     """
-    return factory if isinstance(factory, Adapted) else Adapted(factory)
+    return factory if isinstance(factory, Adapted) else Adapted(factory, arguments)
+
+
+def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any], takes_task: bool) -> None:
+    """Checks that a factory can be called with the arguments.
+
+    Args:
+      takes_task: whether it gets the columns of a row too, as its first parameter or as `task`.
+
+    Raises:
+      UserError: it has no such parameter, or a parameter without a default has no value.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # some classes of extension modules have no signature
+        return
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if takes_task:
+        named.pop("task" if "task" in named else next(iter(named), "task"), None)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for argument in arguments:
+        if argument not in named and not takes_all:
+            raise UserError(
+                f"environment.arguments: '{name}' has no parameter '{argument}'; it has: {', '.join(named) or 'none'}."
+            )
+    missing = [n for n, p in named.items() if p.default is p.empty and n not in arguments]
+    if missing:
+        raise UserError(
+            f"environment.arguments: '{name}' needs a value for {', '.join(missing)}; set environment.arguments."
+            f"{missing[0]}."
+        )
 
 
 def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
@@ -179,7 +224,7 @@ def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by n
 
 
 class _StepEnvironment:
-    """An environment with `reset(**columns)` and `step(completion)`."""
+    """An environment with `reset(**columns)` and `step(completion)`; `close()`, if it has one, is called at the end."""
 
     def __init__(self, environment: Any):
         self.environment, self.name = environment, type(environment).__name__
@@ -193,6 +238,7 @@ class _StepEnvironment:
         return checked_step(self.environment.step(completion), f"{self.name}.step")
 
     def finish(self) -> float:
+        _close(self.environment)
         return 0.0
 
 
@@ -236,13 +282,17 @@ class _TunixEnvironment:
         return step._replace(info={**step.info, **self._counts()}) if names or self.calls else step
 
     def finish(self) -> float:
-        close = getattr(self.environment, "close", None)
-        if callable(close):
-            close()
+        _close(self.environment)
         return 0.0
 
     def _counts(self) -> dict[str, float]:
         return {"tool_calls": float(self.calls), "tool_errors": float(self.malformed)}
+
+
+def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    if callable(close):
+        close()
 
 
 def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:

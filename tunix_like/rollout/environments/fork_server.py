@@ -50,11 +50,15 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal
 def load(places: list[str]) -> Adapted:
     """Loads an environment, or tools if the first of the places begins with `TOOLS_PREFIX`.
 
+    Args:
+      places: the place of an environment and, if it has arguments, these as JSON; or the places of tools.
+
     Raises:
       UserError: see `load_function` and `as_environment`.
     """
     if not places[0].startswith(TOOLS_PREFIX):
-        return as_environment(load_function(places[0], "Environment"))
+        place, *arguments = places
+        return as_environment(load_function(place, "Environment"), json.loads(arguments[0]) if arguments else None)
     return as_environment([load_function(place.removeprefix(TOOLS_PREFIX), "Tool") for place in places])
 
 

@@ -8,6 +8,7 @@ started, and costs its own trajectory alone.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import selectors
@@ -27,6 +28,7 @@ from tunix_like.rollout.environments.calls import Answered, Caller
 from tunix_like.rollout.environments.fork_server import BEGIN, END, ORDER, START, TOOLS_PREFIX
 from tunix_like.rollout.environments.outcomes import Outcome
 from tunix_like.rollout.environments.process_tree import descendants_of, members_of, memory_of
+from tunix_like.rollout.environments.registry import ENVIRONMENTS, environment_place
 
 POLL_SECONDS = 0.1
 """Interval of the memory checks while environments are busy."""
@@ -44,18 +46,29 @@ class EnvironmentPool:
     Time in which `outcomes` is not called does not count for the deadlines.
 
     Args:
-      place: location of a class or factory (`rewards.pool.place_of`), or the locations of functions that are tools.
+      place: name or location of a class or factory (`rewards.pool.place_of`), or the locations of functions that are
+        tools.
+      arguments: passed to the class or factory by name; values that JSON can represent.
       workers: number of calls that run at the same time; the others wait.
       timeout_seconds: time limit of one call. Start, construction and `reset` are one call.
       memory_gb: an environment that holds more than this many GB (10^9 bytes), with the processes that it started, is
         stopped (Linux only).
+
+    Raises:
+      UserError: a name is unknown, or there are arguments that cannot be used.
     """
 
     def __init__(
-        self, place: str | Sequence[str], *, workers: int = 4, timeout_seconds: float = 20.0, memory_gb: float = 4.0
+        self,
+        place: str | Sequence[str],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        workers: int = 4,
+        timeout_seconds: float = 20.0,
+        memory_gb: float = 4.0,
     ):
-        self.places = [place] if isinstance(place, str) else [f"{TOOLS_PREFIX}{tool}" for tool in place]
-        self.name = place.rpartition(":")[2] if isinstance(place, str) else "tools"
+        self.places = _places(place, arguments)
+        self.name = self.places[0].rpartition(":")[2] if isinstance(place, str) else "tools"
         self.workers, self.timeout_seconds = workers, timeout_seconds
         self.memory_bytes = int(memory_gb * 1e9)
         self._tools: list[Mapping[str, Any]] | None = None
@@ -372,3 +385,19 @@ def _stop_all(servers: list[WorkerProcess]) -> None:
         for pid in (*below, *members_of(server.pid)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _places(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
+    """Returns what `fork_server.load` takes."""
+    if not isinstance(place, str):
+        if arguments:
+            raise UserError("environment.arguments: tools take no arguments; set environment.name to a class.")
+        return [f"{TOOLS_PREFIX}{tool}" for tool in place]
+    if place in ENVIRONMENTS:
+        place = environment_place(place, ENVIRONMENTS[place])
+    try:
+        return [place, json.dumps(dict(arguments))] if arguments else [place]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"environment.arguments: they cannot be written as JSON ({error}); use plain values."
+        ) from error

@@ -30,6 +30,13 @@ class ToolCall(NamedTuple):
     error: str | None = None
 
 
+def without_thinking(text: str) -> str:
+    """Returns the text of a turn without its `<think>` blocks."""
+    text = _THINKING.sub("", text)
+    # The chat template may have opened the block in the prompt.
+    return text.rpartition("</think>")[2]
+
+
 def tool_calls(text: str) -> list[ToolCall]:
     """Returns the tool calls in a turn, in their order; empty if it has none. It never raises.
 
@@ -37,9 +44,7 @@ def tool_calls(text: str) -> list[ToolCall]:
     turn. Llama 3 writes a turn that is `{"name": ..., "parameters": {...}}`, several separated by `;` or newlines. The
     text of a `<think>` block is not searched.
     """
-    text = _THINKING.sub("", text)
-    if "</think>" in text:  # the chat template opened the block in the prompt
-        text = text.rpartition("</think>")[2]
+    text = without_thinking(text)
     bodies = _HERMES.findall(text)
     calls = [_hermes_call(body) for body in bodies[:MOST_CALLS]] if bodies else _llama_calls(text)
     if len(bodies) > MOST_CALLS or len(calls) > MOST_CALLS:

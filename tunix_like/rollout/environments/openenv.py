@@ -1,0 +1,258 @@
+"""The environment `openenv`: each trajectory is a session of an OpenEnv server, which may run on another machine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from tunix_like.errors import UserError
+from tunix_like.rollout.environments.openenv_session import (
+    InvalidAction,
+    Session,
+    checked_url,
+    require_websockets,
+    schemas_of_server,
+    tools_of_server,
+)
+from tunix_like.rollout.environments.protocol import EnvStepResult
+from tunix_like.rollout.environments.results import checked_number, checked_step, show
+from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls, without_thinking
+
+_FENCE = re.compile(r"\A```\w*\n(.*?)\n?```\Z", re.DOTALL)
+
+
+class ActionForm(NamedTuple):
+    """How the text of a turn becomes an action.
+
+    Attributes:
+      kind: `tools`: its tool calls, one action each; `text`: the text is a field; `value`: the text is the JSON of a
+        field; `object`: the text is the JSON of the action.
+      field: the name of the field.
+      fields: the names of the required fields.
+    """
+
+    kind: Literal["tools", "text", "value", "object"]
+    field: str = ""
+    fields: tuple[str, ...] = ()
+
+
+class OpenEnv:
+    """One trajectory with an OpenEnv server.
+
+    `reset` sends all columns of the row; the server passes on those that its environment takes. A turn becomes an
+    action by the schema of the server's actions (see `action_form`). A turn that is no such action is answered by a
+    text that begins with "error:", as a wrong tool call is; the environment does not see it.
+
+    Args:
+      url: address of the server, e.g. http://127.0.0.1:8000.
+      action: the field of the action that gets the text of a turn; unset: chosen by the schema.
+      observation: the field of the observation that is shown to the model; unset: all but `metadata`.
+
+    Raises:
+      UserError: the address is not valid, or an argument is not text.
+    """
+
+    def __init__(self, url: str, action: str | None = None, observation: str | None = None):
+        for name, value in (("action", action), ("observation", observation)):
+            if value is not None and not isinstance(value, str):
+                raise UserError(f"environment.arguments: {name} is {show(value)}; write the name of a field.")
+        self.url, self.action, self.observation = checked_url(url), action, observation
+        self.wrong = self.calls = 0
+        self._session: Session | None = None
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Returns the schemas of the server's tools; empty if its actions are no tool calls.
+
+        It is called before training, so it also checks the server.
+
+        Raises:
+          UserError: the server cannot be reached, or its actions have no field `action`.
+        """
+        require_websockets()
+        form = _form_of(self.url, self.action)
+        return tools_of_server(self.url) if form.kind == "tools" else []
+
+    def reset(self, **columns: Any) -> str | list[dict[str, str]] | None:
+        """Opens the session and resets its environment. A first observation that is text begins on a new line."""
+        self.close()
+        self._session = Session(self.url)
+        answer = self._session.call("reset", columns)
+        if answer.get("done") is True:
+            raise UserError(f"OpenEnv server {self.url}: the episode is over after the reset, before the first turn.")
+        shown = self._shown(answer["observation"])
+        return f"\n{shown}" if isinstance(shown, str) else shown
+
+    def step(self, completion: str) -> EnvStepResult:
+        """Sends the action of a turn, or one action for each tool call."""
+        form = _form_of(self.url, self.action)
+        if form.kind == "tools":
+            return self._call_tools(tool_calls(completion))
+        try:
+            result = self._act(action_of(form, completion), self._shown)
+        except InvalidAction as error:
+            self.wrong += 1
+            result = EnvStepResult(f"error: {error}")
+        return result._replace(info={**result.info, "action_errors": float(self.wrong)})
+
+    def close(self) -> None:
+        """Ends the session."""
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def _act(self, action: Mapping[str, Any], show: Callable[[Mapping[str, Any]], Any]) -> EnvStepResult:
+        """Sends one action; `show` returns what the model sees of the observation.
+
+        Raises:
+          InvalidAction: the server has refused it, and the session goes on.
+          UserError: the session is lost, or the answer is not valid.
+        """
+        if self._session is None:
+            raise UserError("OpenEnv: a step came before the reset.")
+        answer = self._session.call("step", action)
+        observation, where = answer["observation"], f"OpenEnv server {self.url}: step"
+        reward = 0.0 if answer.get("reward") is None else checked_number(answer["reward"], f"{where}: reward")
+        numbers = answer.get("metadata") or observation.get("metadata")
+        info = numbers if isinstance(numbers, Mapping) else {}
+        return checked_step((show(observation), reward, answer.get("done", False), info), where)
+
+    def _call_tools(self, calls: list[ToolCall]) -> EnvStepResult:
+        """Sends the calls of a turn in their order until the episode is over. A turn without a call ends it."""
+        messages: list[dict[str, str]] = []
+        reward, done = 0.0, not calls
+        info: dict[str, Any] = {}
+        for call in calls:
+            self.calls += 1
+            text = f"error: {call.error}"
+            if call.error is None:
+                action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
+                try:
+                    result = self._act(action, tool_result)
+                    reward, done, info = reward + result.reward, result.done, {**info, **result.info}
+                    text = str(result.observation or "")
+                except InvalidAction as error:
+                    text = f"error: {error}"
+            self.wrong += text.startswith("error:")
+            messages.append({"role": "tool", "content": text} | ({"name": call.name} if call.name else {}))
+            if done:
+                break
+        info |= {"tool_calls": float(self.calls), "tool_errors": float(self.wrong)}
+        return EnvStepResult(messages or None, reward, done, info)
+
+    def _shown(self, observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+        """Returns what the model sees of an observation.
+
+        Raises:
+          UserError: it does not have the field that is to be shown.
+        """
+        if self.observation is not None and self.observation not in observation:
+            raise UserError(
+                f"environment.arguments: the observation of {self.url} has no field '{self.observation}'; it has: "
+                f"{', '.join(observation) or 'none'}."
+            )
+        return text_of(observation if self.observation is None else {"": observation[self.observation]})
+
+
+def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
+    """Returns how turns become actions of a schema.
+
+    If actions are tool calls (they have `tool_name` and `arguments`), they are the calls of a turn. Otherwise a turn is
+    the value of one field: the named one, the only required one or the only one. If that field is not text, the turn is
+    its JSON. If there are several fields, the turn is the action as a JSON object.
+
+    Raises:
+      UserError: the actions do not have the named field.
+    """
+    fields = {name: each for name, each in (schema.get("properties") or {}).items() if name != "metadata"}
+    required = [name for name in schema.get("required") or [] if name in fields]
+    if field is None and {"tool_name", "arguments"} <= set(fields):
+        return ActionForm("tools")
+    if field is None:
+        candidates = required or list(fields)
+        if len(candidates) != 1:
+            return ActionForm("object", fields=tuple(candidates))
+        field = candidates[0]
+    elif fields and field not in fields:
+        raise UserError(
+            f"environment.arguments: the actions of the server have no field '{field}'; they have: {', '.join(fields)}."
+        )
+    elif missing := [name for name in required if name != field]:
+        raise UserError(
+            f"environment.arguments: the actions of the server need {', '.join(missing)} besides '{field}'; unset "
+            "action, and the model writes them as a JSON object."
+        )
+    return ActionForm("text" if _takes_text(fields.get(field, {})) else "value", field)
+
+
+def _takes_text(schema: Mapping[str, Any]) -> bool:
+    kinds = schema.get("type", [])
+    if isinstance(kinds, str):
+        return kinds == "string"
+    if kinds:
+        return "string" in kinds
+    options = schema.get("anyOf") or schema.get("oneOf")
+    return any(map(_takes_text, options)) if options else "$ref" not in schema and "allOf" not in schema
+
+
+def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
+    """Returns the action of a turn. Its thinking (`<think>`) is left out, and a block of Markdown around JSON.
+
+    Raises:
+      InvalidAction: the turn is not the JSON that the form needs.
+    """
+    text = without_thinking(completion).strip()
+    if form.kind == "text":
+        return {form.field: text}
+    if fenced := _FENCE.match(text):
+        text = fenced[1]
+    named = f" with {', '.join(form.fields)}" if form.fields else ""
+    wanted = f"the value of {form.field} as JSON" if form.kind == "value" else f"an action as a JSON object{named}"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidAction(f"the turn is not valid JSON; write {wanted}") from None
+    if form.kind == "value":
+        return {form.field: value}
+    if not isinstance(value, dict):
+        raise InvalidAction(f"the turn is not a JSON object; write {wanted}")
+    return value
+
+
+def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """Returns an observation as text or messages; None if it has no content.
+
+    Fields that are null or empty, and `metadata`, are left out. One field is its value, messages if it is a list of
+    messages; several are a JSON object.
+    """
+    kept = {
+        name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})
+    }
+    if len(kept) != 1:
+        return json.dumps(kept, ensure_ascii=False) if kept else None
+    (value,) = kept.values()
+    if isinstance(value, list) and all(map(_is_message, value)):
+        return [{"role": message["role"], "content": message["content"]} for message in value]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def tool_result(observation: Mapping[str, Any]) -> str:
+    """Returns the text of the result of a tool call; that of a failed call begins with "error:"."""
+    if error := observation.get("error"):
+        return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
+    result = observation["result"] if "result" in observation else text_of(observation)
+    if not isinstance(result, Mapping) or not isinstance(result.get("content"), list):
+        return result if isinstance(result, str) else "" if result is None else json.dumps(result, ensure_ascii=False)
+    parts = [str(part["text"]) for part in result["content"] if isinstance(part, Mapping) and "text" in part]
+    return ("error: " if result.get("is_error") else "") + "\n".join(parts)
+
+
+@functools.cache  # the processes of trajectories are forked from one that has asked already
+def _form_of(url: str, field: str | None) -> ActionForm:
+    return action_form(schemas_of_server(url)["action"], field)

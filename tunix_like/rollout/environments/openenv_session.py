@@ -1,0 +1,227 @@
+"""Exchanges messages with an OpenEnv server: its schemas over HTTP, and a WebSocket session for each trajectory.
+
+The client of the package `openenv` is not used. It brings about 100 other packages, and it answers a lost connection
+with a new session, in which the next step would meet an environment that was never reset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from tunix_like.errors import UserError
+from tunix_like.rollout.environments.results import show
+
+ANSWER_SECONDS = 10.0
+"""Maximum seconds for the answer to a question over HTTP, before training."""
+
+MOST_BYTES = 100 << 20
+"""Largest message of a server, as in the client of OpenEnv. Longer observations are cut by the caller anyway."""
+
+_MOST_REASON = 500
+
+
+class InvalidAction(Exception):
+    """A turn is no action, or the server has refused it by its schema; the session goes on. The text says why."""
+
+
+def checked_url(url: Any) -> str:
+    """Returns the address of a server without a slash at the end.
+
+    Raises:
+      UserError: it does not begin with http:// or https:// and a host.
+    """
+    problem = f"environment.arguments: url is {show(url)}; write the address of the server, e.g. http://127.0.0.1:8000."
+    if not isinstance(url, str):
+        raise UserError(problem)
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        valid = False
+    if not valid or parts.query or parts.fragment:
+        raise UserError(problem)
+    return url.rstrip("/")
+
+
+def require_websockets() -> None:
+    """Raises UserError if the package `websockets` is missing or older than 15."""
+    try:
+        from websockets import sync  # noqa: F401
+        from websockets.version import version
+    except ImportError as error:
+        raise UserError(
+            "environment.name=openenv: it needs the package websockets; run pip install 'tunix-like[openenv]'."
+        ) from error
+    if int(version.split(".")[0]) < 15:
+        raise UserError(
+            f"environment.name=openenv: it needs websockets 15 or newer, and this is {version}; run pip install "
+            "'tunix-like[openenv]'."
+        )
+
+
+def schemas_of_server(url: str) -> dict[str, Any]:
+    """Returns the JSON schemas of a server by name: `action`, `observation`, `state`.
+
+    Raises:
+      UserError: the server cannot be reached, or is no OpenEnv server.
+    """
+    answer = _ask(url, "/schema")
+    if not isinstance(answer, dict) or not isinstance(answer.get("action"), dict):
+        raise UserError(f"OpenEnv server {url}: {url}/schema has no schema of actions; is it an OpenEnv server?")
+    return answer
+
+
+def tools_of_server(url: str) -> list[dict[str, Any]]:
+    """Returns the JSON schemas of the tools of a server, as chat templates take them.
+
+    Raises:
+      UserError: the server cannot be reached, or does not list its tools.
+    """
+    answer = _ask(url, "/mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
+    try:
+        return [_schema(tool) for tool in answer["result"]["tools"]]
+    except (TypeError, KeyError, AttributeError):
+        raise UserError(
+            f"OpenEnv server {url}: it did not list its tools, but sent {show(answer)}; is it an OpenEnv server?"
+        ) from None
+
+
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _ask(url: str, path: str, content: Any = None) -> Any:
+    """Sends one request over HTTP, with JSON `content` if it is given, and returns the JSON of the answer."""
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
+    proxies = urllib.request.ProxyHandler({} if _is_here(url) else None)
+    try:
+        with urllib.request.build_opener(proxies).open(request, timeout=ANSWER_SECONDS) as answer:
+            return json.loads(answer.read(MOST_BYTES))
+    except urllib.error.HTTPError as error:
+        why = f"{url}{path} answered with status {error.code}; is it an OpenEnv server?"
+    except OSError as error:
+        why = f"it cannot be reached ({_reason(error)}); start it, or correct url in environment.arguments."
+    except (ValueError, RecursionError):
+        why = f"{url}{path} did not answer with JSON; is it an OpenEnv server?"
+    except Exception as error:  # of http.client, for an answer that is no HTTP
+        why = f"{url}{path} did not answer with HTTP ({type(error).__name__}); is it an OpenEnv server?"
+    raise UserError(f"OpenEnv server {url}: {why}")
+
+
+def _reason(error: BaseException) -> str:
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, TimeoutError):
+        return f"no answer within {ANSWER_SECONDS:g} s"
+    return str(getattr(reason, "strerror", None) or reason or type(reason).__name__)[:_MOST_REASON]
+
+
+def _is_here(url: str) -> bool:
+    """Returns whether an address is this machine, which no proxy can reach."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Session:
+    """A WebSocket session: one environment of the server, which ends with the connection.
+
+    No call has a time limit, because `EnvironmentPool` stops the process of a trajectory at its own. A lost connection
+    is never opened again.
+
+    Raises:
+      UserError: the server cannot be reached.
+    """
+
+    def __init__(self, url: str):
+        from websockets.exceptions import WebSocketException
+        from websockets.sync.client import connect
+
+        self._url = url
+        self._open = contextlib.ExitStack()
+        limits: dict[str, Any] = {
+            "open_timeout": None,
+            "ping_interval": None,
+            "close_timeout": 1,
+            "max_size": MOST_BYTES,
+        }
+        try:
+            self._connection: Any = self._open.enter_context(
+                connect(f"ws{url.removeprefix('http')}/ws", proxy=None if _is_here(url) else True, **limits)
+            )
+        except (OSError, WebSocketException) as error:
+            raise UserError(f"OpenEnv server {url}: no session could be opened ({_reason(error)}).") from error
+
+    def call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends the message `what`, `reset` or `step`, and returns the content of the observation that answers it.
+
+        Raises:
+          InvalidAction: the action of a step does not fit the server's schema.
+          UserError: the server has closed the session, has refused it, or has failed; the session is closed then.
+        """
+        try:
+            return self._call(what, data)
+        except UserError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the session."""
+        with contextlib.suppress(Exception):  # its connection may be lost
+            self._connection.send(json.dumps({"type": "close"}))
+        with contextlib.suppress(Exception):
+            self._open.close()
+
+    def _call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        from websockets.exceptions import ConnectionClosed
+
+        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says why before it closes it
+            self._connection.send(json.dumps({"type": what, "data": data}))
+        try:
+            received = self._connection.recv()
+        except ConnectionClosed as error:
+            raise UserError(f"OpenEnv server {self._url}: it closed the session in {what} ({error}).") from error
+        try:
+            answer = json.loads(received)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
+            raise UserError(f"OpenEnv server {self._url}: it answered {what} with {show(received)}.")
+        content: dict[str, Any] = answer["data"]
+        if answer.get("type") == "error":
+            self._refuse(what, content)
+        if not isinstance(content.get("observation"), dict):
+            raise UserError(f"OpenEnv server {self._url}: its answer to {what} has no observation: {show(content)}.")
+        return content
+
+    def _refuse(self, what: str, content: Mapping[str, Any]) -> None:
+        """Raises the error that the server has sent."""
+        code, text = content.get("code"), str(content.get("message"))[:_MOST_REASON]
+        if code == "VALIDATION_ERROR" and what == "step":
+            raise InvalidAction(_invalid_fields(content.get("errors")) or text)
+        if code == "CAPACITY_REACHED":
+            text += (
+                ". Each trajectory needs a session: set max_concurrent_envs of the server to at least data.batch_size "
+                "x algorithm.num_generations, and eval.batch_size x eval.samples"
+            )
+        raise UserError(f"OpenEnv server {self._url}: {what} failed: {text} ({code}).")
+
+
+def _invalid_fields(errors: Any) -> str:
+    """Describes the fields of an action that a server found wrong."""
+    if not isinstance(errors, list):
+        return ""
+    fields = [error for error in errors if isinstance(error, Mapping)]
+    parts = [f"{'.'.join(map(str, error.get('loc') or ['action']))}: {error.get('msg')}" for error in fields]
+    return "; ".join(parts)[:_MOST_REASON]
