@@ -483,3 +483,37 @@ def test_no_orphans(how, tmp_path):
     process.wait(30)
     process.stdout.close()
     assert until(lambda: not any(map(running, found)))
+
+
+def test_arguments_of_an_environment(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Env:\n"
+        "    def __init__(self, word, times=2):\n"
+        "        self.word, self.times = word, times\n"
+        "    def reset(self):\n"
+        "        return self.word * self.times\n"
+        "    def step(self, text):\n"
+        "        return None, 0.0, True\n"
+        "    def close(self):\n"
+        f"        open({str(tmp_path / 'closed')!r}, 'w').close()\n"
+    )
+    pool = EnvironmentPool(f"{tmp_path}/mine.py:Env", arguments={"word": "ab"}, workers=1)
+    assert pool.tools == []
+    pool.reset(0, {"number": 1})
+    (outcome,) = pool.outcomes(wait=True)
+    assert outcome.observation == "abab"
+    pool.finish(0)
+    pool.outcomes(wait=True)
+    pool.close()
+    assert (tmp_path / "closed").exists()
+    for arguments, message in (
+        ({}, "'Env' needs a value for word; set environment.arguments.word"),
+        ({"word": "a", "size": 1}, "'Env' has no parameter 'size'; it has: word, times"),
+    ):
+        pool = EnvironmentPool(f"{tmp_path}/mine.py:Env", arguments=arguments, workers=1)
+        with pytest.raises(UserError, match=message):
+            _ = pool.tools
+    with pytest.raises(UserError, match="cannot be written as JSON"):
+        EnvironmentPool(f"{tmp_path}/mine.py:Env", arguments={"word": object()})
+    with pytest.raises(UserError, match="tools take no arguments"):
+        EnvironmentPool(["a.py:f"], arguments={"word": "a"})

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.process import ROOT
 from tunix_like.config.load import load
 from tunix_like.data import maze
+from tunix_like.errors import UserError
 from tunix_like.rollout.environments.adapters import as_environment
 from tunix_like.rollout.environments.calculator import MOST_BITS, Calculator, calculator
 from tunix_like.rollout.environments.guess import COST, MOST_GUESSES, NUMBERS, Guess
@@ -52,6 +53,17 @@ def test_they_run_in_this_process_unless_workers_are_set(name):
     assert pool.places == [f"tunix_like.rollout.environments.{name}:{resolve(name).__name__}"]
     assert [tool["function"]["name"] for tool in pool.tools] == (["calculator"] if name == "calculator" else [])
     pool.close()
+
+
+def test_limits_that_have_no_effect():
+    """They are refused, and the default values of a saved config are not."""
+    yaml_file = ROOT / "examples" / "environments" / "guess.yaml"
+    for key in ("timeout_seconds", "memory_gb"):
+        message = f"environment.{key}: guess runs in the training process, where it has no limits; set environment.work"
+        with pytest.raises(UserError, match=message):
+            environments_of(load(yaml_file, [f"environment.{key}=1"]))
+    pool = environments_of(load(yaml_file, ["environment.timeout_seconds=1", "environment.workers=2"]))
+    assert isinstance(pool, EnvironmentPool) and pool.timeout_seconds == 1
 
 
 def bisect(number):

@@ -19,13 +19,15 @@ import socket
 import struct
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tunix_like.errors import UserError
 from tunix_like.rewards.calls import explain
 from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly, send_pending
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
 from tunix_like.rollout.environments.process_tree import children_of
+from tunix_like.rollout.environments.registry import ENVIRONMENTS, environment_place
 from tunix_like.runtime.user_code import load_function
 
 START = (
@@ -45,6 +47,26 @@ TOOLS_PREFIX = "tools:"
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+
+
+def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
+    """Returns what `load` takes for an environment, by name or location, or for tools.
+
+    Raises:
+      UserError: a name cannot be imported, or the arguments cannot be written as JSON or belong to tools.
+    """
+    if not isinstance(place, str):
+        if arguments:
+            raise UserError("environment.arguments: tools take no arguments; set environment.name to a class.")
+        return [f"{TOOLS_PREFIX}{tool}" for tool in place]
+    if place in ENVIRONMENTS:
+        place = environment_place(place, ENVIRONMENTS[place])
+    try:
+        return [place, json.dumps(dict(arguments))] if arguments else [place]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"environment.arguments: they cannot be written as JSON ({error}); use plain values."
+        ) from error
 
 
 def load(places: list[str]) -> Adapted:

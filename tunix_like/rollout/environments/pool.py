@@ -8,7 +8,6 @@ started, and costs its own trajectory alone.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import selectors
@@ -25,10 +24,9 @@ from tunix_like.rewards.calls import LONGEST_REASON, Failure
 from tunix_like.rewards.pool import START_SECONDS
 from tunix_like.rewards.process import WorkerProcess
 from tunix_like.rollout.environments.calls import Answered, Caller
-from tunix_like.rollout.environments.fork_server import BEGIN, END, ORDER, START, TOOLS_PREFIX
+from tunix_like.rollout.environments.fork_server import BEGIN, END, ORDER, START, places_of
 from tunix_like.rollout.environments.outcomes import Outcome
 from tunix_like.rollout.environments.process_tree import descendants_of, members_of, memory_of
-from tunix_like.rollout.environments.registry import ENVIRONMENTS, environment_place
 
 POLL_SECONDS = 0.1
 """Interval of the memory checks while environments are busy."""
@@ -67,7 +65,7 @@ class EnvironmentPool:
         timeout_seconds: float = 20.0,
         memory_gb: float = 4.0,
     ):
-        self.places = _places(place, arguments)
+        self.places = places_of(place, arguments)
         self.name = self.places[0].rpartition(":")[2] if isinstance(place, str) else "tools"
         self.workers, self.timeout_seconds = workers, timeout_seconds
         self.memory_bytes = int(memory_gb * 1e9)
@@ -385,19 +383,3 @@ def _stop_all(servers: list[WorkerProcess]) -> None:
         for pid in (*below, *members_of(server.pid)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def _places(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Returns what `fork_server.load` takes."""
-    if not isinstance(place, str):
-        if arguments:
-            raise UserError("environment.arguments: tools take no arguments; set environment.name to a class.")
-        return [f"{TOOLS_PREFIX}{tool}" for tool in place]
-    if place in ENVIRONMENTS:
-        place = environment_place(place, ENVIRONMENTS[place])
-    try:
-        return [place, json.dumps(dict(arguments))] if arguments else [place]
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"environment.arguments: they cannot be written as JSON ({error}); use plain values."
-        ) from error
