@@ -29,7 +29,7 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_a_new_run(kind, capsys):
     assert cli.main(["init", "my-run", "--like", kind]) == 0
-    code = "my-run_env.py" if kind == "env" else "my-run_rewards.py"
+    code = f"my-run_{kind if kind in ('env', 'tools') else 'rewards'}.py"
     names = {"my-run.yaml", code} | ({"my-run.jsonl"} if kind == "own" else set())
     assert {path.name for path in Path().iterdir()} == names and "wrote my-run.yaml, " in capsys.readouterr().out
     text = Path("my-run.yaml").read_text()
@@ -103,3 +103,29 @@ def test_an_environment_of_ones_own_is_checked_trained_and_played(capsys):
     assert cli.main(["generate", "runs/mine-maxrl-s0", "--row", "40"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("assistant: ") and "reward of the environment" in said.err
+
+
+def test_a_tool_of_ones_own_is_checked_trained_and_called(capsys):
+    assert cli.main(["init", "mine", "--like", "tools"]) == 0
+    assert cli.main(["check-rewards", "mine.yaml", "data.train_size=64"]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing suspicious" in said and '"name": "calculator"' in said
+    small = ["training.max_steps=1", "training.eval_every_n_steps=1", "sft.max_steps=1", "data.batch_size=8"]
+    small += ["eval.max_problems=8", "eval.samples=1", "algorithm.num_generations=2", "data.train_size=64"]
+    assert cli.main(["train", "mine.yaml", *small]) == 0
+    said = capsys.readouterr().out
+    assert "tools mine_tools.py:calculator" in said and "environment/tool_calls" in said
+    assert cli.main(["generate", "runs/mine-maxrl-s0", "--row", "3"]) == 0
+    assert "reward of the environment" in capsys.readouterr().err
+
+
+def test_the_tool_of_a_new_run():
+    starting.write_start("mine", "tools", Path())
+    spec = importlib.util.spec_from_file_location("mine_tools", "mine_tools.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for expression, result in (("123 * 456", "56088"), (" -2+3 ", "1"), ("5 - -7", "12"), ("2--2", "4")):
+        assert module.calculator(expression) == result == str(eval(expression.strip()))
+    for wrong in ("1", "2 ** 9", "1 / 0", "print(1)", "9" * 21 + " * 1", ""):
+        with pytest.raises(ValueError, match="write two integers"):
+            module.calculator(wrong)

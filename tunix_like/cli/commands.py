@@ -9,7 +9,7 @@ from typing import Any
 
 OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/config/base_config.yaml for all of them"
 
-KINDS = ("own", "gsm8k", "maze", "env")
+KINDS = ("own", "gsm8k", "maze", "env", "tools")
 """Values of `init --like`; each has a YAML and a Python file in `starts/`."""
 
 ON_CPU = ("export", "check-rewards", "advantages")
@@ -49,7 +49,7 @@ def _add_training(command: AddCommand) -> None:
         "--like",
         choices=KINDS,
         default="own",
-        help="own: a JSONL file of your own (the default); env: an environment of your own",
+        help="own: a JSONL file of your own (the default); env: an environment of your own; tools: a tool of your own",
     )
     train = command("train", "train:train", "train from a YAML; the same command resumes", "train examples/maze.yaml")
     train.add_argument("--dry-run", action="store_true", help="check everything but the weights, and print the plan")

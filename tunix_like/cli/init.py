@@ -16,8 +16,8 @@ _SUMS = [(7, 5), (12, 9), (30, 14), (8, 8), (21, 17), (40, 2), (13, 13), (6, 19)
 
 
 def write_start(name: str, kind: str, folder: Path) -> list[Path]:
-    """Writes `name.yaml` and `name_rewards.py` into `folder`, `name_env.py` for the kind `env`; for the kind `own` also
-    `name.jsonl` with sample rows to replace. Returns the files.
+    """Writes `name.yaml` and `name_rewards.py` into `folder`; `name_env.py` or `name_tools.py` for the kinds `env` and
+    `tools`; for the kind `own` also `name.jsonl` with sample rows to replace. Returns the files.
 
     Raises:
       UserError: the name is not valid for files and functions, or a file exists already; nothing is written then.
@@ -28,7 +28,7 @@ def write_start(name: str, kind: str, folder: Path) -> list[Path]:
             "are named after it."
         )
     starts = importlib.resources.files("tunix_like.cli") / "starts"
-    code = "env" if kind == "env" else "rewards"
+    code = kind if kind in ("env", "tools") else "rewards"
     texts = {f"{name}.yaml": starts / f"{kind}.yaml", f"{name}_{code}.py": starts / f"{kind}.py.txt"}
     files = {folder / file: text.read_text(encoding="utf-8").replace("NAME", name) for file, text in texts.items()}
     if kind == "own":
