@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tunix_like import UserError
+from tunix_like.cli.screen import announce
 from tunix_like.config.load import load
 from tunix_like.runs.build import assemble
 from tunix_like.runs.trained import open_trained
@@ -124,3 +125,22 @@ def test_a_run_that_is_killed_in_an_episode_continues_to_the_bit(tmp_path):
 def test_a_wrong_environment_is_refused_before_anything_is_compiled(tmp_path, environment, message):
     with pytest.raises(UserError, match=message):
         assemble(load(write(tmp_path, **environment)), abstract=True)
+
+
+def test_the_summary_shows_the_first_observation_and_evaluations_share_the_environments(tmp_path, capsys):
+    config = write(tmp_path)
+    source = tmp_path / "letters.py"
+    source.write_text(
+        source.read_text().replace("answer[0], 0\n", "answer[0], 0\n        return ' letter ' + answer[0]\n")
+    )
+    parts = assemble(load(config))
+    try:
+        first = parts.source.train[0]["answer"][0]
+        assert parts.first_observation == f" letter {first}"
+        evaluator = parts.evaluator(parts.config.eval)
+        assert evaluator.player.environments is parts.environments
+        announce(parts, tmp_path)
+        said = capsys.readouterr().out
+        assert f"reset: the environment adds to the prompt of row 1: ' letter {first}'" in said
+    finally:
+        parts.environments.close()

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 import tunix_like
-from tunix_like import EnvironmentConfig, EnvStepResult, EvalConfig, MaxRLConfig, RolloutConfig, UserError
+from tunix_like import (
+    EnvironmentConfig,
+    EnvironmentPool,
+    EnvStepResult,
+    EvalConfig,
+    MaxRLConfig,
+    RolloutConfig,
+    UserError,
+)
 from tunix_like.rollout.collection import shape_rewards
 from tunix_like.types import GroupBatch
 
@@ -233,3 +241,31 @@ def test_a_mask_is_part_of_a_batch():
     mask = np.array([[[True, False, True, False]]])
     batch = GroupBatch(tokens[0], np.array([4]), tokens, lengths, None, lengths, lengths > 0, token_mask=mask)
     assert batch.sampled_lengths.tolist() == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "message"),
+    [
+        (
+            Vowels,
+            {"workers": 2},
+            "environment_config.workers: it has no effect, because these environments do not run in",
+        ),
+        (Vowels, {"memory_gb": 1.0}, "give memory_gb to EnvironmentPool"),
+        (Vowels, {"name": "guess"}, "environment_config.name: it has no effect beside environment=...; remove it"),
+        (Vowels, {"arguments": {"a": 1}}, "environment_config.arguments: it has no effect"),
+        ("pool", {"timeout_seconds": 5.0}, "environment_config.timeout_seconds: .*because the pool has 7; give"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(environment, settings, message):
+    if environment == "pool":
+        environment = EnvironmentPool("guess", workers=2, timeout_seconds=7.0, memory_gb=0.7)
+    with pytest.raises(UserError, match=message):
+        learner(environment, EnvironmentConfig(**settings))
+
+
+def test_settings_of_the_pool_itself_are_accepted():
+    pool = EnvironmentPool("guess", workers=2, timeout_seconds=7.0, memory_gb=0.7)
+    made = learner(pool, EnvironmentConfig(workers=2, timeout_seconds=7.0, memory_gb=0.7, name="guess"))
+    assert made.player.environments is pool
+    pool.close()

@@ -13,8 +13,8 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge
 from tunix_like.rollout.environments.outcomes import Environments
-from tunix_like.rollout.environments.trajectories import Player
 from tunix_like.rollout.environments.trajectories import generate as sample
+from tunix_like.rollout.environments.trajectories import make_player
 from tunix_like.runs.trained import Trained
 from tunix_like.runtime import console, progress
 from tunix_like.runtime.visible import visible
@@ -122,7 +122,8 @@ def play(
     prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)
     columns = {name: value for name, value in row.items() if name != "prompt"}
     problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"])
-    player = Player(environments, config.environment, tokenizer, config.rollout.eos_tokens or tokenizer.eos_ids)
+    player = make_player(environments, config.environment, tokenizer, config.rollout)
+    assert player is not None, "there are environments"
     player.bridge(row["prompt"])  # also checked for a trajectory of one turn
     key = jax.random.key(config.training.seed)
     given = engine, player, engine.place(trained.params), [problem], 1, key, sampling

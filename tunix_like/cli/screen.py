@@ -19,7 +19,7 @@ from tunix_like.types import SamplingParams
 
 
 def announce(parts: Parts, folder: Path) -> None:
-    """Prints a summary of the run and the first prompt as the model receives it."""
+    """Prints a summary of the run and the first prompt as the model receives it, and what an environment adds to it."""
     for name, value in [*describe(parts), ("folder", str(folder))]:
         console.print_text(f"{name:>9}: {value}")
     config = parts.config
@@ -33,6 +33,10 @@ def announce(parts: Parts, folder: Path) -> None:
     first = next(prompt for prompt in rendered if usable(prompt, limit))
     console.print_text(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
     console.print_text(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
+    if parts.first_observation:
+        added = parts.first_observation
+        text = added if isinstance(added, str) else "\n".join(f"{each['role']}: {each['content']}" for each in added)
+        console.print_text(f"{'reset':>9}: the environment adds to the prompt of row 1: {_both_ends(text, 600)}")
 
 
 def _both_ends(values: str | list[int], most: int) -> str:

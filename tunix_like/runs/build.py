@@ -24,7 +24,7 @@ from tunix_like.models.loading import check_fit, load_abstract, load_config, loa
 from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
 from tunix_like.rollout.environments.outcomes import Environments
-from tunix_like.rollout.environments.trajectories import Player
+from tunix_like.rollout.environments.trajectories import make_player
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.environments import environments_of, has_environment, with_tools
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
@@ -34,12 +34,14 @@ from tunix_like.training.engine import check_staleness, make_engine, training_de
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
+from tunix_like.types import Engine
 
 
 class Parts(NamedTuple):
     """The loaded parts of a run.
 
     For an abstract model (shapes only), `weights` describes the weights that the shapes were compared with.
+    `first_observation` is what the environment adds to the prompt of the first row.
     """
 
     config: Config
@@ -51,11 +53,14 @@ class Parts(NamedTuple):
     mesh: Mesh | None
     weights: str = ""
     environments: Environments | None = None
+    first_observation: Any = None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """Builds an evaluator for the run's held-out problems, with `settings` instead of its `eval` section."""
         graphdef = nnx.split(self.model)[0]
-        return make_evaluator(self.config, settings, graphdef, self.tokenizer, self.source, self.rewards, self.mesh)
+        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh)
+        given = self.tokenizer, self.source, self.rewards, self.environments
+        return make_evaluator(self.config, settings, engine, *given)
 
     @property
     def source_estimators(self) -> dict[str, dict[str, Any]]:
@@ -146,18 +151,13 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     environments = environments_of(config)
     tokenizer = with_tools(tokenizer, environments)
-    check_turns(environments, config, tokenizer, source)
-    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments)
+    player = make_player(environments, config.environment, tokenizer, config.rollout)
+    # Also checks that the prompts of the data can have several turns.
+    first = None if player is None else player.check(source.train)
+    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first)
     if config.training.best_metric is not None:  # checked here, because SFT may run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
     return parts
-
-
-def check_turns(environments: Environments | None, config: Config, tokenizer: Tokenizer, source: DataSource) -> None:
-    """Checks that the prompts of the data can have several turns. Raises UserError if not."""
-    if environments is not None:
-        eos_ids = config.rollout.eos_tokens or tokenizer.eos_ids
-        Player(environments, config.environment, tokenizer, eos_ids).check(source.train)
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:
@@ -243,19 +243,17 @@ def kinds_of(config: Config) -> dict[str, Any]:
 def make_evaluator(
     config: Config,
     settings: EvalConfig,
-    graphdef: Any,
+    engine: Engine,
     tokenizer: Tokenizer,
     source: DataSource,
     rewards: list[WeightedReward],
-    mesh: Mesh | None,
+    environments: Environments | None,
 ) -> Evaluator:
     """Builds an evaluator for the held-out rows of a data source."""
     rollout = config.rollout
-    environments = environments_of(config)
     problems, skipped = eval_problems(
         source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems, config.data.overlong_prompts
     )
-    engine = make_engine(graphdef, tokenizer, rollout, mesh)
     return Evaluator(
         engine,
         tokenizer,
@@ -265,5 +263,5 @@ def make_evaluator(
         config.rewards.success_threshold,
         jax.random.fold_in(jax.random.key(config.training.seed), EVAL_KEY),
         skipped=skipped,
-        player=None if environments is None else Player(environments, config.environment, tokenizer, engine.eos_ids),
+        player=make_player(environments, config.environment, tokenizer, rollout),
     )

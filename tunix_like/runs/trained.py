@@ -33,10 +33,12 @@ from tunix_like.models.lora import (
 )
 from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.runs.build import kinds_of, loaded, make_evaluator
+from tunix_like.runs.environments import environments_of
 from tunix_like.runs.folder import newest_checkpoints
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.storage.best import best_of
 from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.training.engine import make_engine
 
 BEST = "best"
 """`RUN/checkpoints/best` means the best checkpoint of a run; it is not an actual folder."""
@@ -192,7 +194,9 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
             f"data.name={config.data.name} has no held-out rows. Set data.path=<another file or folder> with rows that "
             "were not trained on."
         )
-    evaluator = make_evaluator(config, config.eval, trained.graphdef, trained.tokenizer, source, rewards, trained.mesh)
+    engine = make_engine(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
+    given = trained.tokenizer, source, rewards, environments_of(config)
+    evaluator = make_evaluator(config, config.eval, engine, *given)
     if evaluator.skipped is not None:
         evaluator.skipped.warn("evaluation")
     return evaluator

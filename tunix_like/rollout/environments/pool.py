@@ -67,7 +67,7 @@ class EnvironmentPool:
     ):
         self.places = places_of(place, arguments)
         self.name = self.places[0].rpartition(":")[2] if isinstance(place, str) else "tools"
-        self.workers, self.timeout_seconds = workers, timeout_seconds
+        self.workers, self.timeout_seconds, self.memory_gb = workers, timeout_seconds, memory_gb
         self.memory_bytes = int(memory_gb * 1e9)
         self._tools: list[Mapping[str, Any]] | None = None
         self._callers: dict[int, Caller] = {}

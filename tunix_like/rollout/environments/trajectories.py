@@ -20,9 +20,10 @@ from tunix_like.rollout.environments.bridge import Bridge, make_bridge, with_obs
 from tunix_like.rollout.environments.episodes import REWARD, Episode
 from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
+from tunix_like.rollout.environments.settings import check_effect
 from tunix_like.rollout.requests import collect, requests_of
 from tunix_like.runtime.processes import all_or_none, share, spread
-from tunix_like.types import Completions, Engine, Problem, Reply, SamplingParams, Turn
+from tunix_like.types import Completions, Engine, Message, Problem, Reply, SamplingParams, Turn
 
 MOST_SHOWN = 10_000
 """Maximum number of characters of an observation in rollout files."""
@@ -97,14 +98,14 @@ class Player:
             )
         return self._bridges[chat]
 
-    def check(self, rows: Any) -> None:
-        """Checks that prompts like that of the first row can have several turns, and resets an environment for it.
+    def check(self, rows: Any) -> str | Sequence[Message] | None:
+        """Checks that prompts like that of the first row can have several turns; returns its first observation.
 
         Raises:
           UserError: the chat template cannot be used for several turns, or the environment fails.
         """
         if not len(rows) or rows[0] is None:
-            return
+            return None
         self.bridge(rows[0].get("prompt"))
         self.environments.reset(0, {name: value for name, value in rows[0].items() if name != "prompt"})
         (outcome,) = self.environments.outcomes(wait=True)
@@ -112,6 +113,7 @@ class Player:
             raise UserError(f"environment: it could not be reset for the first row. {outcome.failure.reason}")
         self.environments.finish(0)
         self.environments.outcomes(wait=True)
+        return outcome.observation
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
         """Resets `size` environments for each problem.
@@ -331,12 +333,13 @@ def _shown(text: str) -> str:
 def make_player(
     environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
 ) -> Player | None:
-    """Returns the player for the argument `environment` of a learner; None without one.
+    """Returns the player for the argument `environment` of a learner, or for environments; None without any.
 
     Its tokenizer passes the schemas of the tools to the chat template.
 
     Raises:
-      UserError: the object cannot make environments, or there is a config without an environment.
+      UserError: the object cannot make environments, there is a config without an environment, or a key of the config
+        has no effect.
     """
     if config is not None:
         check_type("environment_config", config, EnvironmentConfig, "give a tunix_like.EnvironmentConfig(...)")
@@ -349,6 +352,7 @@ def make_player(
             f"environment: got the text {environment!r}; pass the class, or EnvironmentPool({environment!r})."
         )
     running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
+    check_effect(config or EnvironmentConfig(), running, made=running is not environment)
     tools = [dict(tool) for tool in running.tools]
     tokenizer = tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
     return Player(running, config or EnvironmentConfig(), tokenizer, rollout.eos_tokens or tokenizer.eos_ids)

@@ -1,0 +1,35 @@
+"""Checks that the settings of environments which are given in Python have an effect."""
+
+from __future__ import annotations
+
+from tunix_like.config.schema import EnvironmentConfig
+from tunix_like.errors import UserError
+from tunix_like.rollout.environments.outcomes import Environments
+from tunix_like.rollout.environments.pool import EnvironmentPool
+
+
+def check_effect(config: EnvironmentConfig, environments: Environments, made: bool) -> None:
+    """Checks that environments follow the keys of a config that are set.
+
+    Args:
+      made: whether they were made here from a class or functions, and not given as `Environments`. (A run from a YAML
+        file gives environments that it made from the same config.)
+
+    Raises:
+      UserError: a key has no effect.
+    """
+    for key in ("name", "tools", "arguments"):
+        if made and getattr(config, key) is not None:
+            raise UserError(f"environment_config.{key}: it has no effect beside environment=...; remove it.")
+    pool = environments if isinstance(environments, EnvironmentPool) else None
+    for key in ("workers", "timeout_seconds", "memory_gb"):
+        value = getattr(config, key)
+        if value == getattr(EnvironmentConfig(), key) or (pool is not None and value == getattr(pool, key)):
+            continue
+        why = "these environments do not run in an EnvironmentPool"
+        if pool is not None:
+            why = f"the pool has {getattr(pool, key):g}"
+        raise UserError(
+            f"environment_config.{key}: it has no effect, because {why}; give {key} to "
+            "EnvironmentPool('FILE.py:Class', ...), or remove it."
+        )
