@@ -177,10 +177,8 @@ class Session:
             raise
 
     def close(self) -> None:
-        """Ends the session."""
-        with contextlib.suppress(Exception):  # its connection may be lost
-            self._connection.send(json.dumps({"type": "close"}))
-        with contextlib.suppress(Exception):
+        """Ends the session by closing its connection."""
+        with contextlib.suppress(Exception):  # the connection may be lost
             self._open.close()
 
     def _call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
