@@ -6,7 +6,6 @@ The algorithms are declared in `learners.py`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -298,11 +297,7 @@ class Learner(Trainer):
     def restore(self, saved: Any, step: int) -> None:
         super().restore(saved, step)
         assert self._call is not None
-        collector = self._call.rollouts.collector
-        collector.drawn, collector.started = int(saved["drawn"]), True
-        if self.iterator is None:
-            read = collector.drawn // self._call.batch_size
-            next(itertools.islice(collector.batches, read, read), None)
+        self._call.rollouts.resume(int(saved["drawn"]))
 
     def cut(self, step: int) -> None:
         if self.written_folder is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -99,6 +100,13 @@ class RolloutsAhead:
     def drawn(self) -> int:
         """The number of prompts of the steps that were taken."""
         return self.collector.drawn if self._ahead is None else self._position.drawn
+
+    def resume(self, drawn: int) -> None:
+        """Continues after the first `drawn` prompts; reads these again if the iterator has no position."""
+        self.collector.drawn, self.collector.started = drawn, True
+        if self._iterator is None:
+            read = drawn // self.collector.batch_size
+            next(itertools.islice(self.collector.batches, read, read), None)
 
     def wait(self) -> None:
         """Waits until nothing is sampled, so that the engine can be used."""
