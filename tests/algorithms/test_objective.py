@@ -22,9 +22,9 @@ from tunix_like.algorithms.losses import (
     loss_parameters,
     ppo_clip,
     register_policy_loss_fn,
-    sampler_correction,
 )
 from tunix_like.algorithms.objective import build_objective, resolve
+from tunix_like.algorithms.off_policy import SamplerCorrection
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator, register_advantage_estimator
 from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
 from tunix_like.errors import UserError
@@ -152,6 +152,25 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
         ({"policy_loss_fn": "ppo_clp"}, "unknown loss 'ppo_clp'. Did you mean 'ppo_clip'"),
         ({"policy_loss_fn": "reinforce", "updates": 2}, "'reinforce' allows one update per rollout batch.*give 2"),
         ({"sampler_is_threshold": 3.0}, "algorithm.sampler_is_threshold needs algorithm.sampler_is. Set"),
+        ({"sampler_is_min": 0.5}, "algorithm.sampler_is_min needs algorithm.sampler_is. Set"),
+        ({"sampler_is_kl": True, "beta": 0.1}, "algorithm.sampler_is_kl needs algorithm.sampler_is. Set"),
+        (
+            {"sampler_is": "token", "sampler_is_min": 0.7, "sampler_is_threshold": 0.6},
+            "algorithm.sampler_is_min: got 0.7; it must be below algorithm.sampler_is_threshold \\(0.6\\)",
+        ),
+        ({"sampler_is": "token", "sampler_is_min": 2.0}, "algorithm.sampler_is_min: got 2.0; it must be below 1"),
+        (
+            {"sampler_is": "sequence_mask", "sampler_is_threshold": 1.0},
+            "algorithm.sampler_is_threshold: got 1; sequence_mask would mask tokens .* agree .*Set it above 1",
+        ),
+        (
+            {"sampler_is": "token", "sampler_is_kl": True},
+            "algorithm.sampler_is_kl: the loss has no KL, since algorithm.beta is 0. Unset it",
+        ),
+        (
+            {"sampler_is": "token", "sampler_is_kl": True, "beta": 0.1, "kl_in_reward": True},
+            "algorithm.sampler_is_kl: the loss has no KL, since algorithm.kl_in_reward puts .*Unset it",
+        ),
         ({"max_extra_batches": 3}, "algorithm.max_extra_batches needs algorithm.dynamic_sampling. Set"),
         ({"overlong_buffer": 3}, "algorithm.overlong_buffer needs algorithm.overlong. Set"),
         ({"overlong_penalty": 0.5}, "algorithm.overlong_penalty needs algorithm.overlong. Set"),
@@ -205,6 +224,9 @@ def test_what_is_near_an_error_and_right():
     """Accepted, and what was said is what is kept."""
     for changes, params in (
         ({"policy_loss_fn": "reinforce", "sampler_is": "sequence", "sampler_is_threshold": 3.0}, {}),
+        ({"sampler_is": "token", "sampler_is_threshold": 0.5}, {}),
+        ({"sampler_is": "token_mask", "sampler_is_threshold": 5.0, "sampler_is_min": 0.2, "sampler_is_kl": False}, {}),
+        ({"sampler_is": "sequence_mask", "sampler_is_kl": True, "beta": 0.1}, {}),
         ({"updates": 2, "dynamic_sampling": True, "max_extra_batches": 3}, {}),
         ({"advantage_estimator": "maxrl", "truncation_order": 2, **NEGATIVE}, {"truncation_order": 2}),
         ({"advantage_estimator": "maxrl", "beta": 0.0, "kl_in_reward": True}, {}),
@@ -465,9 +487,10 @@ def test_the_loss_is_the_sum_of_its_terms():
         loss, metrics = objective.token_loss(given, ADVANTAGES)
         weight = 1.0
         if correction is not None:
-            threshold = 2.0 if bound is None else bound
-            weight = sampler_correction(correction, given.old_logprobs, given.rollout_logprobs, given.mask, threshold)
-            np.testing.assert_array_equal(metrics["sampler_is/mean"], weight)
+            own = SamplerCorrection(correction, 0.0, 2.0 if bound is None else bound)
+            weight = own.weights(own.ratios(given.old_logprobs, given.rollout_logprobs, given.mask))
+            unit = 1.0 if correction == "token" else 1 / np.maximum(MASK.sum(-1, keepdims=True), 1)
+            np.testing.assert_allclose(metrics["sampler_is/mean"], weight * unit, rtol=1e-6)
         kl = kl_estimate(kl_mode, given.logprobs, given.ref_logprobs, given.mask)
         expected = jnp.where(MASK, weight * policy + 0.25 * kl - 0.125 * given.entropy, 0)
         np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=1e-7)

@@ -19,8 +19,8 @@ from tunix_like.algorithms.losses import (
     loss_parameters,
     register_policy_loss_fn,
     reinforce,
-    sampler_correction,
 )
+from tunix_like.algorithms.off_policy import DEFAULT_UPPER, SamplerCorrection
 from tunix_like.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -179,7 +179,7 @@ def test_every_loss_is_tested():
     assert set(SLOW) == built_in == {name for name, _ in CASES}
 
 
-@pytest.mark.parametrize("name", [*SLOW, "token", "sequence", *KL])
+@pytest.mark.parametrize("name", [*SLOW, *DEFAULT_UPPER, *KL])
 def test_nothing_leaks_from_masked_places(name):
     """Not a NaN, not an infinity, into no value and no gradient."""
     advantages, mask = jnp.asarray(ADVANTAGES), jnp.asarray(MASK)
@@ -190,7 +190,8 @@ def test_nothing_leaks_from_masked_places(name):
         elif name in KL:
             values = kl_estimate(name, new, old, mask)
         else:
-            values = sampler_correction(name, new, old, mask, 2.0) * new.clip(-1e3, 1e3)
+            correction = SamplerCorrection(name, 0.1, 2.0)
+            values = correction.weights(correction.ratios(new, old, mask)) * new.clip(-1e3, 1e3)
         values = jnp.where(mask, values, 0.0)
         return values.sum(), values
 
@@ -204,25 +205,6 @@ def test_nothing_leaks_from_masked_places(name):
         np.testing.assert_array_equal(np.where(MASK, found_gradients, 0), np.where(MASK, gradients, 0))
         if name in SLOW or name in KL:
             assert (np.asarray(found_gradients)[:, ~MASK] == 0).all()
-
-
-@pytest.mark.parametrize("bound", [2.0, 0.5])
-def test_sampler_correction(bound):
-    """Of a token, and of the whole completion at each of its tokens."""
-    own, sampler, mask = garbled(NEW), garbled(OLD), jnp.asarray(MASK)
-    token = by_token(lambda new, old, a, row: min(math.exp(clamped(new - old)), bound))
-    assert_same(sampler_correction("token", own, sampler, mask, bound), token)
-    sequence = by_token(lambda new, old, a, row: min(math.exp(clamped(sum(row))), bound))
-    assert_same(sampler_correction("sequence", own, sampler, mask, bound), sequence)
-    for weight in (token[MASK], sequence[MASK]):
-        assert (weight == bound).any() and ((weight > 1e-3) & (weight < bound)).any(), "some cut off, some not"
-
-
-@pytest.mark.parametrize("mode", ["token", "sequence"])
-def test_the_sampler_correction_is_detached(mode):
-    total = lambda own, sampler: sampler_correction(mode, own, sampler, jnp.asarray(MASK), 1e9).sum()  # noqa: E731
-    for gradient in jax.grad(total, argnums=(0, 1))(garbled(NEW), garbled(OLD)):
-        assert not np.asarray(gradient).any()
 
 
 @pytest.mark.parametrize("mode", KL)

@@ -227,22 +227,6 @@ def dppo(
     return loss, {"pg_clipfrac": dropped.astype(jnp.float32), "is_ratio/mean": ratio}
 
 
-def sampler_correction(
-    mode: str, old_logprobs: Tokens, rollout_logprobs: Tokens, mask: Array, threshold: float
-) -> Tokens:
-    """Computes truncated importance weights `min(pi_old / mu, threshold)`, without gradient.
-
-    `pi_old` are the trainer's old probabilities, `mu` the sampler's. With mode `token` there is one weight per token.
-    With mode `sequence` every token gets the weight of its completion, the product of the ratios over its tokens.
-    """
-    if mode == "token":
-        log_weight = log_ratio(old_logprobs, rollout_logprobs, mask)
-    else:
-        total = jnp.where(mask, old_logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)
-        log_weight = jnp.where(mask, jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
-    return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_weight), threshold))
-
-
 def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) -> Tokens:
     """Estimates the KL per token, with `d = log pi - log pi_ref` clamped to +-20.
 

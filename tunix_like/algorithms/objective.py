@@ -24,8 +24,8 @@ from tunix_like.algorithms.losses import (
     find_policy_loss,
     kl_estimate,
     loss_parameters,
-    sampler_correction,
 )
+from tunix_like.algorithms.off_policy import check_correction, sampler_correction
 from tunix_like.algorithms.registry import Estimator, check_parameters, find_estimator
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
@@ -34,8 +34,8 @@ from tunix_like.types import ById
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
 LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
-_NEED = {"sampler_is_threshold": "sampler_is", "max_extra_batches": "dynamic_sampling"}
-_NEED |= {"overlong_buffer": "overlong", "overlong_penalty": "overlong"}
+_NEED = {"overlong_buffer": "overlong", "overlong_penalty": "overlong", "max_extra_batches": "dynamic_sampling"}
+_NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min", "sampler_is_kl")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,14 +199,16 @@ class Objective:
         loss_fn = find_policy_loss(str(config.policy_loss_fn))
         old = tokens.rollout_logprobs if loss_fn.behaviour == "rollout" else tokens.old_logprobs
         loss, metrics = self._policy_loss(tokens.logprobs, old, advantages, mask)
-        if config.sampler_is is not None:
-            assert tokens.rollout_logprobs is not None
-            bound = 2.0 if config.sampler_is_threshold is None else config.sampler_is_threshold
-            weight = sampler_correction(config.sampler_is, tokens.old_logprobs, tokens.rollout_logprobs, mask, bound)
-            loss, metrics = weight * loss, metrics | {"sampler_is/mean": weight}
+        correction, rollout = sampler_correction(config), tokens.rollout_logprobs
+        if correction is not None and rollout is not None:
+            ratios = correction.ratios(tokens.old_logprobs, rollout, mask)
+            weights = correction.weights(ratios)
+            loss, metrics = weights * loss, metrics | correction.metrics(ratios, weights, mask)
         if self.reference_in_loss:
             assert tokens.ref_logprobs is not None
             kl = kl_estimate(str(config.kl_loss_mode), tokens.logprobs, tokens.ref_logprobs, mask)
+            if correction is not None and rollout is not None and config.sampler_is_kl:
+                kl = correction.weights(correction.ratios(tokens.logprobs, rollout, mask)) * kl
             loss, metrics = loss + config.beta * kl, metrics | {"kl": kl}
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * tokens.entropy
@@ -349,12 +351,9 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
             f"num_iterations and mini_batch_size give {updates_per_batch}. Use ppo_clip."
         )
     for key, needed in _NEED.items():
-        if getattr(config, key) is not None and not getattr(config, needed):
+        if getattr(config, key) not in (None, False) and not getattr(config, needed):
             raise UserError(f"algorithm.{key} needs algorithm.{needed}. Set algorithm.{needed} or unset {key}.")
-    if config.sampler_is is not None and find_policy_loss(str(config.policy_loss_fn)).behaviour == "rollout":
-        raise UserError(
-            f"algorithm.sampler_is: '{config.policy_loss_fn}' already uses the sampler's log-probabilities. Unset it."
-        )
+    check_correction(config, find_policy_loss(str(config.policy_loss_fn)).behaviour)
     if config.overlong == "penalty" and config.overlong_buffer is None:
         raise UserError("algorithm.overlong_buffer: algorithm.overlong=penalty requires it. Set a number of tokens.")
     if config.overlong != "penalty" and (config.overlong_buffer or config.overlong_penalty):

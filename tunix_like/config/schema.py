@@ -266,11 +266,15 @@ class AlgorithmConfig(_Checked):
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
     entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
     sampler_is: str | None = key(
-        doc="correct for different probabilities in sampler and trainer by truncated importance weights per token or "
-        "per sequence (unset: off)",
-        choices=("token", "sequence"),
+        doc="correct for completions of another policy than the trained one by importance weights; token, sequence: "
+        "truncated ratios; token_mask, sequence_mask: 0 outside the bounds (unset: off)",
+        choices=("token", "sequence", "token_mask", "sequence_mask"),
     )
-    sampler_is_threshold: float | None = key(doc="sampler_is: maximum importance weight (unset: 2)", above=0)
+    sampler_is_threshold: float | None = key(
+        doc="sampler_is: upper bound of the ratio (unset: 2; for masks 3)", above=0
+    )
+    sampler_is_min: float | None = key(doc="sampler_is: lower bound of the ratio (unset: none)", above=0, below=1)
+    sampler_is_kl: bool = key(False, doc="sampler_is: multiply the KL in the loss by importance weights too")
     overlong: str | None = key(
         doc="completions that reach the token limit; mask: exclude truncated ones from the loss; penalty: soft penalty "
         "of DAPO over the last overlong_buffer tokens (unset: neither)",

@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens
+from tunix_like.algorithms.off_policy import finish_metrics
 from tunix_like.models.lora import join_params
 from tunix_like.training.forward import (
     CHUNKS,
@@ -284,7 +285,8 @@ def train_step(
     empty = ~((weights > 0) & (lengths > 0)).any()
     new = TrainState(optax.apply_updates(state.params, updates), opt_state)
     state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, state)
-    metrics = {name: total / tokens for name, total in totals["sums"].items()}  # NaN without tokens, written as null
+    means = {name: total / tokens for name, total in totals["sums"].items()}  # NaN without tokens, written as null
+    metrics = finish_metrics(means)
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
     return state, metrics, advantages

@@ -1,0 +1,146 @@
+"""Importance weights for completions whose sampler is not the policy that is trained.
+
+`mu` is the policy of the sampler, `pi` that of the trainer. They differ by numerics, and by the updates since the
+sampler got its weights. Every mode multiplies the policy loss by a function of the ratio `pi / mu`, without gradient.
+`tests/algorithms/test_off_policy.py` shows the bias of every mode on an enumerated policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from tunix_like.algorithms.losses import MAX_LOG_RATIO, Tokens, log_ratio
+from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.errors import UserError
+
+DEFAULT_UPPER = {"token": 2.0, "sequence": 2.0, "token_mask": 3.0, "sequence_mask": 3.0}
+"""Mode to its upper bound if `sampler_is_threshold` is unset: that of Tunix for truncation, that of TRL for masks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerCorrection:
+    """A mode of `algorithm.sampler_is` with its bounds.
+
+    In the bias of each mode, `g(y)` is the gradient of a completion `y` with its advantage, and `p(y)`, `m(y)` are its
+    probabilities under `pi` and `mu`. The gradient without bias is `sum_y p(y) g(y)`. Without a correction the
+    expectation is `sum_y m(y) g(y)`.
+
+    - `sequence` truncates the ratio of the completion, the product over its sampled tokens. The expectation is
+      `sum_y clip(p, lower m, upper m) g(y)`: there is no bias if no ratio is outside the bounds. Else completions with
+      a ratio above `upper` count too little, and those below `lower` too much.
+    - `sequence_mask` gives completions outside the bounds weight 0. The expectation is the sum of `p(y) g(y)` over the
+      completions inside. With the same upper bound it removes at least the probability that truncation removes.
+    - `token` truncates the ratio of each token by itself. If no ratio is outside the bounds, the expectation is the
+      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`: tokens `a` of the policy, at prefixes `s` of the sampler,
+      with advantages `Q_mu` of completions that the sampler continued. It has no bias for completions of one token. For
+      longer ones it has a bias of the order of `pi - mu`, with any bounds.
+    - `token_mask` gives tokens outside the bounds weight 0. Its bias is that of `token` without bounds, less the
+      gradient of the masked tokens.
+
+    Attributes:
+      mode: `token`, `sequence`, `token_mask` or `sequence_mask`.
+      lower: lower bound of the ratio; 0 is no bound.
+      upper: upper bound of the ratio. Ratios are at most `exp(20)`, about 4.9e8.
+    """
+
+    mode: str
+    lower: float
+    upper: float
+
+    @property
+    def by_sequence(self) -> bool:
+        return self.mode.startswith("sequence")
+
+    @property
+    def masks(self) -> bool:
+        return self.mode.endswith("_mask")
+
+    def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
+        """Computes the ratio of each token, or at each token that of its completion; 1 where masked. No gradient.
+
+        Masked tokens do not count in the product of a completion: padding, and tokens of an environment.
+        """
+        if self.by_sequence:
+            total = jnp.where(mask, logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)
+            difference = jnp.where(mask, jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
+        else:
+            difference = log_ratio(logprobs, rollout_logprobs, mask)
+        return jax.lax.stop_gradient(jnp.exp(difference))
+
+    def weights(self, ratios: Tokens) -> Tokens:
+        """Truncates the ratios to the bounds, or replaces those outside the bounds by 0. A bound itself is inside."""
+        if self.masks:
+            return jnp.where((ratios < self.lower) | (ratios > self.upper), 0.0, ratios)
+        upper = jnp.minimum(ratios, self.upper)
+        return jnp.maximum(upper, self.lower) if self.lower else upper
+
+    def metrics(self, ratios: Tokens, weights: Tokens, mask: Array) -> dict[str, Tokens]:
+        """Returns addends per token of the metrics that `finish_metrics` completes.
+
+        The metrics are means over tokens, or over completions for the modes by sequence. An addend then has the factor
+        1 / (tokens of the completion).
+        """
+        length = jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
+        unit = jnp.broadcast_to(1.0 / length if self.by_sequence else jnp.ones_like(length, ratios.dtype), ratios.shape)
+        outside = (ratios < self.lower) | (ratios > self.upper)
+        values = {"mean": weights, "square": weights**2, "ratio_mean": ratios, "outside_frac": outside}
+        return {"sampler_is/unit": unit} | {f"sampler_is/{name}": unit * value for name, value in values.items()}
+
+
+def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
+    """Converts the means of `SamplerCorrection.metrics` over the tokens of an update; other metrics are unchanged.
+
+    With weights `w` of `n` tokens, or of `n` completions for the modes by sequence: `sampler_is/mean` is the mean
+    weight, `/ratio_mean` the mean ratio before the bounds (its expectation is 1), `/outside_frac` the fraction of
+    ratios outside the bounds, and `/ess` the effective sample size as a fraction of `n`, `(sum w)^2 / (n sum w^2)`.
+    """
+    if "sampler_is/unit" not in metrics:
+        return metrics
+    out = dict(metrics)
+    unit = out.pop("sampler_is/unit")
+    out |= {name: value / unit for name, value in out.items() if name.startswith("sampler_is/")}
+    square = out.pop("sampler_is/square")
+    return out | {"sampler_is/ess": jnp.where(square == 0, 0.0, out["sampler_is/mean"] ** 2 / square)}
+
+
+def sampler_correction(config: AlgorithmConfig) -> SamplerCorrection | None:
+    """Returns the correction that `algorithm.sampler_is` selects, with default bounds where unset; None if unset."""
+    if config.sampler_is is None:
+        return None
+    upper = DEFAULT_UPPER[config.sampler_is] if config.sampler_is_threshold is None else config.sampler_is_threshold
+    return SamplerCorrection(config.sampler_is, config.sampler_is_min or 0.0, upper)
+
+
+def check_correction(config: AlgorithmConfig, behaviour: str) -> None:
+    """Raises if the keys `sampler_is*` conflict with each other, with the loss or with the KL.
+
+    Args:
+      behaviour: whose log-probabilities the loss takes as old ones, as in `PolicyLoss`.
+
+    Raises:
+      UserError: names the key and the remedy.
+    """
+    correction = sampler_correction(config)
+    if correction is None:
+        return
+    if behaviour == "rollout":
+        raise UserError(
+            f"algorithm.sampler_is: '{config.policy_loss_fn}' already uses the sampler's log-probabilities. Unset it."
+        )
+    if correction.lower >= correction.upper:
+        raise UserError(
+            f"algorithm.sampler_is_min: got {correction.lower:g}; it must be below algorithm.sampler_is_threshold "
+            f"({correction.upper:g})."
+        )
+    if correction.masks and correction.upper <= 1:
+        raise UserError(
+            f"algorithm.sampler_is_threshold: got {correction.upper:g}; {correction.mode} would mask tokens on which "
+            "sampler and trainer agree (ratio 1). Set it above 1."
+        )
+    if config.sampler_is_kl and (config.beta == 0 or config.kl_in_reward):
+        cause = "algorithm.beta is 0" if config.beta == 0 else "algorithm.kl_in_reward puts the KL into the advantage"
+        raise UserError(f"algorithm.sampler_is_kl: the loss has no KL, since {cause}. Unset it.")
