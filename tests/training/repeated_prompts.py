@@ -116,6 +116,16 @@ OBJECTIVES = {
         sampler_is="token",
         updates=2,
     ),
+    "masked": make_objective(
+        policy_loss_fn="ppo_clip",
+        beta=0.3,
+        kl_loss_mode="mse_kl",
+        sampler_is="sequence_mask",
+        sampler_is_threshold=30.0,
+        sampler_is_min=0.005,
+        sampler_is_kl=True,
+        updates=2,
+    ),
     "mixed": make_objective(
         advantage_estimator="grpo",
         policy_loss_fn="ppo_clip",

@@ -13,6 +13,7 @@ from tunix_like.algorithms import losses
 from tunix_like.algorithms import registry as estimators
 from tunix_like.algorithms.losses import TokenInputs
 from tunix_like.algorithms.objective import build_objective
+from tunix_like.algorithms.off_policy import DEFAULT_UPPER
 from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
 from tunix_like.training import packing
 from tunix_like.training.packing import Layout
@@ -113,6 +114,48 @@ def test_shared_prefix_with_every_term(other_logprobs):
     other, other_metrics, _ = gradient_of(data, objective="every term", options=slower)
     assert difference(other, gradient) <= 5e-6
     assert other_metrics == pytest.approx(metrics, rel=1e-5)
+
+
+def test_masks_of_completions(other_logprobs):
+    """The loss, and metrics over completions in every layout."""
+    old, ref = other_logprobs["old_logprobs"], other_logprobs["ref_logprobs"]
+    mine = np.where(MASK, old - BATCH.rollout_logprobs, 0).sum(-1)
+    ratios = np.exp(mine)
+    inside = (ratios >= 0.005) & (ratios <= 30)
+    weights = np.where(inside, ratios, 0)
+    expected = {
+        "mean": weights.mean(),
+        "ratio_mean": ratios.mean(),
+        "outside_frac": 1 - inside.mean(),
+        "ess": weights.sum() ** 2 / (weights**2).sum() / weights.size,
+    }
+    assert 0.1 < inside.mean() < 0.9
+    given = BATCH._replace(scored=np.ones((PROMPTS, SIZE), bool))
+    for layout in LAYOUTS:
+        found = gradient_of(data_of(layout, batch=given, **other_logprobs), objective="masked")[1]
+        for name, value in expected.items():
+            assert found[f"sampler_is/{name}"] == pytest.approx(value, rel=1e-4), (layout, name)
+    gradient, metrics, _ = gradient_of(data_of(**other_logprobs), objective="masked")
+    loss, wanted = repeated("masked")(PARAMS, EVERYONE, old, ref)
+    assert difference(gradient, wanted) <= 1e-5
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", DEFAULT_UPPER)
+def test_a_sampler_that_is_the_policy_needs_no_correction(mode, other_logprobs):
+    """The step has the gradient of a run without a correction, to the bit."""
+    batch = BATCH._replace(rollout_logprobs=other_logprobs["old_logprobs"])
+    data = data_of(batch=batch, **other_logprobs)
+    terms = {"policy_loss_fn": "ppo_clip", "beta": 0.3, "updates": 2}
+    corrected = make_objective(sampler_is=mode, sampler_is_min=0.9, **terms)
+
+    def found(objective):
+        return jax.jit(plain_step(GRAPHDEF, objective, keep_gradient, PLAIN))(PARAMS, PARAMS, data)[1:3]
+
+    (plain, _), (gradient, metrics) = found(make_objective(**terms)), found(corrected)
+    jax.tree.map(np.testing.assert_array_equal, gradient, plain)
+    one = {name: float(value) for name, value in metrics.items() if name.startswith("sampler_is/")}
+    assert one.pop("sampler_is/outside_frac") == 0 and list(one.values()) == pytest.approx([1, 1, 1])
 
 
 # --- batches of every kind --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
+from tunix_like.algorithms.off_policy import sampler_correction
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
@@ -115,9 +116,9 @@ def _describe_options(algorithm: AlgorithmConfig) -> str:
     if algorithm.overlong == "penalty":
         most = 1.0 if algorithm.overlong_penalty is None else algorithm.overlong_penalty
         texts.append(f"penalty up to {most:g} over the last {algorithm.overlong_buffer} tokens")
-    if algorithm.sampler_is:
-        bound = 2.0 if algorithm.sampler_is_threshold is None else algorithm.sampler_is_threshold
-        texts.append(f"sampler correction by {algorithm.sampler_is}, at most {bound:g}")
+    if (correction := sampler_correction(algorithm)) is not None:
+        kl = ", KL included" if algorithm.sampler_is_kl else ""
+        texts.append(f"sampler correction {correction.mode} from {correction.lower:g} to {correction.upper:g}{kl}")
     if algorithm.entropy_coef:
         texts.append(f"entropy bonus {algorithm.entropy_coef:g}")
     if algorithm.dynamic_sampling:
