@@ -54,7 +54,7 @@ BASES: dict[str, dict[str, Any]] = {
         "model": {"quantize": "int8"},
         "algorithm": {
             "advantage_estimator": "grpo", "beta": 0.1, "overlong": "penalty", "overlong_buffer": 4,
-            "sampler_is": "token", "dynamic_sampling": True,
+            "sampler_is": "token", "sampler_is_min": 0.5, "sampler_is_kl": True, "dynamic_sampling": True,
         },
     },
     "maxpo": {"algorithm": {"advantage_estimator": "maxpo", "k": 2, "policy_loss_fn": "dppo"}},

@@ -394,6 +394,18 @@ MISTAKES = {
     "bound of no correction": (
         (*REVERSED, "algorithm.sampler_is_threshold=3"), ["algorithm.sampler_is_threshold needs algorithm.sampler_is."],
     ),
+    "lower bound above the upper": (
+        (*REVERSED, "algorithm.sampler_is=token", "algorithm.sampler_is_min=0.9", "algorithm.sampler_is_threshold=0.8"),
+        ["algorithm.sampler_is_min: got 0.9", "below algorithm.sampler_is_threshold (0.8)"],
+    ),
+    "mask of what agrees": (
+        (*REVERSED, "algorithm.sampler_is=token_mask", "algorithm.sampler_is_threshold=1"),
+        ["algorithm.sampler_is_threshold: got 1", "sampler and trainer agree", "Set it above 1"],
+    ),
+    "ratio of no KL": (
+        (*REVERSED, "algorithm.sampler_is=token", "algorithm.sampler_is_kl=true"),
+        ["algorithm.sampler_is_kl: the loss has no KL, since algorithm.beta is 0. Unset it."],
+    ),
     "penalty without a buffer": (
         (*REVERSED, "algorithm.advantage_estimator=grpo", "algorithm.overlong=penalty"),
         ["algorithm.overlong_buffer", "Set a number of tokens"],
