@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 variance = importlib.import_module("benchmarks.gradient_variance")
 zero_signal = importlib.import_module("benchmarks.zero_signal")
+old_weights = importlib.import_module("benchmarks.old_weights")
 
 ARMS, GOOD, SIZE = 5, 2, 4
 P = GOOD / ARMS
@@ -169,3 +170,11 @@ def test_sampling_during_the_update_saves_time_that_is_waited():
 
     found = staleness.measure(0.01, 3, 1)
     assert len(found["0"]) == len(found["1"]) == 1
+
+
+def test_completions_of_older_weights(tmp_path):
+    """The sampler lags behind by the age, so its log-probabilities differ from the trainer's from step 2 on."""
+    short = ("training.max_steps=3", "sft.max_steps=100", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0")
+    now, before = (old_weights.trained(age, "sequence", 0, tmp_path / str(age), short) for age in (0, 1))
+    assert now["logprob_gap/mean"] < 1e-4 < 1e-2 < before["logprob_gap/mean"]
+    assert before["sampler_is/ess"] < now["sampler_is/ess"] == pytest.approx(1, abs=1e-4)
