@@ -84,7 +84,7 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
     if algorithm.sampler_is is None:
         logger.warning(
             "rollout.max_staleness=1: completions are sampled with the weights before the last update, and nothing "
-            "corrects the difference; set algorithm.sampler_is, e.g. token"
+            "corrects the difference; set algorithm.sampler_is, e.g. token (docs/off_policy.md)"
         )
 
 
