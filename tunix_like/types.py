@@ -50,6 +50,8 @@ class GroupBatch(NamedTuple):
       estimator_ids: index of each group's advantage estimator in the objective (None: the estimator of the run).
       token_mask: True for tokens sampled by the policy, which can be trained on; False for padding and for tokens from
         another source (None: the policy sampled every token of each completion).
+      segment_start: index of the first token of each token's segment. A token follows the prompt and the earlier tokens
+        of its own segment only, so a completion may hold several contexts (None: each completion is one segment).
     """
 
     prompt_tokens: Int[AnyArray, "P S"]
@@ -62,6 +64,7 @@ class GroupBatch(NamedTuple):
     trained: Bool[AnyArray, "P G"] | None = None
     estimator_ids: Int[AnyArray, "P"] | None = None
     token_mask: Bool[AnyArray, "P G T"] | None = None
+    segment_start: Int[AnyArray, "P G T"] | None = None
 
     @property
     def sampled(self) -> Bool[AnyArray, "P G T"]:
@@ -125,6 +128,8 @@ class Sample(NamedTuple):
       finished: False if the token limit truncated the completion.
       token_mask: True for the tokens that the policy sampled, False for those of a `Responder` (None: the policy
         sampled every token).
+      segment_start: index of the first token of each token's segment: 0 until a `Reply` restarts the row, then the
+        index of the first token of that reply (None: the row was not restarted).
     """
 
     request: int
@@ -133,6 +138,7 @@ class Sample(NamedTuple):
     logprobs: Float[np.ndarray, "n"]
     finished: bool
     token_mask: Bool[np.ndarray, "n"] | None = None
+    segment_start: Int[np.ndarray, "n"] | None = None
 
 
 class Completions(NamedTuple):
@@ -145,6 +151,7 @@ class Completions(NamedTuple):
       finished: False if the token limit truncated the completion.
       token_mask: True for the tokens that the policy sampled, False for those of a `Responder` and beyond the length
         (None: the policy sampled every token).
+      segment_start: index of the first token of each token's segment; see `Sample` (None: no row was restarted).
     """
 
     tokens: Int[np.ndarray, "P G T"]
@@ -152,6 +159,7 @@ class Completions(NamedTuple):
     logprobs: Float[np.ndarray, "P G T"]
     finished: Bool[np.ndarray, "P G"]
     token_mask: Bool[np.ndarray, "P G T"] | None = None
+    segment_start: Int[np.ndarray, "P G T"] | None = None
 
 
 class Turn(NamedTuple):
@@ -174,11 +182,14 @@ class Reply(NamedTuple):
 
     Attributes:
       tokens: the tokens to append before the policy goes on sampling; None ends the trajectory.
+      restart: whether these tokens follow the prompt directly. They and the tokens after them do not see the earlier
+        tokens of the row, which stay in the result and count in its length.
     """
 
     group: int
     sample: int
     tokens: Sequence[int] | None
+    restart: bool = False
 
 
 @runtime_checkable

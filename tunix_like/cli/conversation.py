@@ -12,6 +12,7 @@ from tunix_like.cli.generate import rendered
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge
+from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations, begin
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.trajectories import generate as sample
 from tunix_like.rollout.environments.trajectories import make_player
@@ -43,17 +44,22 @@ class Person:
 
     Args:
       bridge: makes the tokens of a line.
+      conversation: with `environment.history=template`, the conversation and what renders it at each turn.
     """
 
     lockstep = True
 
-    def __init__(self, tokenizer: Tokenizer, bridge: Bridge):
-        self._tokenizer, self._bridge = tokenizer, bridge
+    def __init__(
+        self, tokenizer: Tokenizer, bridge: Bridge, conversation: tuple[Conversations, Conversation] | None = None
+    ):
+        self._tokenizer, self._bridge, self._conversation = tokenizer, bridge, conversation
         self._turn: Turn | None = None
 
     def submit(self, turns: Sequence[Turn]) -> None:
         """Prints the turn of the policy."""
         (turn,) = turns
+        if self._conversation is not None:
+            self._conversation[1].add_turn(self._tokenizer.decode(turn.tokens), turn.tokens)
         with progress.paused():
             if not self._tokenizer.decode(turn.tokens):
                 print("the turn is empty: the model ended it before any text", file=sys.stderr)
@@ -71,12 +77,16 @@ class Person:
                 line = read_line("you> ")
             if line is None:
                 return [Reply(turn.group, turn.sample, None)]
-            ((tokens, cut, problem),) = self._bridge.tokens([line], [turn.tokens[-1]])
-            if tokens is not None:
-                if cut:
+            (bridged,) = self._bridge.tokens([line], [turn.tokens[-1]])
+            found = Continued(bridged.tokens, problem=bridged.problem)
+            if self._conversation is not None and found.tokens is not None:
+                conversations, conversation = self._conversation
+                (found,) = conversations.continued([(conversation, bridged.chat)])
+            if found.tokens is not None:
+                if bridged.cut:
                     print("the line was shortened: it has more tokens than the conversation may have", file=sys.stderr)
-                return [Reply(turn.group, turn.sample, tokens)]
-            print(f"the line cannot be sent: {problem}", file=sys.stderr)
+                return [Reply(turn.group, turn.sample, found.tokens, found.restart)]
+            print(f"the line cannot be sent: {found.problem}", file=sys.stderr)
         return []
 
 
@@ -85,8 +95,8 @@ def talk(
 ) -> None:
     """Lets a person answer the turns of the model, until the end of standard input, `QUIT` or the token limit.
 
-    The conversation is one row of the engine: its earlier tokens are not computed again. Lines are user messages with a
-    chat template, else plain text.
+    The conversation is one row of the engine: its earlier tokens are not computed again, unless the chat template
+    rewrites them (`environment.history=template`). Lines are user messages with a chat template, else plain text.
 
     Raises:
       UserError: the prompt has no tokens or too many, or the chat template cannot be used for several turns.
@@ -96,7 +106,10 @@ def talk(
     most = rollout.max_tokens_to_generate
     ends = rollout.eos_tokens or tokenizer.eos_ids
     bridge = make_bridge(tokenizer, not isinstance(prompt, str), ends, tools, most_tokens=most, overlong="cut")
-    person = Person(tokenizer, bridge)
+    conversation = None
+    if trained.config.environment.history == "template" and not isinstance(prompt, str):
+        conversation = Conversations(tokenizer, bool(tools)), begin(prompt, tokens)
+    person = Person(tokenizer, bridge, conversation)
     key = jax.random.key(trained.config.training.seed)
     requests = [Request(tokens, number=0, samples=1)]
     (sample,) = engine.generate(engine.place(trained.params), requests, key, sampling, person)

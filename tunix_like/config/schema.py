@@ -410,6 +410,12 @@ class EnvironmentConfig(_Checked):
         doc="longer observations: cut shortens the text and marks the place, unscored ends the trajectory unscored",
         choices=("cut", "unscored"),
     )
+    history: str = key(
+        "sampled",
+        doc="the earlier turns that the model sees: sampled keeps the sampled tokens, template renders the whole "
+        "conversation again at each turn, so a chat template may rewrite them",
+        choices=("sampled", "template"),
+    )
     mode: str = key(
         "lockstep",
         doc="lockstep: sampling continues when all environments have answered, which can be repeated bit for bit; "

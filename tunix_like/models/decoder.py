@@ -318,9 +318,9 @@ class Decoder(nnx.Module):
 
         Args:
           first, prompt_cache: from `prefill`; `first` predicts the first token of every completion.
-          offsets: position of each token in its completion, from 0.
-          segments: index of the completion in its bin that a token belongs to (-1: none); a token sees only tokens of
-            the same completion.
+          offsets: position of each token after the prompt, from 0.
+          segments: number of the completion (or segment of one) in its bin that a token belongs to (-1: none); a token
+            sees only tokens of the same one.
           remat: recompute each layer in the backward pass.
         """
         positions = prompt_lengths[:, None, None] + offsets

@@ -181,7 +181,8 @@ class Collector:
         key = jax.random.fold_in(self.key, TRAIN_KEY)
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
         problems, out, trajectories = generate(self.engine, self.player, params, problems, size, key, sampling)
-        completions = with_width(out, rollout.max_tokens_to_generate)
+        rewrites = self.player is not None and self.player.rewrites
+        completions = with_width(out, rollout.max_tokens_to_generate, segments=rewrites)
         episodes = None if trajectories is None else trajectories.episodes()
         lap("rollout")
         texts = completion_texts(completions, self.tokenizer)

@@ -3,8 +3,9 @@
 Each of the `A` slots holds one prompt and `g` rows, one completion per row. All rows write their keys and values into
 the same column of a ring buffer with `U` columns, so the write is a single slice even if rows have different ages. A
 row attends only to the columns written since it started. A row that waits for a reply (completions of several turns)
-keeps its columns, while other rows go on; `append` moves them to the current column again. `schedule.py` and `turns.py`
-schedule these programs.
+keeps its columns, while other rows go on; `append` moves them to the current column again. A row may be restarted: its
+next tokens follow the prompt, and its earlier tokens leave the cache. `schedule.py` and `turns.py` schedule these
+programs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Rows(NamedTuple):
       column: index of the cache column for the next keys and values.
       steps: number of decode steps so far; each step processes all rows, live or not.
       age: number of tokens of each row.
+      first: number of tokens of each row before it was last restarted; they are not in the cache.
       live: False once a row has `ended` or reached the length limit.
       ended: whether the row ended with an end-of-sequence token.
       gap: number of columns that were written since the last token of a row that is not live.
@@ -51,6 +53,7 @@ class Rows(NamedTuple):
     column: Int[Array, ""]
     steps: Int[Array, ""]
     age: Int[Array, "A g"]
+    first: Int[Array, "A g"]
     live: Bool[Array, "A g"]
     ended: Bool[Array, "A g"]
     gap: Int[Array, "A g"]
@@ -65,6 +68,11 @@ class Rows(NamedTuple):
     def room(self) -> int:
         """Number of columns of the cache."""
         return self.cache[0][1].shape[2]
+
+    @property
+    def cached(self) -> Int[Array, "A g"]:
+        """Number of tokens of each row in the cache."""
+        return self.age - self.first
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
@@ -101,6 +109,7 @@ def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_word
         column=jnp.int32(0),
         steps=jnp.int32(0),
         age=jnp.zeros(shape, jnp.int32),
+        first=jnp.zeros(shape, jnp.int32),
         live=jnp.zeros(shape, bool),
         ended=jnp.zeros(shape, bool),
         gap=jnp.zeros(shape, jnp.int32),
@@ -137,6 +146,7 @@ def fill(
     fresh = jax.vmap(jax.vmap(row_key, (None, 0)))(numbers, samples)
     return rows._replace(
         age=jnp.where(take, 0, rows.age),
+        first=jnp.where(take, 0, rows.first),
         live=rows.live | take,
         ended=rows.ended & ~take,
         gap=jnp.where(take, 0, rows.gap),
@@ -199,12 +209,12 @@ def advance(
         distance = ((rows.column - jnp.arange(room)) % room)[None, None]
         hidden, cache = model.decode(
             tokens,
-            prompts.lengths[:, None] + rows.age,
+            prompts.lengths[:, None] + rows.cached,
             mask,
             prompts.cache,
             rows.cache,
             rows.column,
-            distance <= rows.age[..., None],
+            distance <= rows.cached[..., None],
         )
         age, ended = rows.age + rows.live, rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
@@ -221,7 +231,7 @@ def advance(
         )
 
     def more(rows: Rows) -> Array:
-        used = jnp.where(rows.live | rows.held, rows.age + rows.gap, 0).max()
+        used = jnp.where(rows.live | rows.held, rows.cached + rows.gap, 0).max()
         return (rows.live.sum() > stop_at) & (used < room)
 
     with jax.named_scope(TOKENS):
@@ -269,6 +279,16 @@ def grow(rows: Rows, room: int) -> Rows:
     return rows._replace(column=jnp.int32(rows.room), cache=cache)
 
 
+@functools.partial(jax.jit, donate_argnames=("rows",))
+def restart(rows: Rows, prompts: Prompts, chosen: Bool[Array, "A g"]) -> Rows:
+    """Restarts the `chosen` rows: their next tokens follow the prompt."""
+    return rows._replace(
+        first=jnp.where(chosen, rows.age, rows.first),
+        gap=jnp.where(chosen, 0, rows.gap),
+        hidden=jnp.where(chosen[..., None], prompts.hidden[:, None], rows.hidden),
+    )
+
+
 @jax.jit
 def regroup(
     prompts: Prompts, rows: Rows, source: Int[Array, "B"], picked: Int[Array, "B c"], real: Bool[Array, "B c"]
@@ -280,7 +300,7 @@ def regroup(
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
-        for name in ("age", "live", "ended", "gap", "held", "keys", "hidden", "tokens", "logprobs")
+        for name in ("age", "first", "live", "ended", "gap", "held", "keys", "hidden", "tokens", "logprobs")
     }
     moved["cache"] = jax.tree.map(lambda x: x[picked.reshape(-1)], rows.cache)
     moved["live"] &= real
@@ -297,10 +317,10 @@ def append(
 
     Args:
       tokens: padded on the left; `N` is at most the number of columns of the cache.
-      counts: number of tokens of each row; may be 0. `age + counts` is at most the number of columns.
+      counts: number of tokens of each row; may be 0. `cached + counts` is at most the number of columns.
     """
     model, width = _merge(graphdef, params), tokens.shape[-1]
-    hidden, cache = model.extend(tokens, counts, rows.age, prompts.lengths, prompts.cache, rows.cache)
+    hidden, cache = model.extend(tokens, counts, rows.cached, prompts.lengths, prompts.cache, rows.cache)
     number = jnp.arange(width)[None, None] - (width - counts[..., None])
     place, real = rows.age[..., None] + number, number >= 0
     slots, samples = _row_index(rows)

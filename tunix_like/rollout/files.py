@@ -16,7 +16,7 @@ from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.errors import UserError
 from tunix_like.rewards import Scores
 from tunix_like.rollout.environments.episodes import REWARD
-from tunix_like.rollout.rollouts import Rollout
+from tunix_like.rollout.rollouts import Rollout, segment_starts
 from tunix_like.types import GroupBatch, Problem
 
 logger = logging.getLogger("tunix_like")
@@ -69,6 +69,8 @@ class RolloutFiles:
         columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
         if rollout.episodes is not None:
             columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
+        if rollout.completions.segment_start is not None:
+            columns["segments"] = segment_starts(rollout.completions)
         try:
             write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
         except OSError as error:

@@ -37,7 +37,12 @@ def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completio
         out.tokens[index][:length], out.logprobs[index][:length] = sample.tokens, sample.logprobs
         out.token_mask[index][:length] = True if sample.token_mask is None else sample.token_mask
         out.finished[index] = sample.finished
-    return out
+    if all(sample.segment_start is None for sample in found.values()):
+        return out
+    starts = np.zeros((*shape, width), np.int32)
+    for index, sample in found.items():
+        starts[index][: len(sample.tokens)] = 0 if sample.segment_start is None else sample.segment_start
+    return out._replace(segment_start=starts)
 
 
 def samples_of(completions: Completions) -> Iterator[Sample]:
@@ -46,4 +51,5 @@ def samples_of(completions: Completions) -> Iterator[Sample]:
         index = request, sample, slice(completions.lengths[request, sample])
         mask = None if completions.token_mask is None else completions.token_mask[index]
         finished = bool(completions.finished[request, sample])
-        yield Sample(request, sample, completions.tokens[index], completions.logprobs[index], finished, mask)
+        start = None if completions.segment_start is None else completions.segment_start[index]
+        yield Sample(request, sample, completions.tokens[index], completions.logprobs[index], finished, mask, start)

@@ -93,10 +93,13 @@ class Rollout(NamedTuple):
         return self.completions.lengths if mask is None else mask.sum(axis=-1, dtype=np.int32)
 
 
-def with_width(completions: Completions, width: int) -> Completions:
+def with_width(completions: Completions, width: int, segments: bool = False) -> Completions:
     """Pads or cuts the token axis of completions to `width`, and sets their `token_mask`.
 
     An engine may return arrays as wide as its longest completion, and no mask.
+
+    Args:
+      segments: whether to set `segment_start` too, since an engine returns none if it restarted no row.
     """
 
     def fit(values: np.ndarray) -> np.ndarray:
@@ -105,14 +108,22 @@ def with_width(completions: Completions, width: int) -> Completions:
 
     mask = completions.token_mask
     mask = np.arange(width) < completions.lengths[..., None] if mask is None else fit(mask)
-    return completions._replace(tokens=fit(completions.tokens), logprobs=fit(completions.logprobs), token_mask=mask)
+    start = completions.segment_start
+    if start is None and segments:
+        start = np.zeros(completions.tokens.shape, np.int32)
+    return completions._replace(
+        tokens=fit(completions.tokens),
+        logprobs=fit(completions.logprobs),
+        token_mask=mask,
+        segment_start=None if start is None else fit(start),
+    )
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
     """Concatenates the groups of two rollouts."""
     scores = first.scores.join(second.scores)
     parts = zip(first.completions, second.completions, strict=True)
-    completions = Completions(*(np.concatenate(part) for part in parts))  # type: ignore[arg-type]
+    completions = Completions(*(None if part[0] is None else np.concatenate(part) for part in parts))  # type: ignore[arg-type]
     episodes = None if first.episodes is None else [*first.episodes, *(second.episodes or ())]
     return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores, episodes)
 
@@ -129,15 +140,31 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
 
 
 def first_axis(completions: Completions, index: Any) -> Completions:
-    """Selects groups of completions that have a `token_mask`."""
-    return Completions(*(values[index] for values in completions if values is not None))
+    """Selects groups of completions."""
+    return Completions(*(None if values is None else values[index] for values in completions))  # type: ignore[arg-type]
+
+
+def segment_starts(completions: Completions) -> list[list[int]]:
+    """Returns the indices of the first tokens of each completion's segments, group after group."""
+    assert completions.segment_start is not None
+    rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
+    return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Decodes completions to text without special tokens, group after group; each process decodes its share."""
+    """Decodes completions to text without special tokens, group after group; each process decodes its share.
+
+    Of a completion with several segments it is the last one, which has the history and the last turn.
+    """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
-    return spread(range(len(rows)), lambda part: [tokenizer.decode(rows[i, : lengths[i]].tolist()) for i in part])
+    segmented = completions.segment_start is not None
+    starts = [each[-1] for each in segment_starts(completions)] if segmented else [0] * len(rows)
+
+    def decoded(part: Sequence[int]) -> list[str]:
+        return [tokenizer.decode(rows[i, starts[i] : lengths[i]].tolist()) for i in part]
+
+    return spread(range(len(rows)), decoded)
 
 
 def score_completions(
@@ -196,6 +223,7 @@ def to_batch(
         completion_tokens=completions.tokens[:, :, :steps],
         completion_lengths=completions.lengths,
         token_mask=None if completions.token_mask is None else completions.token_mask[:, :, :steps],
+        segment_start=None if completions.segment_start is None else completions.segment_start[:, :, :steps],
         rollout_logprobs=completions.logprobs[:, :, :steps],
         rewards=np.where(scored, rewards, 0.0).astype(np.float32),
         scored=scored,

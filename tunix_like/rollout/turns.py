@@ -1,7 +1,8 @@
 """Schedules a call of the sampler whose completions have several turns: rows wait for replies and continue.
 
 The keys and values of a row stay in the cache while it waits, so its history is never computed again. Only the tokens
-of a reply go through the model, in one block for all rows that have a reply.
+of a reply go through the model, in one block for all rows that have a reply. A reply that restarts its row has the
+whole history after the prompt.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class TurnSchedule(Schedule):
     Attributes:
       pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
       turn_start: `[p, i]`, index of the first token of its current turn.
+      first: `[p, i]`, index of the first token of its current segment.
+      segment_start: `[p, i, t]`, index of the first token of the segment of token `t`.
       sampled: `[p, i, t]`, whether the policy sampled token `t` of the completion.
     """
 
@@ -38,6 +41,7 @@ class TurnSchedule(Schedule):
         shape = len(self.numbers), self.size
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
         self.sampled = np.zeros((*shape, self.sampler.max_tokens), bool)
+        self.first, self.segment_start = np.zeros(shape, int), np.zeros(self.sampled.shape, np.int32)
 
     def _stop_at(self, live: int) -> int:
         live -= int(self._waits().sum())
@@ -45,17 +49,24 @@ class TurnSchedule(Schedule):
 
     def _waits(self) -> Bool[np.ndarray, "A g"]:
         """Returns which rows hold a completion that waits for a reply."""
-        used = self.row_sample >= 0
-        return used & self.pending[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
+        return (self.row_sample >= 0) & self._of_rows(self.pending)
+
+    def _of_rows(self, values: np.ndarray) -> np.ndarray:
+        """Returns the values `[p, i]` of the completions in the rows; undefined for free rows."""
+        return values[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
+
+    def _cached(self) -> int:
+        """Returns the largest number of tokens that a row has in the cache."""
+        return int(np.where(self.row_sample >= 0, self.ages - self._of_rows(self.first), 0).max())
 
     def _make_room(self) -> None:
         """Makes the cache large enough for another token of every live row, without overwriting rows that wait."""
         ages, gaps = fetch((self.rows.age, self.rows.gap), self.sampler.mesh)
         held = (self.row_sample >= 0) & (ages < self.sampler.max_tokens)  # full rows take no more tokens
         self.rows = self._placed(self.rows._replace(held=jnp.asarray(held)))
-        if np.where(held, ages + gaps, 0).max() < self.rows.room:
+        if np.where(held, ages - self._of_rows(self.first) + gaps, 0).max() < self.rows.room:
             return
-        if self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * self.ages.max():
+        if self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * self._cached():
             self._grow()
         else:
             self._align(np.zeros(self.ages.shape, np.int32))
@@ -75,9 +86,12 @@ class TurnSchedule(Schedule):
     def _take(
         self, done: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"], finished: Bool[np.ndarray, "A g"]
     ) -> list[Sample]:
-        samples = super()._take(done, ages, finished)
-        masks = [self.sampled[each.request, each.sample, : len(each.tokens)] for each in samples]
-        return [each._replace(token_mask=mask) for each, mask in zip(samples, masks, strict=True)]
+        samples = []
+        for each in super()._take(done, ages, finished):
+            own = each.request, each.sample, slice(len(each.tokens))
+            start = self.segment_start[own] if self.first[own[:2]] else None
+            samples.append(each._replace(token_mask=self.sampled[own], segment_start=start))
+        return samples
 
     def _submit(
         self, stopped: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
@@ -106,18 +120,29 @@ class TurnSchedule(Schedule):
         }
         done, finished = np.zeros(ages.shape, bool), np.zeros(ages.shape, bool)
         appended: dict[tuple[int, int], Sequence[int]] = {}
-        for group, sample, tokens in replies:
+        restarted = np.zeros(ages.shape, bool)
+        for group, sample, tokens, restart in replies:
             place = places[group, sample]
             self.pending[group, sample] = False
             if tokens is None or ages[place] + len(tokens) >= self.sampler.max_tokens:
                 done[place], finished[place] = True, tokens is None
             else:
-                appended[place] = tokens
+                appended[place], restarted[place] = tokens, restart
                 self.turn_start[group, sample] = ages[place] + len(tokens)
         samples = self._take(done, ages, finished)
+        if restarted.any():
+            self._restart(restarted, ages)
         if appended:
             self._append(appended)
         return samples
+
+    def _restart(self, chosen: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]) -> None:
+        """Starts a new segment in the rows `chosen`: the next token of each follows its prompt."""
+        for slot, row in np.argwhere(chosen).tolist():
+            index, first = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
+            self.first[index] = first
+            self.segment_start[index][first:] = first
+        self.rows = self._placed(decoding.restart(self.rows, self.prompts, chosen))
 
     def _align(self, counts: Int[np.ndarray, "A g"]) -> None:
         self.rows = self._placed(decoding.align(self.rows, counts))
@@ -126,7 +151,7 @@ class TurnSchedule(Schedule):
         """Appends tokens to rows, by slot and row, and continues these rows."""
         for place, tokens in replies.items():
             self.ages[place] += len(tokens)
-        while self.rows.room < self.ages.max():
+        while self.rows.room < self._cached():
             self._grow()
         longest = max(map(len, replies.values()))
         short = max(-(-longest // 4) * 4, 4)  # below the smallest bucket, padding is a large part of the block

@@ -262,6 +262,7 @@ def _batch(plan: Plan) -> GroupBatch:
         trained=shape(prompts, group, dtype=jnp.bool_),
         estimator_ids=shape(prompts),
         token_mask=shape(prompts, group, steps, dtype=jnp.bool_),
+        segment_start=shape(prompts, group, steps) if plan.config.environment.history == "template" else None,
     )
     return replicated_shapes(batch, plan.mesh)
 

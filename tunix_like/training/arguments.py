@@ -97,6 +97,8 @@ def _environment_identity(config: EnvironmentConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     for name in ("mode", "workers", "timeout_seconds", "memory_gb"):
         del fields[name]
+    if config.history == "sampled":  # checkpoints of earlier versions have no such field
+        del fields["history"]
     return fields
 
 

@@ -170,7 +170,13 @@ class CheckedEngine:
             mask = _array("token_mask", mask, np.bool_, "booleans", length)
         elif several_turns:
             raise _WrongSampleError("`token_mask` must mark the sampled tokens, because completions have several turns")
-        return sample._replace(tokens=tokens, logprobs=logprobs, finished=bool(sample.finished), token_mask=mask)
+        start = sample.segment_start
+        if start is not None:
+            start = _array("segment_start", start, np.integer, "integers", length)
+            right = (start >= 0) & (start <= np.arange(length))
+            _check_all("segment_start", start, right, "indices from 0 to that of the token")
+        checked = sample._replace(tokens=tokens, logprobs=logprobs, finished=bool(sample.finished))
+        return checked._replace(token_mask=mask, segment_start=start)
 
 
 class _WrongSampleError(Exception):

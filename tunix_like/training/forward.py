@@ -120,7 +120,8 @@ def chunk_logprobs(
         pick = _picked if model.segments is None else jax.vmap(_picked, (0, None))
         cache = jax.tree.map(lambda x: pick(x, chunk.lane), states.cache)
         states = PromptStates(_picked(states.hidden, chunk.lane), cache)
-    tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens))
+    first = None if batch.segment_start is None else chunk.rows_of(batch.segment_start)
+    tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens), first)
     lengths = jnp.asarray(batch.prompt_lengths)[chunk.group]
     hidden = model.completion_hidden(
         states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
@@ -165,19 +166,27 @@ def _picked_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 _picked.defvjp(_picked_forward, _picked_backward)
 
 
-def _bins(chunk: Chunk, rows: Int[Array, "A b r T"]) -> tuple[Array, Array, Array]:
-    """Returns tokens, their positions in their completions, and their completions' indices in the bin (-1: none).
+def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
+    """Returns tokens, their positions after the prompt, and a number for each completion in the bin (-1: none).
 
-    All three are `[A b T]`.
+    All three are `[A b T]`. With `first`, the start of each token's segment in its completion, positions count from
+    there, and the numbers differ by segment.
     """
+
+    def of_owner(values: Array) -> Array:  # [A b r T] -> [A b T]
+        values = jnp.take_along_axis(values, jnp.maximum(offsets, 0)[:, :, None], axis=-1)  # of every row
+        return jnp.take_along_axis(values, owner[:, :, None], axis=2)[:, :, 0]
+
     slots = jnp.arange(rows.shape[-1])[None, None]
     start, end = chunk.start[..., None], (chunk.start + chunk.length)[..., None]
     inside = (slots[None] >= start) & (slots[None] < end)
     owner, real = jnp.argmax(inside, axis=2), inside.any(axis=2)
     offsets = slots - jnp.take_along_axis(chunk.start, owner, axis=2)
-    tokens = jnp.take_along_axis(rows, jnp.maximum(offsets, 0)[:, :, None], axis=-1)  # of every row, then of the owner
-    tokens = jnp.take_along_axis(tokens, owner[:, :, None], axis=2)[:, :, 0]
-    return tuple(jnp.where(real, x, other) for x, other in ((tokens, 0), (offsets, 1), (owner, -1)))  # type: ignore[return-value]
+    tokens, number = of_owner(rows), owner
+    if first is not None:
+        own = of_owner(first)
+        number, offsets = slots - offsets + own, offsets - own  # the place in the bin where the segment starts
+    return tuple(jnp.where(real, x, other) for x, other in ((tokens, 0), (offsets, 1), (number, -1)))  # type: ignore[return-value]
 
 
 def batch_logprobs(

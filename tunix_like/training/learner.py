@@ -35,7 +35,7 @@ from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.sharding import check_batch, place_replicated, scope
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.collection import Collector
-from tunix_like.rollout.environments.trajectories import check_turns, make_player
+from tunix_like.rollout.environments.arguments import check_turns, make_player
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, weighted_rewards
 from tunix_like.rollout.samples import Samples, pick_samples

@@ -31,11 +31,13 @@ class Bridged(NamedTuple):
       tokens: token ids; None: there are none, and the trajectory ends unscored.
       cut: whether the observation was shortened.
       problem: why there are no tokens.
+      chat: the messages, as they were shortened.
     """
 
     tokens: list[int] | None
     cut: bool = False
     problem: str | None = None
+    chat: Sequence[Message] = ()
 
 
 class _Pending(NamedTuple):
@@ -103,15 +105,15 @@ class Bridge:
             if ids is None and self._cuts:
                 overlong.append(each)
             else:
-                results[each.place] = self._bridged(ids)
-        for each, ids in zip(overlong, self._shortened(overlong), strict=True):
-            results[each.place] = self._bridged(ids, cut=isinstance(ids, list))
+                results[each.place] = self._bridged(ids, each)
+        for each, (shorter, ids) in zip(overlong, self._shortened(overlong), strict=True):
+            results[each.place] = self._bridged(ids, shorter, cut=isinstance(ids, list))
         return [results[place] for place in range(len(observations))]
 
-    def _bridged(self, ids: list[int] | UserError | None, cut: bool = False) -> Bridged:
+    def _bridged(self, ids: list[int] | UserError | None, pending: _Pending, cut: bool = False) -> Bridged:
         if ids is None:
             return Bridged(None, problem=f"the observation takes more than {self._most} tokens")
-        return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut)
+        return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
         """Raises a UserError if not even a completely shortened text fits."""
@@ -173,10 +175,11 @@ class Bridge:
             return ids[1:]
         return self._tokenizer.encode_guarded(addition, self._most + 1)
 
-    def _shortened(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
-        """Returns the ids of overlong observations, shortened. All texts get the same limit, so the longest are cut.
+    def _shortened(self, pending: Sequence[_Pending]) -> list[tuple[_Pending, list[int] | UserError | None]]:
+        """Returns overlong observations, shortened, with their ids.
 
-        The limit is found by bisection, to within three percent.
+        All texts get the same limit, so the longest are cut. The limit is found by bisection, to within
+        three percent.
         """
         best = self._encoded([each.limited(0) for each in pending])
         low = [0] * len(pending)
@@ -194,7 +197,7 @@ class Bridge:
                     low[i], best[i] = size, ids
                 else:
                     high[i] = size
-        return best
+        return [(each.limited(size), ids) for each, size, ids in zip(pending, low, best, strict=True)]
 
 
 def make_bridge(

@@ -26,6 +26,8 @@ class Episode(NamedTuple):
       reward: the sum of the rewards of the environment; NaN if it failed.
       info: the last numbers of the environment by name.
       failure: why the environment failed, as `Failure`; None if it did not.
+      rewritten: number of times that the chat template has rewritten its history; None with
+        `environment.history=sampled`.
     """
 
     messages: list[dict[str, str]]
@@ -35,6 +37,7 @@ class Episode(NamedTuple):
     reward: float
     info: dict[str, float]
     failure: list[str] | None
+    rewritten: int | None = None
 
 
 def transcript(messages: Sequence[Mapping[str, str]]) -> str:
@@ -72,6 +75,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "turns/limited_frac": float(np.mean([episode.limited for episode in episodes])),
         "turns/cut_observations": float(np.mean([episode.cut for episode in episodes])),
     }
+    if episodes[0].rewritten is not None:
+        metrics["turns/rewritten"] = float(np.mean([episode.rewritten for episode in episodes]))
     names = sorted({name for episode in episodes for name in episode.info})
     for name in names:
         metrics[f"environment/{name}"] = float(np.mean([e.info[name] for e in episodes if name in e.info]))

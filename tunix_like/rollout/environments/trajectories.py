@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,16 +10,15 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
+from tunix_like.config.schema import EnvironmentConfig
 from tunix_like.data.stream import render
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, check_type
+from tunix_like.errors import UserError
 from tunix_like.rewards.calls import Failure
-from tunix_like.rollout.environments.bridge import Bridge, make_bridge, with_observation
-from tunix_like.rollout.environments.episodes import REWARD, Episode
-from tunix_like.rollout.environments.local import LocalEnvironments
+from tunix_like.rollout.environments.bridge import Bridge, Bridged, make_bridge, with_observation
+from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations, begin
+from tunix_like.rollout.environments.episodes import Episode
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
-from tunix_like.rollout.environments.settings import check_effect
 from tunix_like.rollout.requests import collect, requests_of
 from tunix_like.runtime.processes import all_or_none, share, spread
 from tunix_like.types import Completions, Engine, Message, Problem, Reply, SamplingParams, Turn
@@ -36,6 +34,7 @@ class _State:
     Attributes:
       last: the last token of its current turn.
       over: whether its environment has failed or was told to finish.
+      conversation: None with `environment.history=sampled`.
     """
 
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
@@ -47,11 +46,13 @@ class _State:
     failure: Failure | None = None
     last: int = -1
     over: bool = False
+    conversation: Conversation | None = None
 
     def episode(self) -> Episode:
         reward = float("nan") if self.failure is not None else self.reward
         failure = None if self.failure is None else [*self.failure]
-        return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure)
+        rewritten = None if self.conversation is None else self.conversation.rewritten
+        return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
 
 class Player:
@@ -64,6 +65,7 @@ class Player:
     Attributes:
       seconds: time for which trajectories waited for environments, since it was last set to 0.
       playing: the trajectories of the current rollout.
+      conversations: with `environment.history=template`, set by the first call of `bridge`.
 
     Raises:
       UserError: the mode is eager in a run of several processes, whose schedules must be equal.
@@ -76,16 +78,27 @@ class Player:
             raise UserError("environment.mode: several processes need lockstep; set environment.mode=lockstep.")
         self.environments, self.config, self.tokenizer, self.eos_ids = environments, config, tokenizer, tuple(eos_ids)
         self._bridges: dict[bool, Bridge] = {}
+        self.conversations: Conversations | None = None
         self.seconds = 0.0
         self.playing: Trajectories | None = None
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the whole conversation is rendered at each turn, so the chat template may rewrite its history."""
+        return self.config.history == "template"
 
     def bridge(self, prompt: Any) -> Bridge:
         """Returns the bridge for trajectories with this (unrendered) prompt, text or messages.
 
         Raises:
-          UserError: the chat template cannot be used for several turns; see `make_bridge`.
+          UserError: the chat template cannot be used for several turns; see `make_bridge` and `Conversations`.
         """
         chat = not isinstance(prompt, str)
+        if self.rewrites and not chat:
+            raise UserError(
+                "environment.history=template: it needs a chat template, but the prompts are plain text; give prompts "
+                "as messages (data.apply_chat_template=true), or set environment.history=sampled."
+            )
         if chat not in self._bridges:
             config = self.config
             self._bridges[chat] = make_bridge(
@@ -96,6 +109,8 @@ class Player:
                 most_tokens=config.max_observation_tokens,
                 overlong=config.overlong_observation,
             )
+            if self.rewrites:
+                self.conversations = Conversations(self.tokenizer, bool(self.environments.tools))
         return self._bridges[chat]
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
@@ -141,10 +156,14 @@ class Trajectories:
         self._unanswered: set[int] = set()
         self._ready: list[Reply] = []
         self._given = list(problems)
+        self._chats = [problem.source for problem in problems]
         if player.playing is not None:  # an error ended the last rollout
             self._environments.close()
         player.playing = self
         self.problems = self._reset(max_prompt_length)
+        for number, state in self._states.items() if player.rewrites else ():
+            group = number // size
+            state.conversation = begin(self._chats[group], self.problems[group].tokens)
 
     @property
     def lockstep(self) -> bool:
@@ -161,6 +180,8 @@ class Trajectories:
             text = self.player.tokenizer.decode(turn.tokens)
             state.messages.append({"role": "assistant", "content": text})
             state.turns += 1
+            if state.conversation is not None:
+                state.conversation.add_turn(text, turn.tokens)
             if turn.truncated:
                 self._end(number)
             elif state.failure is not None:  # it failed before its first turn
@@ -182,7 +203,7 @@ class Trajectories:
             if not waits:
                 break
         ready, self._ready = self._ready, []
-        return [[reply.group, reply.sample, reply.tokens] for reply in ready]
+        return [list(reply) for reply in ready]
 
     def _outcomes(self, wait: bool) -> list[Outcome]:
         start = time.perf_counter()
@@ -243,7 +264,8 @@ class Trajectories:
             )
         if not seen or not seen[0]:
             return None
-        prompt = render({"prompt": with_observation(problem.source, seen[0])}, self.player.tokenizer)
+        self._chats[group] = with_observation(problem.source, seen[0])
+        prompt = render({"prompt": self._chats[group]}, self.player.tokenizer)
         if len(prompt.tokens) > most:
             reason = (
                 f"environment: the prompt {problem.text!r:.80} with its first observation has {len(prompt.tokens)} "
@@ -287,16 +309,30 @@ class Trajectories:
             bridge = self.player.bridge(self._prompt(part[0].number))
             ends = [self._states[outcome.number].last for outcome in part]
             bridged = bridge.tokens([outcome.observation for outcome in part], ends)
-            for outcome, (tokens, cut, problem) in zip(part, bridged, strict=True):
-                state = self._states[outcome.number]
-                self._note(state, outcome)
-                state.cut += cut
+            for outcome, each in zip(part, bridged, strict=True):
+                self._note(self._states[outcome.number], outcome)
+                self._states[outcome.number].cut += each.cut
+            for outcome, (tokens, restart, problem) in zip(part, self._continued(part, bridged), strict=True):
                 if tokens is None:
-                    state.failure = Failure("error", f"environment: {problem}")
+                    self._states[outcome.number].failure = Failure("error", f"environment: {problem}")
                     replies.append(self._ended(outcome.number))
                 else:
-                    replies.append(Reply(*divmod(outcome.number, self.size), tokens))
+                    replies.append(Reply(*divmod(outcome.number, self.size), tokens, restart))
         return replies
+
+    def _continued(self, outcomes: Sequence[Outcome], bridged: Sequence[Bridged]) -> list[Continued]:
+        """Returns how the rows of trajectories continue, given the tokens of their observations."""
+        found = [Continued(each.tokens, problem=each.problem) for each in bridged]
+        if self.player.conversations is None:
+            return found
+        given: dict[int, tuple[Conversation, Sequence[Message]]] = {}
+        for place, (outcome, each) in enumerate(zip(outcomes, bridged, strict=True)):
+            conversation = self._states[outcome.number].conversation
+            if conversation is not None and each.tokens is not None:
+                given[place] = conversation, each.chat
+        for place, continued in zip(given, self.player.conversations.continued(list(given.values())), strict=True):
+            found[place] = continued
+        return found
 
     def _prompt(self, number: int) -> Any:
         return self._given[number // self.size].source
@@ -328,52 +364,6 @@ class Trajectories:
 def _shown(text: str) -> str:
     """Shortens a text of an environment for files and the report."""
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ... ({len(text) - MOST_SHOWN} characters omitted)"
-
-
-def make_player(
-    environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
-) -> Player | None:
-    """Returns the player for the argument `environment` of a learner, or for environments; None without any.
-
-    Its tokenizer passes the schemas of the tools to the chat template.
-
-    Raises:
-      UserError: the object cannot make environments, there is a config without an environment, or a key of the config
-        has no effect.
-    """
-    if config is not None:
-        check_type("environment_config", config, EnvironmentConfig, "give a tunix_like.EnvironmentConfig(...)")
-    if environment is None:
-        if config not in (None, EnvironmentConfig()):
-            raise UserError("environment_config: it needs an environment; pass environment=... too.")
-        return None
-    if isinstance(environment, str):
-        raise UserError(
-            f"environment: got the text {environment!r}; pass the class, or EnvironmentPool({environment!r})."
-        )
-    running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
-    check_effect(config or EnvironmentConfig(), running, made=running is not environment)
-    tools = [dict(tool) for tool in running.tools]
-    tokenizer = tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
-    return Player(running, config or EnvironmentConfig(), tokenizer, rollout.eos_tokens or tokenizer.eos_ids)
-
-
-def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[str]) -> None:
-    """Checks that an engine of the user and the names of the rewards go with environments, if there are any.
-
-    Raises:
-      UserError: `generate` of the engine has no parameter `responder`, or a reward has the name of the environment's.
-    """
-    if player is None:
-        return
-    if REWARD in rewards:
-        raise UserError(f"reward_fns: the name '{REWARD}' is that of the environment's reward; use another name.")
-    if engine is not None:
-        parameters = inspect.signature(engine.generate).parameters.values()
-        if not any(each.name == "responder" or each.kind is each.VAR_POSITIONAL for each in parameters):
-            raise UserError(
-                f"engine {type(engine).__name__}: `generate` has no parameter `responder`, which environments need."
-            )
 
 
 def generate(

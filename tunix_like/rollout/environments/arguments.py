@@ -1,0 +1,63 @@
+"""Checks the arguments of a learner that concern environments, and makes its player."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError, check_type
+from tunix_like.rollout.environments.episodes import REWARD
+from tunix_like.rollout.environments.local import LocalEnvironments
+from tunix_like.rollout.environments.outcomes import Environments
+from tunix_like.rollout.environments.settings import check_effect
+from tunix_like.rollout.environments.trajectories import Player
+from tunix_like.types import Engine
+
+
+def make_player(
+    environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
+) -> Player | None:
+    """Returns the player for the argument `environment` of a learner, or for environments; None without any.
+
+    Its tokenizer passes the schemas of the tools to the chat template.
+
+    Raises:
+      UserError: the object cannot make environments, there is a config without an environment, or a key of the config
+        has no effect.
+    """
+    if config is not None:
+        check_type("environment_config", config, EnvironmentConfig, "give a tunix_like.EnvironmentConfig(...)")
+    if environment is None:
+        if config not in (None, EnvironmentConfig()):
+            raise UserError("environment_config: it needs an environment; pass environment=... too.")
+        return None
+    if isinstance(environment, str):
+        raise UserError(
+            f"environment: got the text {environment!r}; pass the class, or EnvironmentPool({environment!r})."
+        )
+    running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
+    check_effect(config or EnvironmentConfig(), running, made=running is not environment)
+    tools = [dict(tool) for tool in running.tools]
+    tokenizer = tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
+    return Player(running, config or EnvironmentConfig(), tokenizer, rollout.eos_tokens or tokenizer.eos_ids)
+
+
+def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[str]) -> None:
+    """Checks that an engine of the user and the names of the rewards go with environments, if there are any.
+
+    Raises:
+      UserError: `generate` of the engine has no parameter `responder`, or a reward has the name of the environment's.
+    """
+    if player is None:
+        return
+    if REWARD in rewards:
+        raise UserError(f"reward_fns: the name '{REWARD}' is that of the environment's reward; use another name.")
+    if engine is not None:
+        parameters = inspect.signature(engine.generate).parameters.values()
+        if not any(each.name == "responder" or each.kind is each.VAR_POSITIONAL for each in parameters):
+            raise UserError(
+                f"engine {type(engine).__name__}: `generate` has no parameter `responder`, which environments need."
+            )

@@ -1,0 +1,113 @@
+"""Renders whole conversations again at each turn, for `environment.history=template`.
+
+Some chat templates rewrite earlier turns when new messages come (Qwen3 removes their `<think>` blocks). Here the model
+sees at each turn what the template renders. If that begins with the tokens that the model has seen and sampled so far,
+only the rest is appended. Otherwise the row is restarted: the rewritten history follows the prompt of the group, which
+stays in the cache.
+
+A sampled turn is the content of its message as the tokenizer decodes it, with tool calls and `<think>` blocks in the
+model's own format, so that a malformed call is rendered too. The result is never trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
+from tunix_like.rollout.environments.template_difference import ROLES
+from tunix_like.types import Message
+
+_QUESTION: Message = {"role": "user", "content": "Question"}
+_NO_LIMIT = 1 << 40
+
+
+@dataclasses.dataclass
+class Conversation:
+    """The conversation of one trajectory.
+
+    Attributes:
+      messages: those of the prompt, then the turns and the observations.
+      tokens: the tokens that the model sees: the prompt and the current segment.
+      prompt: number of tokens of the prompt.
+      rewritten: number of times that the template has rewritten the history.
+    """
+
+    messages: list[Message]
+    tokens: list[int]
+    prompt: int
+    rewritten: int = 0
+
+    def add_turn(self, text: str, tokens: Sequence[int]) -> None:
+        """Adds a turn of the policy."""
+        self.messages.append({"role": "assistant", "content": text})
+        self.tokens += [int(i) for i in tokens]
+
+
+def begin(prompt: str | Sequence[Message], tokens: Sequence[int]) -> Conversation:
+    """Returns a conversation that is only a prompt: its messages (a text is a user message) and its tokens."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return Conversation([*messages], [int(i) for i in tokens], len(tokens))
+
+
+class Continued(NamedTuple):
+    """The tokens to append to a row, and whether it is restarted (see `types.Reply`); or why there are none."""
+
+    tokens: list[int] | None
+    restart: bool = False
+    problem: str | None = None
+
+
+class Conversations:
+    """Continues conversations by rendering them.
+
+    Args:
+      tokenizer: passes the tools to the chat template, as for prompts.
+      tools: whether there are tools.
+
+    Raises:
+      UserError: the template does not begin a rewritten conversation with the prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tools: bool):
+        self._tokenizer = tokenizer
+        for role in ROLES[: 1 + tools]:
+            probe = begin([_QUESTION], tokenizer.encode_prompt([_QUESTION], True)[1])
+            probe.add_turn("A known answer", [])
+            (found,) = self.continued([(probe, [{"role": role, "content": "Text of a message"}])])
+            if found.problem is not None:
+                raise UserError(f"environment.history=template: {found.problem} Set environment.history=sampled.")
+
+    def continued(self, given: Sequence[tuple[Conversation, Sequence[Message]]]) -> list[Continued]:
+        """Adds new messages to conversations whose turn has ended, and returns how their rows continue.
+
+        One request to the process that renders. A conversation that cannot continue stays as it is.
+        """
+        chats = [[*conversation.messages, *new] for conversation, new in given]
+        rendered = self._tokenizer.render_guarded(chats, True)
+        return [
+            self._continue(conversation, chat, text)
+            for (conversation, _), chat, text in zip(given, chats, rendered, strict=True)
+        ]
+
+    def _continue(self, conversation: Conversation, chat: list[Message], text: str | UserError) -> Continued:
+        if isinstance(text, UserError):
+            return Continued(None, problem=str(text))
+        try:
+            ids = self._tokenizer.encode_guarded(text, _NO_LIMIT)
+        except UserError as error:
+            return Continued(None, problem=str(error))
+        seen = conversation.tokens
+        if ids[: conversation.prompt] != seen[: conversation.prompt]:
+            return Continued(
+                None,
+                problem="with a later turn, the chat template renders the prompt in another way. The trajectories of a "
+                "row share their prompt, so its tokens must stay the same.",
+            )
+        conversation.messages, conversation.tokens = chat, ids
+        if ids[: len(seen)] == seen:
+            return Continued(ids[len(seen) :])
+        conversation.rewritten += 1
+        return Continued(ids[conversation.prompt :], restart=True)
