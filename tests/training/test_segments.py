@@ -126,7 +126,9 @@ def test_a_ratio_over_the_whole_completion_has_all_segments():
         advantages = objective.advantages(rewards, scored, lengths, ids)
         weights = objective.weights(scored, jnp.ones(scored.shape, bool), lengths, EVERYONE, ids)
         new, entropy = segment_logprobs(params)
-        tokens = TokenInputs(new, jnp.asarray(old), jnp.asarray(BATCH.rollout_logprobs), None, entropy, jnp.asarray(SAMPLED))
+        tokens = TokenInputs(
+            new, jnp.asarray(old), jnp.asarray(BATCH.rollout_logprobs), None, entropy, jnp.asarray(SAMPLED)
+        )
         return (weights[..., None] * objective.token_loss(tokens, advantages[..., None])[0]).sum()
 
     assert difference(found, jax.jit(jax.grad(loss))(PARAMS)) <= 1e-5

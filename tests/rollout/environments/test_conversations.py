@@ -1,0 +1,137 @@
+"""Conversations that are rendered again at each turn: the ids of transformers, and when a row is restarted."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from tests.rollout.environments.test_bridge import BUILT, FAMILIES, LLAMA31, QWEN3, QWEN25, TEXTS, TOOLS, tool, user
+from tunix_like import UserError
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.rollout.environments.conversations import Continued, Conversations, begin
+
+
+def build_thinking(template=QWEN3):
+    """A byte-level tokenizer whose tokens of thoughts and calls are no control tokens, as in Qwen3; and transformers'
+    own."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|im_end|>", "<|endoftext|>", "<|im_start|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=[AddedToken(each, special=True) for each in special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    backend.train_from_iterator(TEXTS, trainer)
+    plain = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    backend.add_tokens([AddedToken(each, special=False, normalized=False) for each in plain])
+    ids = [backend.token_to_id(end) for end in special[:2]]
+    ours = Tokenizer(backend, eos_token="<|im_end|>", chat_template=template, eos_ids=ids)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
+    return ours, theirs
+
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+CALL = 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+BROKEN = '<tool_call>{"name": 1</tool_call>'
+TURNS = [
+    (THOUGHT + "first", [user("go on")], True),
+    ("second", [user("go on")], False),
+    (THOUGHT + CALL, [tool("2")], False),
+    (THOUGHT + BROKEN, [tool("error: x"), tool("y")], False),
+    ("", [], True),
+    ("third", [], True),
+    (THOUGHT + "fourth", [user("and <|im_end|>?")], True),
+]
+"""Turns, what the environment adds, and whether Qwen3's template rewrites the history then: after a user message the
+thoughts of earlier turns go, a tool's message keeps them; an empty turn gets an empty thought where it is the last
+message."""
+
+
+@pytest.mark.parametrize("name", ["qwen25", "qwen3"])
+def test_the_model_sees_the_ids_of_transformers(name):
+    ours, theirs = build_thinking({"qwen25": QWEN25, "qwen3": QWEN3}[name])
+    ours = ours.with_template_variables({"tools": TOOLS})
+    conversations, messages = Conversations(ours, True), [user("Question")]
+    row = ours.encode_prompt(messages, True)[1]
+    prompt, conversation = list(row), begin(messages, row)
+    restarts = []
+    for text, new, _ in TURNS:
+        tokens = [*ours.encode(text, add_special_tokens=False), ours.eos_id]
+        conversation.add_turn(text, tokens)
+        (found,) = conversations.continued([(conversation, new)])
+        assert found.problem is None
+        row = [*prompt, *found.tokens] if found.restart else [*row, *tokens, *found.tokens]
+        messages = [*messages, {"role": "assistant", "content": text}, *new]
+        harmless = [{k: v.replace("<|im_end|>", "X") for k, v in message.items()} for message in messages]
+        expected = theirs.apply_chat_template(harmless, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+        if harmless == messages:
+            assert row == expected == conversation.tokens
+        assert row.count(ours.eos_id) == expected.count(ours.eos_id), "a control token in an observation is text"
+        restarts.append(found.restart)
+    assert restarts == ([rewrites for *_, rewrites in TURNS] if name == "qwen3" else [False] * len(TURNS))
+    assert conversation.rewritten == sum(restarts)
+
+
+def test_unusual_tokens_restart_a_row():
+    """Tokens that are not those of their text, and another end of the turn than the template's."""
+    ours, theirs = build_thinking(QWEN25)
+    conversations = Conversations(ours, False)
+    prompt = ours.encode_prompt([user("Question")], True)[1]
+    usual, letters = ours.encode("answer"), [i for letter in "answer" for i in ours.encode(letter)]
+    assert usual != letters
+    messages = [user("Question"), {"role": "assistant", "content": "answer"}, user("x")]
+    whole = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    for tokens, restart in (([*usual, ours.eos_ids[0]], False), ([*usual, ours.eos_ids[1]], True),
+                            ([*letters, ours.eos_ids[0]], True)):  # fmt: skip
+        conversation = begin([user("Question")], prompt)
+        conversation.add_turn("answer", tokens)
+        (found,) = conversations.continued([(conversation, [user("x")])])
+        assert found.restart == restart and found.problem is None
+        assert [*prompt, *([] if restart else tokens), *found.tokens] == whole
+
+
+def test_one_bad_conversation_costs_nothing_else():
+    """A prompt that a later message changes, and a template that fails. They stay as they were."""
+    template = (
+        "{% for m in messages %}{% if m.content == 'fail' %}{{ raise_exception('no') }}{% endif %}"
+        "{% if loop.first and messages[-1].content == 'other' %}X{% endif %}"
+        "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    )
+    ours, _ = build_thinking(template)
+    prompt = ours.encode_prompt([user("Q")], True)[1]
+    given = []
+    for text in ("fail", "other", "good", "\ud800"):
+        conversation = begin([user("Q")], prompt)
+        conversation.add_turn("A", [*ours.encode("A"), ours.eos_id])
+        given.append((conversation, [user(text)]))
+    found = Conversations(ours, False).continued(given)
+    assert "failed on a conversation" in found[0].problem
+    assert "renders the prompt in another way" in found[1].problem and "surrogate" in found[3].problem
+    assert found[2] == Continued(ours.encode("<|im_start|>good<|im_end|><|im_start|>"))
+    assert [len(conversation.messages) for conversation, _ in given] == [2, 2, 3, 2]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_begin_with_their_prompt(name):
+    Conversations(BUILT[name][0], False)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LLAMA31 + "{%- if add_generation_prompt %}{{- '<think>\n' }}{%- endif %}",
+        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    ],
+)
+def test_a_template_whose_prompt_changes_is_refused(template):
+    """One that opens the thought in the prompt and removes it later, and one that counts the messages in front."""
+    ours, _ = build_thinking(template)
+    with pytest.raises(UserError, match=r"^environment\.history=template: with a later turn, .* Set environment\.hist"):
+        Conversations(ours, False)
+    off, _ = build_thinking(QWEN3)
+    with pytest.raises(UserError, match="renders the prompt in another way"):
+        Conversations(off.with_template_variables({"enable_thinking": False}), False)
