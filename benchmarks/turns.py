@@ -40,6 +40,9 @@ class Appends:
     def __init__(self, turns: int):
         self.most, self.turns, self.ready = turns, {}, []
 
+    def opening(self, group: int) -> list[int]:
+        return []
+
     def submit(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             index = turn.group, turn.sample

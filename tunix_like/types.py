@@ -203,6 +203,12 @@ class Responder(Protocol):
         The schedule then does not depend on time, so a rollout can be repeated bit for bit.
         """
 
+    def opening(self, group: int) -> Sequence[int]:
+        """Returns the tokens between the prompt of a group and the first turn of its completions; often none.
+
+        They are part of each completion, as those of a reply.
+        """
+
     def submit(self, turns: Sequence[Turn]) -> None:
         """Starts to answer turns. Every turn that is not truncated gets one reply."""
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from tests.rollout.test_sampler import WARM, chosen_logprobs
 from tests.rollout.test_turns import MODELS, MOST, PROMPTS, SIZE, VOCABULARY, Scripted, play
+from tunix_like import UserError
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import AXES, build_mesh
 from tunix_like.rollout import decoding, schedule, turns
@@ -31,6 +32,13 @@ class Restarting(Scripted):
             return reply._replace(restart=self.restarts(reply.group, reply.sample, turn))
 
         return [restarted(reply) for reply in super().replies(wait)]
+
+
+class Opening(Restarting):
+    """Tokens before the first turn, in some groups."""
+
+    def opening(self, group: int) -> list[int]:
+        return [2, 4, 6][: group % 4]
 
 
 class Always(Restarting):
@@ -83,6 +91,25 @@ def test_a_row_keeps_all_its_tokens_and_says_where_segments_start(steps):
         assert found.segment_start[index][: len(tokens)].tolist() == starts
         several += len(set(starts)) > 2
     assert several, "some rows were restarted twice"
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_an_opening_stands_before_the_first_turn(rows):
+    """Also of completions that start when others are done; it is not sampled."""
+    found, responder = play(Opening(), max_concurrent_rows=rows), Opening()
+    for p, i in np.ndindex(*found.lengths.shape):
+        opening = responder.opening(p)
+        assert found.tokens[p, i, : len(opening)].tolist() == opening
+        assert found.token_mask[p, i, : len(opening) + 1].tolist() == [False] * len(opening) + [True]
+    gap = np.abs(found.logprobs - segment_logprobs(found, "plain"))
+    assert gap[found.token_mask].max() < 1e-4
+
+    class Long(Opening):
+        def opening(self, group: int) -> list[int]:
+            return [2] * MOST
+
+    with pytest.raises(UserError, match=rf"max_tokens_to_generate={MOST}: {MOST} tokens precede the first turn"):
+        play(Long())
 
 
 @pytest.mark.parametrize("model", MODELS)

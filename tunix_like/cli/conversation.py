@@ -12,7 +12,7 @@ from tunix_like.cli.generate import rendered
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge
-from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations, begin
+from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.trajectories import generate as sample
 from tunix_like.rollout.environments.trajectories import make_player
@@ -54,6 +54,10 @@ class Person:
     ):
         self._tokenizer, self._bridge, self._conversation = tokenizer, bridge, conversation
         self._turn: Turn | None = None
+
+    def opening(self, group: int) -> Sequence[int]:
+        """Returns what the chat template writes before the first turn only."""
+        return () if self._conversation is None else self._conversation[1].opening
 
     def submit(self, turns: Sequence[Turn]) -> None:
         """Prints the turn of the policy."""
@@ -108,7 +112,9 @@ def talk(
     bridge = make_bridge(tokenizer, not isinstance(prompt, str), ends, tools, most_tokens=most, overlong="cut")
     conversation = None
     if trained.config.environment.history == "template" and not isinstance(prompt, str):
-        conversation = Conversations(tokenizer, bool(tools)), begin(prompt, tokens)
+        conversations = Conversations(tokenizer, bool(tools))
+        (begun,) = conversations.begin([(prompt, tokens)])
+        conversation, tokens = (conversations, begun), tokens[: begun.prompt]
     person = Person(tokenizer, bridge, conversation)
     key = jax.random.key(trained.config.training.seed)
     requests = [Request(tokens, number=0, samples=1)]

@@ -154,12 +154,15 @@ def segment_starts(completions: Completions) -> list[list[int]]:
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
     """Decodes completions to text without special tokens, group after group; each process decodes its share.
 
-    Of a completion with several segments it is the last one, which has the history and the last turn.
+    Of a completion with several segments it is the last one, which has the history and the last turn. A first segment
+    begins with its first sampled token.
     """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
-    segmented = completions.segment_start is not None
-    starts = [each[-1] for each in segment_starts(completions)] if segmented else [0] * len(rows)
+    starts = [0] * len(rows)
+    if completions.segment_start is not None and completions.token_mask is not None:
+        first = completions.token_mask.reshape(rows.shape).argmax(axis=-1).tolist()
+        starts = [each[-1] or first[row] for row, each in enumerate(segment_starts(completions))]
 
     def decoded(part: Sequence[int]) -> list[str]:
         return [tokenizer.decode(rows[i, starts[i] : lengths[i]].tolist()) for i in part]

@@ -8,17 +8,21 @@ whole history after the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from tunix_like.errors import UserError
 from tunix_like.models.sharding import fetch
 from tunix_like.rollout import decoding
 from tunix_like.rollout.schedule import Schedule
 from tunix_like.rollout.shapes import length_bucket
-from tunix_like.types import Reply, Responder, Sample, Turn
+from tunix_like.types import Reply, Request, Responder, Sample, Turn
+
+if TYPE_CHECKING:
+    from tunix_like.rollout.sampler import Sampler
 
 MOST_APPENDED = 64
 """Maximum number of tokens per row in one block, which bounds the memory. Longer replies take several blocks."""
@@ -35,13 +39,15 @@ class TurnSchedule(Schedule):
       sampled: `[p, i, t]`, whether the policy sampled token `t` of the completion.
     """
 
-    def __init__(self, *args: Any, responder: Responder):
-        super().__init__(*args)
+    def __init__(
+        self, sampler: Sampler, params: Any, requests: Sequence[Request], *rest: Any, responder: Responder
+    ) -> None:
         self.responder = responder
-        shape = len(self.numbers), self.size
+        shape = len(requests), requests[0].samples
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
-        self.sampled = np.zeros((*shape, self.sampler.max_tokens), bool)
+        self.sampled = np.zeros((*shape, sampler.max_tokens), bool)
         self.first, self.segment_start = np.zeros(shape, int), np.zeros(self.sampled.shape, np.int32)
+        super().__init__(sampler, params, requests, *rest)  # starts rows
 
     def _stop_at(self, live: int) -> int:
         live -= int(self._waits().sum())
@@ -70,6 +76,24 @@ class TurnSchedule(Schedule):
             self._grow()
         else:
             self._align(np.zeros(self.ages.shape, np.int32))
+
+    def _fill(self) -> None:
+        """Starts waiting completions, and appends what precedes their first turn."""
+        free = self.row_sample < 0
+        super()._fill()
+        openings: dict[tuple[int, int], Sequence[int]] = {}
+        for slot, row in np.argwhere(free & (self.row_sample >= 0)).tolist():
+            group = int(self.slot_prompt[slot])
+            if tokens := self.responder.opening(group):
+                if len(tokens) >= self.sampler.max_tokens:
+                    raise UserError(
+                        f"rollout.max_tokens_to_generate={self.sampler.max_tokens}: {len(tokens)} tokens precede the "
+                        "first turn; raise it."
+                    )
+                openings[slot, row] = tokens
+                self.turn_start[group, self.row_sample[slot, row]] = len(tokens)
+        if openings:
+            self._append(openings)
 
     def _collect(self) -> list[Sample]:
         """Submits the turns that have ended, appends the replies that are ready, and returns finished completions."""

@@ -6,10 +6,10 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from tests.rollout.environments.test_bridge import BUILT, FAMILIES, LLAMA31, QWEN3, QWEN25, TEXTS, TOOLS, tool, user
+from tests.rollout.environments.test_bridge import BUILT, FAMILIES, QWEN3, QWEN25, TEXTS, TOOLS, tool, user
 from tunix_like import UserError
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.rollout.environments.conversations import Continued, Conversations, begin
+from tunix_like.rollout.environments.conversations import Continued, Conversations
 
 
 def build_thinking(template=QWEN3):
@@ -57,7 +57,7 @@ def test_the_model_sees_the_ids_of_transformers(name):
     ours = ours.with_template_variables({"tools": TOOLS})
     conversations, messages = Conversations(ours, True), [user("Question")]
     row = ours.encode_prompt(messages, True)[1]
-    prompt, conversation = list(row), begin(messages, row)
+    (prompt, (conversation,)) = list(row), conversations.begin([(messages, row)])
     restarts = []
     for text, new, _ in TURNS:
         tokens = [*ours.encode(text, add_special_tokens=False), ours.eos_id]
@@ -87,7 +87,7 @@ def test_unusual_tokens_restart_a_row():
     whole = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     for tokens, restart in (([*usual, ours.eos_ids[0]], False), ([*usual, ours.eos_ids[1]], True),
                             ([*letters, ours.eos_ids[0]], True)):  # fmt: skip
-        conversation = begin([user("Question")], prompt)
+        (conversation,) = conversations.begin([([user("Question")], prompt)])
         conversation.add_turn("answer", tokens)
         (found,) = conversations.continued([(conversation, [user("x")])])
         assert found.restart == restart and found.problem is None
@@ -103,12 +103,12 @@ def test_one_bad_conversation_costs_nothing_else():
     )
     ours, _ = build_thinking(template)
     prompt = ours.encode_prompt([user("Q")], True)[1]
-    given = []
+    given, conversations = [], Conversations(ours, False)
     for text in ("fail", "other", "good", "\ud800"):
-        conversation = begin([user("Q")], prompt)
+        (conversation,) = conversations.begin([([user("Q")], prompt)])
         conversation.add_turn("A", [*ours.encode("A"), ours.eos_id])
         given.append((conversation, [user(text)]))
-    found = Conversations(ours, False).continued(given)
+    found = conversations.continued(given)
     assert "failed on a conversation" in found[0].problem
     assert "renders the prompt in another way" in found[1].problem and "surrogate" in found[3].problem
     assert found[2] == Continued(ours.encode("<|im_start|>good<|im_end|><|im_start|>"))
@@ -120,18 +120,49 @@ def test_families_begin_with_their_prompt(name):
     Conversations(BUILT[name][0], False)
 
 
+OPENED = QWEN3.replace(
+    "{{- '<|im_start|>assistant\n' }}{%- endif %}", "{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
+)
+"""Opens the thought in the prompt, as the templates of models that always think."""
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "opening", "turns"),
+    [
+        (QWEN3, {"enable_thinking": False}, "<think>\n\n</think>\n\n", ["one", "two"]),
+        (OPENED, {}, "<think>\n", ["hm\n</think>\n\none", "well\n</think>\n\ntwo"]),
+    ],
+)
+def test_what_only_the_first_turn_sees_is_in_the_rows(template, variables, opening, turns):
+    """The prompt of the group is what every later turn keeps."""
+    ours, theirs = build_thinking(template)
+    ours = ours.with_template_variables(variables)
+    conversations, messages = Conversations(ours, False), [user("Question")]
+    whole = ours.encode_prompt(messages, True)[1]
+    (conversation,) = conversations.begin([(messages, whole)])
+    assert ours.decode(conversation.opening) == opening
+    prompt, row = whole[: conversation.prompt], whole
+    for text in turns:
+        tokens = [*ours.encode(text, add_special_tokens=False), ours.eos_id]
+        conversation.add_turn(text, tokens)
+        (found,) = conversations.continued([(conversation, [user("next")])])
+        row = [*prompt, *found.tokens]
+        messages = [*messages, {"role": "assistant", "content": text}, user("next")]
+        assert found.restart and row == theirs.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **variables
+        )
+
+
 @pytest.mark.parametrize(
     "template",
     [
-        LLAMA31 + "{%- if add_generation_prompt %}{{- '<think>\n' }}{%- endif %}",
         "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+        QWEN3.replace("<think>\n\n</think>", "think " * 100).replace("is false", "is not false").replace(
+            "enable_thinking is defined and ", ""),
     ],
-)
+)  # fmt: skip
 def test_a_template_whose_prompt_changes_is_refused(template):
-    """One that opens the thought in the prompt and removes it later, and one that counts the messages in front."""
+    """One that counts the messages in front, and one with a long end of the prompt."""
     ours, _ = build_thinking(template)
     with pytest.raises(UserError, match=r"^environment\.history=template: with a later turn, .* Set environment\.hist"):
         Conversations(ours, False)
-    off, _ = build_thinking(QWEN3)
-    with pytest.raises(UserError, match="renders the prompt in another way"):
-        Conversations(off.with_template_variables({"enable_thinking": False}), False)

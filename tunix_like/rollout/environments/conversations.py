@@ -3,7 +3,8 @@
 Some chat templates rewrite earlier turns when new messages come (Qwen3 removes their `<think>` blocks). Here the model
 sees at each turn what the template renders. If that begins with the tokens that the model has seen and sampled so far,
 only the rest is appended. Otherwise the row is restarted: the rewritten history follows the prompt of the group, which
-stays in the cache.
+stays in the cache. Some templates end a prompt with tokens that they remove later (an opened or empty thought); these
+are in the rows, and not in the prompt of the group.
 
 A sampled turn is the content of its message as the tokenizer decodes it, with tool calls and `<think>` blocks in the
 model's own format, so that a malformed call is rendered too. The result is never trained on.
@@ -12,6 +13,7 @@ model's own format, so that a malformed call is rendered too. The result is neve
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +23,11 @@ from tunix_like.rollout.environments.template_difference import ROLES
 from tunix_like.types import Message
 
 _QUESTION: Message = {"role": "user", "content": "Question"}
+_NEXT: tuple[Message, ...] = ({"role": "assistant", "content": "A known answer"}, {"role": "user", "content": "Next"})
 _NO_LIMIT = 1 << 40
+
+MOST_OPENING = 64
+"""Maximum number of tokens at the end of a prompt that a later turn may change."""
 
 
 @dataclasses.dataclass
@@ -31,7 +37,7 @@ class Conversation:
     Attributes:
       messages: those of the prompt, then the turns and the observations.
       tokens: the tokens that the model sees: the prompt and the current segment.
-      prompt: number of tokens of the prompt.
+      prompt: number of tokens of the prompt that a later turn keeps.
       rewritten: number of times that the template has rewritten the history.
     """
 
@@ -40,16 +46,18 @@ class Conversation:
     prompt: int
     rewritten: int = 0
 
+    @property
+    def opening(self) -> list[int]:
+        """The tokens of the prompt that a later turn changes; only before the first turn."""
+        return self.tokens[self.prompt :]
+
+    def copy(self) -> Conversation:
+        return Conversation([*self.messages], [*self.tokens], self.prompt)
+
     def add_turn(self, text: str, tokens: Sequence[int]) -> None:
         """Adds a turn of the policy."""
         self.messages.append({"role": "assistant", "content": text})
         self.tokens += [int(i) for i in tokens]
-
-
-def begin(prompt: str | Sequence[Message], tokens: Sequence[int]) -> Conversation:
-    """Returns a conversation that is only a prompt: its messages (a text is a user message) and its tokens."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return Conversation([*messages], [int(i) for i in tokens], len(tokens))
 
 
 class Continued(NamedTuple):
@@ -68,17 +76,36 @@ class Conversations:
       tools: whether there are tools.
 
     Raises:
-      UserError: the template does not begin a rewritten conversation with the prompt.
+      UserError: the template does not begin a later turn with the prompt, except for `MOST_OPENING` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: bool):
         self._tokenizer = tokenizer
         for role in ROLES[: 1 + tools]:
-            probe = begin([_QUESTION], tokenizer.encode_prompt([_QUESTION], True)[1])
+            (probe,) = self.begin([([_QUESTION], tokenizer.encode_prompt([_QUESTION], True)[1])])
             probe.add_turn("A known answer", [])
             (found,) = self.continued([(probe, [{"role": role, "content": "Text of a message"}])])
             if found.problem is not None:
                 raise UserError(f"environment.history=template: {found.problem} Set environment.history=sampled.")
+
+    def begin(self, prompts: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> list[Conversation]:
+        """Returns conversations that are only a prompt, given by its messages and its tokens.
+
+        One request to the process that renders.
+        """
+        rendered = self._tokenizer.render_guarded([[*messages, *_NEXT] for messages, _ in prompts], True)
+        return [
+            Conversation([*messages], [int(i) for i in tokens], self._kept(tokens, later))
+            for (messages, tokens), later in zip(prompts, rendered, strict=True)
+        ]
+
+    def _kept(self, tokens: Sequence[int], later: str | UserError) -> int:
+        """Returns how many tokens of a prompt are also in the rendering `later`, up to the first that is not."""
+        if isinstance(later, UserError):  # this is reported when a turn has ended
+            return len(tokens)
+        pairs = zip(tokens, self._tokenizer.encode_guarded(later, _NO_LIMIT), strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return kept if kept and len(tokens) - kept <= MOST_OPENING else len(tokens)
 
     def continued(self, given: Sequence[tuple[Conversation, Sequence[Message]]]) -> list[Continued]:
         """Adds new messages to conversations whose turn has ended, and returns how their rows continue.

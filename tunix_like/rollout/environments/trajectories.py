@@ -16,43 +16,13 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import Failure
 from tunix_like.rollout.environments.bridge import Bridge, Bridged, make_bridge, with_observation
-from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations, begin
+from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations
 from tunix_like.rollout.environments.episodes import Episode
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
+from tunix_like.rollout.environments.states import State
 from tunix_like.rollout.requests import collect, requests_of
 from tunix_like.runtime.processes import all_or_none, share, spread
 from tunix_like.types import Completions, Engine, Message, Problem, Reply, SamplingParams, Turn
-
-MOST_SHOWN = 10_000
-"""Maximum number of characters of an observation in rollout files."""
-
-
-@dataclasses.dataclass
-class _State:
-    """A trajectory that is being sampled.
-
-    Attributes:
-      last: the last token of its current turn.
-      over: whether its environment has failed or was told to finish.
-      conversation: None with `environment.history=sampled`.
-    """
-
-    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
-    turns: int = 0
-    limited: bool = False
-    cut: int = 0
-    reward: float = 0.0
-    info: dict[str, float] = dataclasses.field(default_factory=dict)
-    failure: Failure | None = None
-    last: int = -1
-    over: bool = False
-    conversation: Conversation | None = None
-
-    def episode(self) -> Episode:
-        reward = float("nan") if self.failure is not None else self.reward
-        failure = None if self.failure is None else [*self.failure]
-        rewritten = None if self.conversation is None else self.conversation.rewritten
-        return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
 
 class Player:
@@ -152,7 +122,7 @@ class Trajectories:
         self.player, self.size = player, size
         self._environments = player.environments
         self._own = share(len(problems))
-        self._states = {number: _State() for group in self._own for number in self._numbers(group)}
+        self._states = {number: State() for group in self._own for number in self._numbers(group)}
         self._unanswered: set[int] = set()
         self._ready: list[Reply] = []
         self._given = list(problems)
@@ -161,13 +131,16 @@ class Trajectories:
             self._environments.close()
         player.playing = self
         self.problems = self._reset(max_prompt_length)
-        for number, state in self._states.items() if player.rewrites else ():
-            group = number // size
-            state.conversation = begin(self._chats[group], self.problems[group].tokens)
+        self._openings: list[Sequence[int]] = [()] * len(problems)
+        if player.rewrites:
+            self._converse()
 
     @property
     def lockstep(self) -> bool:
         return self.player.config.mode == "lockstep"
+
+    def opening(self, group: int) -> Sequence[int]:
+        return self._openings[group]
 
     def submit(self, turns: Sequence[Turn]) -> None:
         """Decodes the turns and sends them to the environments of this process. A truncated turn ends its trajectory
@@ -276,6 +249,26 @@ class Trajectories:
             return None
         return prompt.text, prompt.tokens
 
+    def _converse(self) -> None:
+        """Begins the conversations. The end of a prompt that a later turn changes becomes part of the rows."""
+        kept = spread(range(len(self.problems)), self._begun)
+        self._openings = [list(each.tokens[size:]) for each, size in zip(self.problems, kept, strict=True)]
+        self.problems = [
+            dataclasses.replace(each, tokens=each.tokens[:size]) for each, size in zip(self.problems, kept, strict=True)
+        ]
+
+    def _begun(self, groups: Sequence[int]) -> list[int]:
+        """Begins the conversations of these problems; returns the number of tokens that each prompt keeps."""
+        for group in groups:
+            self.player.bridge(self._given[group].source)
+        assert self.player.conversations is not None or not groups, "made with the bridge"
+        prompts = [(self._chats[group], self.problems[group].tokens) for group in groups]
+        begun = [] if self.player.conversations is None else self.player.conversations.begin(prompts)
+        for group, conversation in zip(groups, begun, strict=True):
+            for number in self._numbers(group):
+                self._states[number].conversation = conversation.copy()
+        return [conversation.prompt for conversation in begun]
+
     def _record(self, outcome: Outcome) -> None:
         state = self._states[outcome.number]
         self._unanswered.discard(outcome.number)
@@ -296,7 +289,7 @@ class Trajectories:
             going_on = outcome.failure is None and not outcome.done
             state.limited = going_on and state.turns >= self.player.config.max_turns
             if not going_on or state.limited:
-                self._note(state, outcome)
+                state.note(outcome.observation)
                 replies.append(self._ended(outcome.number))
             else:
                 going.append(outcome)
@@ -310,7 +303,7 @@ class Trajectories:
             ends = [self._states[outcome.number].last for outcome in part]
             bridged = bridge.tokens([outcome.observation for outcome in part], ends)
             for outcome, each in zip(part, bridged, strict=True):
-                self._note(self._states[outcome.number], outcome)
+                self._states[outcome.number].note(outcome.observation)
                 self._states[outcome.number].cut += each.cut
             for outcome, (tokens, restart, problem) in zip(part, self._continued(part, bridged), strict=True):
                 if tokens is None:
@@ -337,16 +330,6 @@ class Trajectories:
     def _prompt(self, number: int) -> Any:
         return self._given[number // self.size].source
 
-    def _note(self, state: _State, outcome: Outcome) -> None:
-        """Adds an observation to the text of a trajectory. Only turns of the policy have the role assistant there."""
-        observation = outcome.observation
-        if isinstance(observation, str) and observation:
-            state.messages.append({"role": "user", "content": _shown(observation)})
-        elif observation:
-            for message in observation:
-                text = {name: _shown(str(value)) for name, value in message.items()}
-                state.messages.append(text | ({"role": "environment"} if text["role"] == "assistant" else {}))
-
     def _ended(self, number: int) -> Reply:
         self._end(number)
         return Reply(*divmod(number, self.size), None)
@@ -359,11 +342,6 @@ class Trajectories:
         state.over = True
         self._unanswered.add(number)
         self._environments.finish(number)
-
-
-def _shown(text: str) -> str:
-    """Shortens a text of an environment for files and the report."""
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ... ({len(text) - MOST_SHOWN} characters omitted)"
 
 
 def generate(
