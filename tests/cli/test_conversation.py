@@ -12,6 +12,7 @@ from tests.tiny_model import HF as SMALL
 from tunix_like.cli import main as cli
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import reverse_text
+from tunix_like.rollout import decoding
 
 pytestmark = pytest.mark.slow
 
@@ -185,6 +186,29 @@ def test_tools_are_told_to_the_model(generate):
     small = [*sizes[1:], "rollout.max_prompt_length=100"]
     code, _, error = generate(*chat, sizes=small, model="chat", ends=ends)
     assert code == 2 and "the prompt has" in error, "its schema is in the prompt"
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_template_may_rewrite_the_history(generate, monkeypatch, interactive):
+    """In a conversation and with an environment; random tokens are not those of their text, so rows restart."""
+    restarts, restart = [], decoding.restart
+    monkeypatch.setattr(decoding, "restart", lambda *a: restarts.append(1) or restart(*a))
+    chat = ["data.system_prompt=Hello", "--prompt", "Question", "environment.name=mine.py:Open"]
+    chat += ["environment.max_turns=4", *["--interactive"] * interactive]
+    sizes = ["rollout.max_prompt_length=200", "rollout.max_tokens_to_generate=400"]
+    given = {
+        "typed": "text\nmore\n",
+        "model": "chat",
+        "sizes": sizes,
+        "ends": f"rollout.eos_tokens={[*range(0, 250, 2)]}",
+    }
+    code, kept, error = generate(*chat, **given)
+    assert code == 0 and not restarts, error
+    code, said, error = generate(*chat, "environment.history=template", **given)
+    assert code == 0 and restarts, error
+    assert said.splitlines()[0] == kept.splitlines()[0] and said != kept
+    code, _, error = generate("--prompt", "a>", "environment.name=mine.py:Open", "environment.history=template")
+    assert code == 2 and "it needs a chat template" in error
 
 
 def test_the_progress_is_hidden_while_a_person_types(monkeypatch):

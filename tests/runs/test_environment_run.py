@@ -118,6 +118,8 @@ def test_a_run_that_is_killed_in_an_episode_continues_to_the_bit(tmp_path):
         ({"name": "gues"}, "Environment 'gues' is unknown"),
         ({"name": "nowhere.py:Env"}, "nowhere.py"),
         ({"max_turns": 0}, "environment.max_turns: got 0; it must be at least 1"),
+        ({"history": "template"}, "environment.history=template: it needs a chat template"),
+        ({"history": "both"}, "environment.history: unknown value 'both'"),
         ({"mode": "lazy"}, "environment.mode: unknown value 'lazy'"),
         ({"max_observation_tokens": 5}, "environment.max_observation_tokens=5: .* raise it"),
     ],

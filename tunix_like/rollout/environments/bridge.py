@@ -1,9 +1,9 @@
 """Makes the tokens between two turns of a trajectory: token in, token out.
 
-A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again. After a turn, which ended with
-an end-of-sequence token that the policy sampled, only the bridge is encoded and appended: the observation of the
-environment with what the chat template puts around it and the start of the next assistant's turn. A text environment
-(no chat template) appends the observation alone.
+A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (but see `conversations.py`).
+After a turn, which ended with an end-of-sequence token that the policy sampled, only the bridge is encoded and
+appended: the observation of the environment with what the chat template puts around it and the start of the next
+assistant's turn. A text environment (no chat template) appends the observation alone.
 
 Observations are untrusted: control tokens that are written in them are encoded as plain text.
 """
