@@ -86,6 +86,14 @@ WRONG = {
         with_fields(tokens=long(int, 2), logprobs=long(float, 2), token_mask=long(int, 2)),
         "`token_mask` must be a one-dimensional array of booleans",
     ),
+    "a segment that starts later": (
+        with_fields(segment_start=lambda sample: np.ones(len(sample.tokens), int)),
+        "`segment_start` must be indices from 0 to that of the token; token 0 has 1",
+    ),
+    "a short list of segments": (
+        with_fields(tokens=long(int, 2), logprobs=long(float, 2), segment_start=long(int, 3)),
+        r"`segment_start` must have one entry per token \(2\); it has 3",
+    ),
     "no token of the model": (put("tokens", 13), "`tokens` must be token ids between 0 and 12; token 0 has 13"),
     "a negative token": (put("tokens", -1), "`tokens` must be token ids between 0 and 12; token 0 has -1"),
     "NaN": (put("logprobs", np.nan), "`logprobs` must be finite log-probabilities; token 0 has nan"),
