@@ -122,7 +122,7 @@ def test_a_segment_is_the_full_forward_over_the_prompt_and_itself(monkeypatch, m
     assert gap[found.token_mask].max() < 1e-4
 
 
-@pytest.mark.parametrize(("rows", "seed"), [(None, 0), (5, None), (5, 1)])
+@pytest.mark.parametrize(("rows", "seed"), [(None, 0), (5, 1), pytest.param(5, None, marks=pytest.mark.slow)])
 def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
     """Eager replies in any order, few rows at a time, rows that are moved together."""
     monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
@@ -134,7 +134,7 @@ def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
     np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=5e-5)
 
 
-@pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
+@pytest.mark.parametrize("shape", [[8, 1, 1], pytest.param([2, 2, 2], marks=pytest.mark.slow)])
 def test_a_mesh_samples_the_same(steps, shape):
     found = play(Restarting(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))
     np.testing.assert_array_equal(found.tokens, steps[0].tokens)

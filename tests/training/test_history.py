@@ -47,11 +47,6 @@ class Three:
         return EnvStepResult(self.answer, float(">" in completion), self.turns == 3)
 
 
-@pytest.fixture(autouse=True)
-def own_arguments(monkeypatch):
-    monkeypatch.setattr(small_learner, "OWN", (*small_learner.OWN, "environment", "environment_config"))
-
-
 def learner(history="template", template=REWRITES, algo=None, lengths=LENGTHS, **arguments):
     tokenizer = arguments.pop("tokenizer", None) or letters(template)
     model, _ = tunix_like.load_model(
@@ -76,7 +71,9 @@ def turns_of(mask: np.ndarray) -> list[tuple[int, int]]:
 def seen_contexts(made) -> tuple[list, list]:
     """The prompts of the first rollout as token ids, and the completions."""
     prompts, generate = [], made.engine.generate
-    made.engine.generate = lambda params, tokens, *rest: prompts.extend(tokens) or generate(params, tokens, *rest)
+    made.engine.generate = lambda params, requests, *rest: (
+        prompts.extend(request.tokens for request in requests) or generate(params, requests, *rest)
+    )
     return prompts, watch_sampler(made)
 
 
@@ -98,7 +95,7 @@ def check_contexts(made, theirs, rows) -> int:
     return later
 
 
-@pytest.mark.parametrize("case", ["thoughts", "no thoughts", "opened thoughts"])
+@pytest.mark.parametrize("case", ["thoughts", "opened thoughts", pytest.param("no thoughts", marks=pytest.mark.slow)])
 def test_each_turn_sees_what_transformers_renders(case):
     """Qwen3's template; any tokens are sampled, since the weights are random."""
     ours, theirs = build_thinking(OPENED if case == "opened thoughts" else QWEN3)
@@ -181,7 +178,7 @@ def test_several_updates_a_reference_and_evaluation():
     assert found.metrics["eval/turns/rewritten"] > 0 and len(found.texts) == 4
 
 
-def test_what_cannot_be_is_refused_before_anything_is_compiled(monkeypatch):
+def test_what_cannot_be_is_refused_before_anything_is_compiled():
     opens = "{{ 'a' if messages | length > 1 else 'b' }}" + KEEPS
     message = r"environment\.history=template: .* renders the prompt in another way.* environment\.history=sampled"
     with pytest.raises(UserError, match=message):
@@ -189,17 +186,22 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled(monkeypatch):
     with pytest.raises(UserError, match=r"environment\.history=template: it needs a chat template"):
         collect(learner(), [{"prompt": "ab", "answer": "b"}] * 4)
 
-    class Engine:
-        max_prompt_length, row_steps = 16, 0
 
-        def place(self, params):
-            return params
+def test_an_engine_that_does_not_restart_rows_is_refused():
+    class Deaf:
+        """A responder that restarts nothing."""
 
-        def generate(self, params, prompts, numbers, num_generations, key, sampling, responder=None):
-            raise AssertionError
+        def __init__(self, own):
+            self.lockstep, self.opening, self.submit, self.own = own.lockstep, own.opening, own.submit, own
 
-    with pytest.raises(UserError, match=r"engine Engine: environment\.history=template needs the sampler"):
-        learner(engine=Engine())
+        def replies(self, wait):
+            return [reply._replace(restart=False) for reply in self.own.replies(wait)]
+
+    made = learner()
+    generate = made.engine.generate
+    made.engine.generate = lambda *given: generate(*given[:-1], Deaf(given[-1]))
+    with pytest.raises(UserError, match=r"engine Sampler: .* supports `Reply\.restart` and `Responder\.opening`"):
+        collect(made)
 
 
 def test_a_trajectory_whose_prompt_changes_is_unscored():

@@ -6,12 +6,26 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tunix_like.types import Completions, Problem, Request, Sample
+from tunix_like.errors import UserError
+from tunix_like.types import Completions, Problem, Request, Responder, Sample
 
 
 def requests_of(problems: Sequence[Problem], size: int) -> list[Request]:
     """Returns the requests for `size` completions of each problem."""
     return [Request(problem.tokens, problem.number, size) for problem in problems]
+
+
+def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
+    """Returns the tokens that precede the first turn of a group's completions.
+
+    Raises:
+      UserError: they leave no space for a turn.
+    """
+    tokens = responder.opening(group)
+    if len(tokens) >= limit:
+        problem = f"{len(tokens)} tokens precede the first turn"
+        raise UserError(f"rollout.max_tokens_to_generate={limit}: {problem}; raise it.")
+    return tokens
 
 
 def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completions:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from tunix_like.errors import UserError
 from tunix_like.models.sharding import fetch
 from tunix_like.rollout import decoding
+from tunix_like.rollout.requests import opening_of
 from tunix_like.rollout.schedule import Schedule
 from tunix_like.rollout.shapes import length_bucket
 from tunix_like.types import Reply, Request, Responder, Sample, Turn
@@ -84,12 +84,7 @@ class TurnSchedule(Schedule):
         openings: dict[tuple[int, int], Sequence[int]] = {}
         for slot, row in np.argwhere(free & (self.row_sample >= 0)).tolist():
             group = int(self.slot_prompt[slot])
-            if tokens := self.responder.opening(group):
-                if len(tokens) >= self.sampler.max_tokens:
-                    raise UserError(
-                        f"rollout.max_tokens_to_generate={self.sampler.max_tokens}: {len(tokens)} tokens precede the "
-                        "first turn; raise it."
-                    )
+            if tokens := opening_of(self.responder, group, self.sampler.max_tokens):
                 openings[slot, row] = tokens
                 self.turn_start[group, self.row_sample[slot, row]] = len(tokens)
         if openings:

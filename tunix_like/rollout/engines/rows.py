@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tunix_like.rollout.engines.server import Answer
+from tunix_like.rollout.requests import opening_of
 from tunix_like.types import Request, Responder, Sample, Turn
 
 
@@ -18,6 +19,8 @@ class Row:
     Attributes:
       prompt, tokens, logprobs, mask: the tokens of the prompt and of the completion so far, their log-probabilities,
         and which of them the policy sampled.
+      starts: for each token, the index of the first token of its segment.
+      first: that of the current segment.
     """
 
     request: int
@@ -26,17 +29,26 @@ class Row:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     mask: list[bool] = dataclasses.field(default_factory=list)
+    starts: list[int] = dataclasses.field(default_factory=list)
+    first: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens that the next token follows."""
+        return [*self.prompt, *self.tokens[self.first :]]
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
         """Appends the tokens of a turn or of a reply."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.mask += [sampled] * len(tokens)
+        self.starts += [self.first] * len(tokens)
 
     def finished(self, complete: bool) -> Sample:
         """Returns the completion; `complete` if the token limit did not end it."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
-        return Sample(self.request, self.sample, tokens, logprobs, complete, np.array(self.mask, bool))
+        starts = np.array(self.starts, np.int32) if self.first else None
+        return Sample(self.request, self.sample, tokens, logprobs, complete, np.array(self.mask, bool), starts)
 
 
 class RowStates:
@@ -54,6 +66,10 @@ class RowStates:
             for sample in range(request.samples)
         ]
         self.limit, self.responder = limit, responder
+        if responder is not None:
+            for row in self.rows:
+                opening = opening_of(responder, row.request, limit)
+                row.append(opening, [0.0] * len(opening), sampled=False)
         self._places = {(row.request, row.sample): index for index, row in enumerate(self.rows)}
         self._unsent = list(range(len(self.rows)))
         self._waiting: set[int] = set()  # rows whose turn has ended and has no reply yet
@@ -108,13 +124,14 @@ class RowStates:
         if not self._waiting:
             return []
         samples = []
-        for group, sample, tokens in responder.replies(wait=not self.running):
+        for group, sample, tokens, restart in responder.replies(wait=not self.running):
             index = self._places[group, sample]
             self._waiting.remove(index)
             row = self.rows[index]
             if tokens is None or len(row.tokens) + len(tokens) >= self.limit:
                 samples.append(row.finished(tokens is None))
             else:
+                row.first = len(row.tokens) if restart else row.first
                 row.append(tokens, [0.0] * len(tokens), sampled=False)
                 self._unsent.append(index)
         return samples

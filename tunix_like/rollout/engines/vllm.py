@@ -202,7 +202,7 @@ class VLLMEngine:
             "skip_special_tokens": False,
             "detokenize": False,
         }
-        call = self._fleet.sample(row.request, [*row.prompt, *row.tokens], parameters)
+        call = self._fleet.sample(row.request, row.context, parameters)
         task = asyncio.run_coroutine_threadsafe(call, self._loop)
         tasks.add(task)
 

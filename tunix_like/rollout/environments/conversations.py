@@ -39,12 +39,14 @@ class Conversation:
       tokens: the tokens that the model sees: the prompt and the current segment.
       prompt: number of tokens of the prompt that a later turn keeps.
       rewritten: number of times that the template has rewritten the history.
+      restarted: `rewritten` before the last turn, the number of times that the row was restarted.
     """
 
     messages: list[Message]
     tokens: list[int]
     prompt: int
     rewritten: int = 0
+    restarted: int = 0
 
     @property
     def opening(self) -> list[int]:
@@ -58,6 +60,7 @@ class Conversation:
         """Adds a turn of the policy."""
         self.messages.append({"role": "assistant", "content": text})
         self.tokens += [int(i) for i in tokens]
+        self.restarted = self.rewritten
 
 
 class Continued(NamedTuple):

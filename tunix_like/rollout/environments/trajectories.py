@@ -21,6 +21,7 @@ from tunix_like.rollout.environments.episodes import Episode
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
 from tunix_like.rollout.environments.states import State
 from tunix_like.rollout.requests import collect, requests_of
+from tunix_like.rollout.rollouts import segment_starts
 from tunix_like.runtime.processes import all_or_none, share, spread
 from tunix_like.types import Completions, Engine, Message, Problem, Reply, SamplingParams, Turn
 
@@ -183,6 +184,23 @@ class Trajectories:
         outcomes = self._environments.outcomes(wait)
         self.player.seconds += time.perf_counter() - start
         return outcomes
+
+    def check_rows(self, out: Completions, engine: str) -> None:
+        """Checks that an engine of the user began and restarted the rows as it was told.
+
+        Raises:
+          UserError: it did not.
+        """
+        starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
+        for number, state in self._states.items():
+            index, opening = divmod(number, self.size), self._openings[number // self.size]
+            restarted = 0 if state.conversation is None else state.conversation.restarted
+            if len(starts[number]) != restarted + 1 or out.tokens[index][: len(opening)].tolist() != list(opening):
+                raise UserError(
+                    f"engine {engine}: environment.history=template needs an engine that supports `Reply.restart` and "
+                    f"`Responder.opening`; completion {index[1]} of request {index[0]} has {len(starts[number])} "
+                    f"segments, and {restarted + 1} were expected. Or set environment.history=sampled."
+                )
 
     def episodes(self) -> list[Episode]:
         """Ends all trajectories and returns them, group after group."""
@@ -365,4 +383,7 @@ def generate(
     given = params, requests, key, sampling
     # An engine without turns need not have the parameter `responder`.
     samples = engine.generate(*given) if trajectories is None else engine.generate(*given, trajectories)
-    return list(problems), collect(samples, requests), trajectories
+    out = collect(samples, requests)
+    if trajectories is not None and player is not None and player.rewrites:
+        trajectories.check_rows(out, type(engine).__name__)
+    return list(problems), out, trajectories
