@@ -11,11 +11,11 @@ import jax
 from tunix_like.cli.generate import rendered
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
+from tunix_like.rollout.environments.arguments import make_player
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge
 from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.trajectories import generate as sample
-from tunix_like.rollout.environments.trajectories import make_player
 from tunix_like.runs.trained import Trained
 from tunix_like.runtime import console, progress
 from tunix_like.runtime.visible import visible

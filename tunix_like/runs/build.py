@@ -23,8 +23,8 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model
 from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
+from tunix_like.rollout.environments.arguments import make_player
 from tunix_like.rollout.environments.outcomes import Environments
-from tunix_like.rollout.environments.trajectories import make_player
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.environments import environments_of, has_environment, with_tools
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
