@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +118,10 @@ def server_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
         raise UserError(
             f"rollout.engine: vllm needs the package {error.name}; install it with pip install 'tunix-like[vllm]'."
         ) from None
-    weights = folder / "engine_weights" if rollout.weights_folder is None else Path(rollout.weights_folder)
+    own = folder / "engine_weights"
+    if processes.is_first():
+        shutil.rmtree(own, ignore_errors=True)  # left by a process that was killed
+    weights = own if rollout.weights_folder is None else Path(rollout.weights_folder)
     engine = VLLMEngine(
         parts.model,
         parts.tokenizer,

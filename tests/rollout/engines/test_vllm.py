@@ -71,8 +71,9 @@ def test_a_run(serve, connect, tmp_path):
     assert server.routes.count("/collective_rpc") == 4, "the weights of each step once"
     assert server.version.endswith("-4") and server.routes.count("/reset_prefix_cache") == 4
     assert [path.name for path in (tmp_path / "weights").iterdir()] == [server.version]
+    (tmp_path / "weights" / "of another run").mkdir()
     engine.close()
-    assert not (tmp_path / "weights").exists()
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["of another run"]
 
 
 def test_a_group_stays_on_one_server(serve, connect):

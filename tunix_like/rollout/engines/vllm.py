@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import queue
 import shutil
@@ -46,7 +47,8 @@ class VLLMEngine:
     Args:
       model: the model that is trained; its graph, not its weights, is kept.
       rollout: `urls`, lengths, sampling parameters and time limits.
-      weights_folder: a folder of this engine that all servers can read under the same name.
+      weights_folder: a folder that all servers can read under the same name; each version of the weights gets a folder
+        in it, and the one before is removed.
       max_gap: largest mean difference between the log-probabilities of a server and of this process, in nats. None:
         not compared.
 
@@ -135,14 +137,16 @@ class VLLMEngine:
                 task.cancel()
 
     def close(self) -> None:
-        """Closes the connections and removes the folder of the weights. The servers go on."""
+        """Closes the connections and removes the weights that were written. The servers go on."""
         if self._loop is not None and self._fleet is not None and self._thread is not None:
             self._wait(self._fleet.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
             self._loop, self._fleet = None, None
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove_weights()
+            with contextlib.suppress(OSError):  # it has files of others, or was never made
+                self.folder.rmdir()
         self._placed = []
 
     @property
@@ -183,9 +187,13 @@ class VLLMEngine:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        for other in self.folder.iterdir():
-            if other.name != self._version:
-                shutil.rmtree(other, ignore_errors=True)
+        self._remove_weights(but=self._version)
+
+    def _remove_weights(self, but: str = "") -> None:
+        """Removes the folders of the weights of this engine, except one. Other runs may use the same folder."""
+        for folder in self.folder.glob(f"{self._run}-*"):
+            if folder.name != but:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _send(self, index: int, rows: RowStates, sampling: SamplingParams, answers: Any, tasks: set[Any]) -> None:
         """Starts to sample the next turn of a row."""
