@@ -70,8 +70,8 @@ class Probe:
             raise UserError(
                 f"rollout.urls: the server {server.url} computes other log-probabilities with these weights than the "
                 f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). It "
-                "has another model, or another dtype: start it with the folder of this model and the same --dtype. If "
-                "rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
+                "has another model or dtype, or another run uses it: start it with the folder of this model and the "
+                "same --dtype. If rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
             )
 
 
