@@ -5,6 +5,9 @@ It needs no sort over the vocabulary and no random numbers per vocabulary entry.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -54,6 +57,44 @@ def choose(
     return tokens.astype(jnp.int32), jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - normaliser
 
 
+class RowSampling(NamedTuple):
+    """Sampling parameters of each row; the values are those of `SamplingParams`.
+
+    Attributes:
+      top_k: the size of the vocabulary keeps every token.
+    """
+
+    temperature: Float[Array, "N"]
+    top_p: Float[Array, "N"]
+    top_k: Int[Array, "N"]
+
+
+def choose_each(
+    logits: Float[Array, "N V"], uniform: Float[Array, "N"], sampling: RowSampling
+) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
+    """Samples as `choose`, with sampling parameters of each row. The token of a row depends on its own row only."""
+    greedy = sampling.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
+    shifted, weights = _exponentials(scaled, scaled.max(axis=-1))
+    normaliser = jnp.log(weights.sum(axis=-1))
+    of_k, of_p = sampling.top_k < logits.shape[-1], sampling.top_p < 1.0
+
+    def keep_k(weights: Array) -> Array:
+        return jnp.where(of_k[:, None], keep_each_top_k(weights, sampling.top_k), weights)
+
+    def keep_p(weights: Array) -> Array:
+        return jnp.where(of_p[:, None], keep_top_p(weights, sampling.top_p), weights)
+
+    def drawn(weights: Array) -> Array:
+        weights = jax.lax.cond((of_k & ~greedy).any(), keep_k, lambda x: x, weights)
+        weights = jax.lax.cond((of_p & ~greedy).any(), keep_p, lambda x: x, weights)
+        return inverse_cdf(weights, uniform).astype(jnp.int32)
+
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    tokens = jnp.where(greedy, best, jax.lax.cond(greedy.all(), lambda _: best, drawn, weights))
+    return tokens, jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - normaliser
+
+
 def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tuple[Array, Array]:
     """Returns the scaled logits minus their maximum, and their exponentials."""
     shifted = scaled - largest[:, None]
@@ -98,19 +139,32 @@ def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
     return jnp.where(probs >= threshold, probs, 0.0)
 
 
-def keep_top_p(probs: Float[Array, "N V"], top_p: float) -> Float[Array, "N V"]:
-    """Keeps the smallest set of most probable tokens with at least `top_p` of the row's mass; ties are kept.
+def keep_each_top_k(probs: Float[Array, "N V"], k: Int[Array, "N"]) -> Float[Array, "N V"]:
+    """Keeps the `k` most probable tokens of each row; ties are kept. It is `keep_top_k` with a number per row."""
+    return _keep_enough(probs, lambda kept: (kept > 0).sum(axis=-1) >= k)
+
+
+def keep_top_p(probs: Float[Array, "N V"], top_p: float | Float[Array, "N"]) -> Float[Array, "N V"]:
+    """Keeps the smallest set of most probable tokens with at least `top_p` of the row's mass; ties are kept."""
+    wanted = top_p * probs.sum(axis=-1)
+    return _keep_enough(probs, lambda kept: kept.sum(axis=-1) >= wanted)
+
+
+def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]) -> Float[Array, "N V"]:
+    """Keeps the smallest set of most probable tokens that is enough; ties are kept.
 
     The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which have the same order
     as the numbers. This takes 31 sums instead of a sort.
+
+    Args:
+      enough_of: `f(kept: [N V]) -> [N]`, whether these probabilities are enough; others are 0.
     """
-    wanted = top_p * probs.sum(axis=-1)
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low) // 2
         threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)
-        enough = jnp.where(probs >= threshold[:, None], probs, 0.0).sum(axis=-1) >= wanted
+        enough = enough_of(jnp.where(probs >= threshold[:, None], probs, 0.0))
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     top = jax.lax.bitcast_convert_type(probs.max(axis=-1), jnp.int32)

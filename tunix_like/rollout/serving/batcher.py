@@ -1,0 +1,237 @@
+"""Continuous batching: jobs of any number of callers share the rows of one decoder.
+
+A thread alternates between two things: it starts waiting completions in free slots, and it samples some tokens of all
+rows. There is no HTTP in this file.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tunix_like.errors import one_line
+from tunix_like.models.sharding import scope
+from tunix_like.rollout.serving.device import Sampled, Slots
+from tunix_like.rollout.serving.jobs import Job, Part
+from tunix_like.rollout.serving.programs import MOST_STEPS, prompts_at_once
+
+SECONDS_OF_CALL = 0.04
+"""Aimed time of one call of the decode loop: tokens are delivered, and jobs join, between two calls."""
+
+STEPS_BESIDE_WAITING = 4
+"""Steps of a call if free slots and waiting jobs are left, because `PREFILL_TOKENS` were computed."""
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens, padding included, that are computed between two calls while other completions are running."""
+
+_LOG = logging.getLogger(__name__)
+
+Deliver = Callable[[Sequence[tuple[Job, Part]]], None]
+"""`f(parts)`: takes parts of completions; called in the thread of the batcher, so it must not block."""
+
+
+class _Row(NamedTuple):
+    """A completion in a slot."""
+
+    job: Job
+    sample: int
+
+
+class Batcher:
+    """Samples the completions of jobs in a thread of its own.
+
+    Args:
+      slots: the arrays on the device, used only by the thread after `start`.
+      deliver: gets the parts of all completions, in order. Completions that were cancelled get no further part.
+    """
+
+    def __init__(self, slots: Slots, deliver: Deliver):
+        self.slots, self.deliver = slots, deliver
+        self._rows: list[_Row | None] = [None] * slots.count
+        self._keep = np.ones(slots.count, bool)
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._cancelled: list[tuple[Job, int | None]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queues jobs. May be called from any thread."""
+        with self._changed:
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, job: Job, sample: int | None = None) -> None:
+        """Cancels one completion of a job, or all of them; those that have ended are not affected."""
+        with self._changed:
+            self._cancelled.append((job, sample))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends the thread after the current call of the decode loop. Completions that have not ended are dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        """Number of completions that were submitted and not started."""
+        with self._changed:
+            return sum(job.count - job.started for job in self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Number of completions that are being sampled."""
+        return sum(row is not None for row in self._rows)
+
+    def _run(self) -> None:
+        with scope(self.slots.mesh):
+            while self._wait():
+                try:
+                    self._step()
+                except Exception as error:  # e.g. not enough memory: the requests fail, the server continues
+                    _LOG.exception("the batcher failed; all requests are answered with an error")
+                    self._fail(one_line(error))
+
+    def _wait(self) -> bool:
+        """Waits for something to do. Returns False after `close`."""
+        with self._changed:
+            while not (self._closed or self._waiting or self._cancelled or self.running):
+                self._changed.wait()
+            return not self._closed
+
+    def _step(self) -> None:
+        self._cancel()
+        self._start()
+        live = self.running
+        if not live:
+            return
+        self.slots.fit(max(self._needed(), int(self.slots.ages[self._occupied()].max()) + 1))
+        waiting = bool(self._waiting)
+        steps = int(np.clip(SECONDS_OF_CALL / max(self.slots.pace, 1e-6), 1, MOST_STEPS))
+        if waiting and live < self.slots.count:
+            steps = min(steps, STEPS_BESIDE_WAITING)
+        stop_at = max(0, live - max(1, self.slots.count // 8)) if waiting else 0
+        sampled = self.slots.advance(self._keep, stop_at, steps)
+        self._keep[:] = True
+        parts = self._parts(sampled)
+        if parts:
+            self.deliver(parts)
+
+    def _occupied(self) -> list[int]:
+        return [slot for slot, row in enumerate(self._rows) if row is not None]
+
+    def _needed(self) -> int:
+        """Returns the number of columns that the prompts of the running completions take."""
+        return max((self.slots.prompt_width(len(row.job.prompt)) for row in self._rows if row is not None), default=1)
+
+    def _cancel(self) -> None:
+        """Frees the rows of cancelled completions, and drops those that wait."""
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, []
+            for job, sample in cancelled:
+                if sample is None and job in self._waiting:
+                    self._waiting.remove(job)
+                    job.prefilled = None
+        wanted = {(id(job), sample) for job, sample in cancelled}
+        for slot, row in enumerate(self._rows):
+            if row is not None and ((id(row.job), None) in wanted or (id(row.job), row.sample) in wanted):
+                self._rows[slot], self._keep[slot] = None, False
+
+    def _start(self) -> None:
+        """Starts waiting completions in free slots, in the order of their arrival."""
+        computed, beside = 0, bool(self.running)
+        while free := [slot for slot, row in enumerate(self._rows) if row is None]:
+            jobs = self._next_jobs(len(free))
+            if not jobs:
+                return
+            width = self.slots.prompt_width(max(len(job.prompt) for job in jobs))
+            if jobs[0].prefilled is None:
+                tokens = width * (1 if len(jobs) == 1 else prompts_at_once(width))
+                if computed and beside and computed + tokens > PREFILL_TOKENS:
+                    return
+                computed += tokens
+                found = self.slots.prefill([job.prompt for job in jobs], width)
+                for job, prefilled in zip(jobs, found, strict=True):
+                    job.prefilled = prefilled
+            assert jobs[0].prefilled is not None
+            self._place(jobs, free, max(jobs[0].prefilled.width, self._needed()))
+
+    def _next_jobs(self, most: int) -> list[Job]:
+        """Returns the first waiting job; if its prompt is not computed, together with those that follow it, as many as
+        one prefill and `most` slots take."""
+        with self._changed:
+            jobs = list(itertools.islice(self._waiting, most))
+        if not jobs or jobs[0].prefilled is not None:
+            return jobs[:1]
+        chosen = jobs[:1]
+        for job in jobs[1:]:
+            width = self.slots.prompt_width(max(len(each.prompt) for each in (*chosen, job)))
+            if len(chosen) >= prompts_at_once(width) or job.prefilled is not None:
+                break
+            chosen.append(job)
+        return chosen
+
+    def _place(self, jobs: Sequence[Job], free: Sequence[int], needed: int) -> None:
+        """Assigns completions of jobs, whose prompts are of one prefill, to free slots and starts them."""
+        places, left = [], list(free)
+        for job in jobs:
+            while left and job.started < job.count:
+                places.append((left.pop(0), job, job.started))
+                job.started += 1
+        ages = self.slots.ages[self._occupied()]
+        self.slots.fit(max(needed, int(ages.max(initial=0)) + 1))
+        self.slots.start(places)
+        for slot, job, sample in places:
+            self._rows[slot], self._keep[slot] = _Row(job, sample), True
+        for job in jobs:
+            if job.started == job.count:
+                job.prefilled = None
+                with self._changed:
+                    if job in self._waiting:
+                        self._waiting.remove(job)
+
+    def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
+        """Returns the new tokens of all completions; frees the rows of those that have ended."""
+        parts = []
+        for slot in self._occupied():
+            row, count = self._rows[slot], int(sampled.counts[slot])
+            assert row is not None
+            tokens = sampled.tokens[slot, :count].tolist()
+            logprobs = sampled.logprobs[slot, :count].tolist()
+            reason = None if sampled.live[slot] else "stop" if sampled.ended[slot] else "length"
+            stop_ids = row.job.sampling.stop_ids
+            stop = next((place for place, token in enumerate(tokens) if token in stop_ids), None) if stop_ids else None
+            stop_id = None
+            if stop is not None:
+                stop_id, reason = tokens[stop], "stop"
+                tokens, logprobs = tokens[: stop + 1], logprobs[: stop + 1]
+            if reason is not None:
+                self._rows[slot], self._keep[slot] = None, False
+            if tokens or reason is not None:
+                parts.append((row.job, Part(row.sample, tokens, logprobs, reason, stop_id)))
+        return parts
+
+    def _fail(self, problem: str) -> None:
+        """Ends all completions with an error, and allocates the slots again."""
+        with self._changed:
+            jobs = [*self._waiting]
+            self._waiting.clear()
+        found = {(id(row.job), row.sample): row for row in self._rows if row is not None}
+        for job in jobs:
+            job.prefilled = None
+            found |= {(id(job), sample): _Row(job, sample) for sample in range(job.started, job.count)}
+        self._rows, self._keep = [None] * self.slots.count, np.ones(self.slots.count, bool)
+        self.deliver([(row.job, Part(row.sample, [], [], "error")) for row in found.values()])
+        self.slots.reset()

@@ -1,0 +1,195 @@
+"""The device side of the batcher: slots with completions, and the programs that act on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int
+
+from tunix_like.models.sharding import fetch, place_prompts, place_slots
+from tunix_like.rollout import decoding
+from tunix_like.rollout.logits import RowSampling
+from tunix_like.rollout.serving import programs
+from tunix_like.rollout.serving.jobs import Job
+from tunix_like.runtime import progress
+
+
+class Weights(NamedTuple):
+    """A model that is served.
+
+    Attributes:
+      graphdef: graph of a `Decoder`.
+      params: its weights.
+      eos_ids: token ids that end a completion.
+      mesh: the mesh that the weights are on; None means a single device.
+    """
+
+    graphdef: Any
+    params: Any
+    eos_ids: tuple[int, ...]
+    mesh: Mesh | None = None
+
+
+class Sampled(NamedTuple):
+    """What one call of `Slots.advance` sampled; row `a` has the first `counts[a]` of its tokens.
+
+    Attributes:
+      live: False if the row has ended, by an end-of-sequence token if `ended`, else by its limit.
+    """
+
+    counts: Int[np.ndarray, "A"]
+    tokens: Int[np.ndarray, "A K"]
+    logprobs: Float[np.ndarray, "A K"]
+    live: Bool[np.ndarray, "A"]
+    ended: Bool[np.ndarray, "A"]
+
+
+class Prefilled(NamedTuple):
+    """A computed prompt: one of a batch."""
+
+    prompts: decoding.Prompts
+    index: int
+    width: int
+
+
+class Slots:
+    """The arrays of the slots on the device.
+
+    Args:
+      rows: number of slots, that is of completions that are sampled at the same time.
+      longest: maximum number of tokens of prompt and completion together.
+    """
+
+    def __init__(self, weights: Weights, rows: int, longest: int):
+        self.graphdef, self.eos_ids, self.mesh = weights.graphdef, weights.eos_ids, weights.mesh
+        self.count, self.longest = rows, longest
+        self.widths, self.prompt_widths = programs.widths_of(longest), programs.prompt_widths_of(longest)
+        self.params = jax.jit(decoding.cast_params, static_argnums=0)(weights.graphdef, weights.params)
+        self.head = self._merged().head()
+        self.vocab_size = self.head.shape[1]
+        self.pace = 0.0
+        """Seconds of one step of `advance`, averaged over the last calls."""
+        self.reset()
+
+    def _merged(self) -> Any:
+        from flax import nnx
+
+        return nnx.merge(self.graphdef, self.params)
+
+    def reset(self) -> None:
+        """Allocates empty slots. The arrays before are lost."""
+        self.state: programs.State | None = None
+        self.state = self._placed(programs.empty_state(self.graphdef, self.params, self.count, self.widths[0]))
+        self.ages, self._steps = np.zeros(self.count, np.int64), 0
+
+    def _placed(self, tree: Any) -> Any:
+        return place_slots(tree, self.mesh)
+
+    @property
+    def width(self) -> int:
+        """Current number of columns of the caches."""
+        assert self.state is not None
+        return self.state.width
+
+    def prompt_width(self, length: int) -> int:
+        """Returns the width to which a prompt is padded."""
+        return next(width for width in self.prompt_widths if width >= length)
+
+    def fit(self, needed: int) -> None:
+        """Resizes the caches for rows with up to `needed` columns; shrinks them only if half would suffice."""
+        wanted = next(width for width in self.widths if width >= needed)
+        if wanted > self.width or (wanted < self.width and 2 * needed <= wanted):
+            self.state = self._placed(programs.resized(self.state, wanted))
+
+    def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
+        """Computes one prompt, or up to `programs.prompts_at_once(width)`, padded to `width`."""
+        count = 1 if len(prompts) == 1 else programs.prompts_at_once(width)
+        tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        inputs = place_prompts((tokens, lengths), self.mesh, axis=0)
+        out = self._placed(decoding.prefill(self.graphdef, self.params, *inputs))
+        return [Prefilled(out, index, width) for index in range(len(prompts))]
+
+    def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
+        """Starts completions: `(slot, job, sample)`, all of prompts of one prefill. The caches must be wide enough."""
+        if not places:
+            return
+        starts = no_starts(self.count)
+        for slot, job, sample in places:
+            assert job.prefilled is not None
+            sampling = job.sampling
+            starts.take[slot], starts.source[slot] = True, job.prefilled.index
+            starts.seed[slot] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
+            starts.number[slot], starts.sample[slot] = job.number, sample
+            starts.limits[slot] = sampling.max_tokens
+            starts.sampling.temperature[slot], starts.sampling.top_p[slot] = sampling.temperature, sampling.top_p
+            starts.sampling.top_k[slot] = self.vocab_size if sampling.top_k is None else sampling.top_k
+            self.ages[slot] = 0
+        fresh = places[0][1].prefilled
+        assert fresh is not None
+        self.state = self._placed(programs.start(self.state, fresh.prompts, starts))
+
+    def advance(self, keep: Bool[np.ndarray, "A"], stop_at: int, steps: int) -> Sampled:
+        """Samples up to `steps` tokens of each row; rows where `keep` is False are cancelled."""
+        until, began = np.array([stop_at, steps], np.int32), time.perf_counter()
+        state = programs.advance(self.graphdef, self.params, self.head, self.state, keep, until, self.eos_ids)
+        self.state = state = self._placed(state)
+        rows = state.rows
+        wanted = rows.age, rows.live, rows.ended, rows.tokens, rows.logprobs, rows.steps
+        ages, live, ended, tokens, logprobs, done = fetch(wanted, self.mesh)
+        if (count := int(done) - self._steps) > 0:
+            seconds = (time.perf_counter() - began) / count
+            self.pace = seconds if not self.pace else 0.8 * self.pace + 0.2 * seconds
+        self._steps = int(done)
+        counts, self.ages = np.where(keep, ages[:, 0] - self.ages, 0), ages[:, 0].astype(np.int64)
+        return Sampled(counts, tokens[:, 0], logprobs[:, 0], live[:, 0], ended[:, 0])
+
+    def warm_up(self) -> None:
+        """Compiles and runs every program in every shape that can occur, so that no request waits for a compiler."""
+        shapes = [
+            (width, count)
+            for width in self.prompt_widths
+            for count in dict.fromkeys((1, programs.prompts_at_once(width)))
+        ]
+        with progress.task("compiling", len(shapes) + len(self.widths)) as advance:
+            fresh = {}
+            for width, count in shapes:
+                fresh[width, count] = jax.block_until_ready(self.prefill([[0]] * count, width)[0].prompts)
+                advance(1, f"prompts of {width} tokens")
+            for columns in self.widths:
+                self.state = self._placed(programs.resized(self.state, columns))
+                for (width, _), prompts in fresh.items():
+                    if width <= columns:
+                        self.state = self._placed(programs.start(self.state, prompts, no_starts(self.count)))
+                # Two steps of live rows, since a loop without steps shows neither the memory nor the time.
+                everything = no_starts(self.count)
+                everything.take[:], everything.limits[:] = True, 3
+                shortest = fresh[shapes[0]]
+                for _ in range(2):
+                    self.state = self._placed(programs.start(self.state, shortest, everything))
+                    self.pace = 0.0
+                    self.advance(np.ones(self.count, bool), 0, 2)
+                for smaller in self.widths:
+                    if smaller != columns:
+                        jax.block_until_ready(programs.resized(self.state, smaller).limits)
+                advance(1, f"{self.count} rows of {columns} columns")
+        self.reset()
+
+
+def no_starts(count: int) -> programs.Starts:
+    """Returns arrays on the host that start nothing; the caller sets the entries of slots."""
+    return programs.Starts(
+        take=np.zeros(count, bool),
+        source=np.zeros(count, np.int32),
+        seed=np.zeros((count, 2), np.uint32),
+        number=np.zeros(count, np.uint32),
+        sample=np.zeros(count, np.uint32),
+        limits=np.zeros(count, np.int32),
+        sampling=RowSampling(np.zeros(count, np.float32), np.ones(count, np.float32), np.ones(count, np.int32)),
+    )

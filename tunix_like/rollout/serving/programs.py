@@ -1,0 +1,253 @@
+"""The compiled programs of the server: start rows, sample tokens of all rows, resize the caches.
+
+They work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one completion. All
+requests share these programs, since the sampling parameters are arrays. Shapes are bounded by `widths_of`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from tunix_like.models.decoder import prompt_mask
+from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, empty_rows, prefill
+from tunix_like.rollout.logits import RowSampling, choose_each
+
+MOST_STEPS = 64
+"""Maximum number of tokens per row in one call of `advance`."""
+
+KEY_WORDS = 2
+KEYS = "threefry2x32"
+"""Kind of the random keys, whose data are two 32-bit words."""
+
+FIRST_WIDTH, FACTOR = 128, 4
+SHORTEST_PROMPT = 32
+TOKENS_OF_PREFILL, PROMPTS_OF_PREFILL = 1024, 8
+
+
+class State(NamedTuple):
+    """The prompts and completions of all slots, `A` of them.
+
+    Attributes:
+      limits: maximum number of tokens of each completion.
+    """
+
+    prompts: Prompts
+    rows: Rows
+    limits: Int[Array, "A"]
+    sampling: RowSampling
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the cache of prompts, and of that of completions."""
+        return self.rows.room
+
+
+class Starts(NamedTuple):
+    """What starts in each slot; slots where `take` is False are not changed.
+
+    Attributes:
+      source: index of the prompt among the new ones.
+      seed: high and low word of the seed.
+      number, sample: index of the prompt in its request, and of the completion among those of the prompt.
+    """
+
+    take: Bool[Array, "A"]
+    source: Int[Array, "A"]
+    seed: UInt32[Array, "A 2"]
+    number: UInt32[Array, "A"]
+    sample: UInt32[Array, "A"]
+    limits: Int[Array, "A"]
+    sampling: RowSampling
+
+
+def widths_of(longest: int) -> list[int]:
+    """Returns the widths of the caches, ascending; the last one is `longest`."""
+    widths = []
+    width = FIRST_WIDTH
+    while width < longest:
+        widths.append(width)
+        width *= FACTOR
+    return [*widths, longest]
+
+
+def prompt_widths_of(longest: int) -> list[int]:
+    """Returns the widths to which prompts are padded, ascending."""
+    widths = []
+    width = SHORTEST_PROMPT
+    while width < longest:
+        widths.append(width)
+        width *= 2
+    return [*widths, longest]
+
+
+def prompts_at_once(width: int) -> int:
+    """Returns how many prompts of this width one prefill may have; it has either one or this many."""
+    return PROMPTS_OF_PREFILL if width * PROMPTS_OF_PREFILL <= TOKENS_OF_PREFILL else 1
+
+
+def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
+    """Allocates slots without completions."""
+    tokens, lengths = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
+    shapes = jax.eval_shape(functools.partial(prefill, graphdef), params, tokens, lengths)
+    prompts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    # A row without a completion is computed too, and its prompt has a token, since attention to nothing is not defined.
+    prompts = prompts._replace(lengths=jnp.ones(slots, jnp.int32))
+    rows = empty_rows(prompts, 1, MOST_STEPS, width, KEY_WORDS)
+    sampling = RowSampling(jnp.zeros(slots), jnp.ones(slots), jnp.ones(slots, jnp.int32))
+    return State(prompts, rows, jnp.zeros(slots, jnp.int32), sampling)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def start(state: State, fresh: Prompts, starts: Starts) -> State:
+    """Places new prompts in slots and starts a completion in each of these.
+
+    A prompt that is the source of several slots was computed once. The random numbers of a completion depend only on
+    its seed, `number` and `sample`, as those of the sampler with the key of this seed.
+    """
+    take, rows = starts.take, state.rows
+
+    def placed(old: Array, new: Array, axis: int | None) -> Array:
+        here = take.reshape(-1, *(1,) * (old.ndim - 1))
+        if axis is None:
+            return jnp.where(here, new[starts.source], old)
+        width = new.shape[axis]
+        kept = jax.lax.slice_in_dim(old, 0, width, axis=axis)
+        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(here, new[starts.source], kept), 0, axis=axis)
+
+    prompts = Prompts(
+        placed(state.prompts.lengths, fresh.lengths, None),
+        placed(state.prompts.hidden, fresh.hidden, None),
+        [
+            (placed(k, new_k, 3), placed(v, new_v, 2))
+            for (k, v), (new_k, new_v) in zip(state.prompts.cache, fresh.cache, strict=True)
+        ],
+    )
+
+    def key_of(seed: Array, number: Array, sample: Array) -> Array:
+        key = jax.random.wrap_key_data(seed, impl=KEYS)
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, number), sample))
+
+    keys = jax.vmap(key_of)(starts.seed, starts.number, starts.sample)[:, None]
+    new = take[:, None]
+    rows = rows._replace(
+        age=jnp.where(new, 0, rows.age),
+        live=rows.live | new,
+        ended=rows.ended & ~new,
+        gap=jnp.where(new, 0, rows.gap),
+        keys=jnp.where(new[..., None], keys, rows.keys),
+        hidden=jnp.where(new[..., None], prompts.hidden[:, None], rows.hidden),
+    )
+    sampling = RowSampling(*(jnp.where(take, new, old) for old, new in zip(state.sampling, starts.sampling, strict=True)))
+    return State(prompts, rows, jnp.where(take, starts.limits, state.limits), sampling)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "eos_ids"), donate_argnames=("state",))
+def advance(
+    graphdef: Any,
+    params: Any,
+    head: Float[Array, "D V"],
+    state: State,
+    keep: Bool[Array, "A"],
+    until: Int[Array, "2"],
+    eos_ids: tuple[int, ...],
+) -> State:
+    """Samples tokens of all live rows, each with its own sampling parameters.
+
+    Args:
+      params: weights in the compute dtype, from `decoding.cast_params`; they are not cast again.
+      head: the output matrix, `Decoder.head()`.
+      keep: False for rows that are cancelled.
+      until: the loop ends when at most `until[0]` rows are live, after `until[1]` steps (at most `MOST_STEPS`), or when
+        a row has filled the cache.
+
+    Returns:
+      the state. `rows.tokens[:, 0, i]` and `rows.logprobs` are those of step `i`; a row has the first of them, as many
+      as its age increased.
+    """
+    model = nnx.merge(graphdef, params)
+    prompts, width, slots = state.prompts, state.width, keep.shape[0]
+    eos = jnp.array(eos_ids, jnp.int32)
+    mask = prompt_mask(prompts.lengths, width)
+    live_at_start = state.rows.live & keep[:, None]
+    # The parameters of rows without a completion must not add work.
+    idle = ~live_at_start[:, 0]
+    sampling = state.sampling._replace(temperature=jnp.where(idle, 0.0, state.sampling.temperature))
+
+    def body(carry: tuple[Array, Rows]) -> tuple[Array, Rows]:
+        step, rows = carry
+        logits = model.scores(rows.hidden[:, 0], head)
+
+        def draw(data: Array, age: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data, impl=KEYS), age))
+
+        uniform = jax.vmap(draw)(rows.keys[:, 0], rows.age[:, 0])
+        tokens, logprobs = (x[:, None] for x in choose_each(logits, uniform, sampling))
+        distance = ((rows.column - jnp.arange(width)) % width)[None, None]
+        hidden, cache = model.decode(
+            tokens,
+            prompts.lengths[:, None] + rows.age,
+            mask,
+            prompts.cache,
+            rows.cache,
+            rows.column,
+            distance <= rows.age[..., None],
+        )
+        age, ended = rows.age + rows.live, rows.ended | (rows.live & jnp.isin(tokens, eos))
+        return step + 1, rows._replace(
+            column=(rows.column + 1) % width,
+            steps=rows.steps + 1,
+            age=age,
+            live=rows.live & ~ended & (age < state.limits[:, None]),
+            ended=ended,
+            hidden=jnp.where(rows.live[..., None], hidden, rows.hidden),
+            tokens=jax.lax.dynamic_update_slice_in_dim(rows.tokens, tokens[..., None], step, axis=2),
+            logprobs=jax.lax.dynamic_update_slice_in_dim(rows.logprobs, logprobs[..., None], step, axis=2),
+            cache=cache,
+        )
+
+    def more(carry: tuple[Array, Rows]) -> Array:
+        step, rows = carry
+        used = jnp.where(rows.live, rows.age, 0).max()
+        return (rows.live.sum() > until[0]) & (step < until[1]) & (used < width)
+
+    with jax.named_scope(TOKENS):
+        _, rows = jax.lax.while_loop(more, body, (jnp.int32(0), state.rows._replace(live=live_at_start)))
+    return state._replace(rows=rows)
+
+
+@functools.partial(jax.jit, static_argnames=("width",))
+def resized(state: State, width: int) -> State:
+    """Changes the number of columns of both caches. No live row may have more than `width` tokens in one of them.
+
+    The ring buffer of the completions is unrolled (oldest column first). The oldest columns are dropped, or empty ones
+    are appended.
+    """
+    old = state.width
+
+    def fit(x: Array, axis: int, from_end: bool) -> Array:
+        if width <= old:
+            first = old - width if from_end else 0
+            return jax.lax.slice_in_dim(x, first, first + width, axis=axis)
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, width - old)
+        return jnp.pad(x, padding)
+
+    def unrolled(x: Array, axis: int) -> Array:
+        return fit(jnp.roll(x, -state.rows.column, axis=axis), axis, from_end=True)
+
+    prompts = state.prompts._replace(
+        cache=[(fit(k, 3, from_end=False), fit(v, 2, from_end=False)) for k, v in state.prompts.cache]
+    )
+    rows = state.rows._replace(
+        column=jnp.int32(old if width > old else 0),
+        cache=[(unrolled(k, 3), unrolled(v, 2)) for k, v in state.rows.cache],
+    )
+    # Slots without a completion may have a longer prompt than `width`.
+    lengths = jnp.minimum(prompts.lengths, width)
+    return state._replace(prompts=prompts._replace(lengths=lengths), rows=rows)
