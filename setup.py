@@ -41,6 +41,10 @@ EXTRAS = {
     "vllm": ["aiohttp>=3.14"],  # concurrent requests to the servers of rollout.engine: vllm
     # Sessions of OpenEnv servers. The package openenv is for servers: about 100 packages, gradio and pandas among them.
     "openenv": ["websockets>=15.0.1"],
+    "serve": [
+        "starlette>=1.10.0",  # routes, requests and streamed answers of `tunix-like serve`
+        "uvicorn>=0.54.0",  # the HTTP server under it
+    ],
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
     "test": [
@@ -50,6 +54,10 @@ EXTRAS = {
         "aiohttp>=3.14",  # the engine over HTTP, whose servers the tests also play
         "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
         "websockets>=15.0.1",  # the extra `openenv`
+        "starlette>=1.10.0",  # as in the extra serve
+        "uvicorn>=0.54.0",
+        "openai>=3.54.0",  # the client that the tests of `serve` use
+        "httpx>=0.28.1",  # plain requests to it
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],

@@ -85,12 +85,13 @@ def _add_inference(command: AddCommand) -> None:
     )
     evaluate.add_argument("source", nargs="?", help=source)
     generate = _add_generate(command, source)
+    serve = _add_serve(command, source)
     export = command("export", "export:export", "write a Hugging Face folder", "export runs/maze-maxrl-s0 exported")
     export.add_argument("source", help=source)
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in the PEFT format")
     export.add_argument("--overwrite", action="store_true", help="replace the whole folder OUT if it is an export")
-    for sub in (evaluate, generate, export):
+    for sub in (evaluate, generate, serve, export):
         sub.add_argument(
             "--best", action="store_true", help="use the best checkpoint by training.best_metric instead of the newest"
         )
@@ -132,6 +133,37 @@ def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
     )
     generate.add_argument("source", help=source)
     return generate
+
+
+def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
+    """Adds the command `serve`; `source` describes its first argument."""
+    serve = command(
+        "serve",
+        "serve:serve",
+        "answer requests in the form of OpenAI over HTTP; needs the extra `serve`",
+        "serve runs/maze-maxrl-s0 --port 8000",
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need an API key")
+    serve.add_argument("--port", type=int, default=8000, metavar="N", help="port (default 8000); 0: a free one")
+    serve.add_argument(
+        "--max-rows", type=int, default=32, metavar="N", help="completions that are sampled at once (default 32)"
+    )
+    serve.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens of prompt and completion together; default: rollout.max_prompt_length + "
+        "rollout.max_tokens_to_generate",
+    )
+    serve.add_argument(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="completions that may wait for a row; requests beyond it get the status 429 (default 256)",
+    )
+    serve.add_argument("source", help=source)
+    return serve
 
 
 def _add_analysis(command: AddCommand) -> None:

@@ -143,7 +143,9 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
         keys=jnp.where(new[..., None], keys, rows.keys),
         hidden=jnp.where(new[..., None], prompts.hidden[:, None], rows.hidden),
     )
-    sampling = RowSampling(*(jnp.where(take, new, old) for old, new in zip(state.sampling, starts.sampling, strict=True)))
+    sampling = RowSampling(
+        *(jnp.where(take, new, old) for old, new in zip(state.sampling, starts.sampling, strict=True))
+    )
     return State(prompts, rows, jnp.where(take, starts.limits, state.limits), sampling)
 
 

@@ -1,0 +1,157 @@
+"""The command `serve`: a model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunix_like.cli.common import chosen_source, setup_jax
+from tunix_like.errors import UserError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from tunix_like.rollout.serving.app import Server
+    from tunix_like.rollout.serving.requests import Settings
+    from tunix_like.runs.trained import Trained
+
+KEY = "TUNIX_LIKE_API_KEY"
+"""Environment variable with the API key."""
+
+SECONDS_TO_FINISH = 25
+"""Time that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Serves a model until SIGTERM or Ctrl-C.
+
+    Raises:
+      UserError: an option is invalid, the port is in use, the extra is not installed, or see `open_trained`.
+    """
+    _check(arguments)
+    key = _api_key(arguments.host)
+    listener = _listen(arguments.host, arguments.port)
+    with listener:
+        setup_jax()
+        from tunix_like.models.loading import check_fit
+        from tunix_like.rollout.serving.app import make_app
+        from tunix_like.runs.trained import open_trained
+
+        trained = open_trained(chosen_source(arguments.source, arguments.best), arguments.overrides)
+        check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)
+        settings = _settings(arguments, trained)
+        server = _server(arguments, settings, trained)
+        del trained  # the weights in the stored dtype are not needed beside those in the compute dtype
+        gc.collect()
+        server.hub.batcher.slots.warm_up()
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {settings.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        asyncio.run(_run(make_app(server, key), server, listener))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Checks the options and that the packages of the extra are installed."""
+    for name, least in (("max_rows", 1), ("max_length", 2), ("max_waiting", 1), ("port", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserError(f"serve: --{name.replace('_', '-')} {value}: it must be at least {least}.")
+    if arguments.port > 65535:
+        raise UserError(f"serve: --port {arguments.port}: it must be at most 65535.")
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"serve: {error.name} is not installed: pip install 'tunix-like[serve]'") from None
+
+
+def _api_key(host: str) -> str | None:
+    """Returns the API key. Raises UserError if there is none and the host is not loopback."""
+    key = os.environ.get(KEY, "").strip()
+    if key:
+        return key
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise UserError(
+            f"serve: --host {host} is reachable from other machines; set the environment variable {KEY} to a key that "
+            "requests must have, or use 127.0.0.1."
+        )
+    return None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Binds the socket, before the model is loaded. Raises UserError if the address cannot be used."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(f"serve: cannot listen on {host}, port {port}: {error.strerror or error}.") from None
+    return listener
+
+
+def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
+    """Returns the limits and defaults of requests. Raises UserError if the model has fewer positions."""
+    from tunix_like.rollout.serving.requests import Settings
+
+    rollout, model = trained.config.rollout, trained.model_config
+    longest = arguments.max_length or rollout.max_prompt_length + rollout.max_tokens_to_generate
+    if longest > model.max_positions:
+        raise UserError(
+            f"serve: --max-length {longest}: the model has {model.max_positions} positions (max_position_embeddings)."
+        )
+    step = Path(trained.origin).name
+    return Settings(
+        name=arguments.source,
+        version=step if step.isdigit() else "default",
+        vocab_size=model.vocab_size,
+        longest=longest,
+        max_tokens=rollout.max_tokens_to_generate,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_waiting=arguments.max_waiting,
+    )
+
+
+def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained) -> Server:
+    from tunix_like.rollout.serving.app import Server
+    from tunix_like.rollout.serving.device import Slots, Weights
+    from tunix_like.rollout.serving.hub import Hub
+    from tunix_like.rollout.serving.metrics import Metrics
+    from tunix_like.training.engine import make_engine
+
+    engine = make_engine(trained.graphdef, trained.tokenizer, trained.config.rollout, trained.mesh)
+    weights = Weights(trained.graphdef, engine.place(trained.params), engine.eos_ids, engine.mesh)
+    slots = Slots(weights, arguments.max_rows, settings.longest)
+    return Server(settings, trained.tokenizer, Hub(slots, Metrics(), settings.max_waiting))
+
+
+async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
+    """Serves until a signal; running requests are finished first."""
+    import uvicorn
+
+    class Stoppable(uvicorn.Server):
+        """Ends normally after a signal; a second one ends it at once."""
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SECONDS_TO_FINISH
+    )
+    server.hub.open()
+    await Stoppable(config).serve(sockets=[listener])
+    server.hub.batcher.close()

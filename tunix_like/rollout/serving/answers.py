@@ -1,0 +1,262 @@
+"""The answers of the routes that sample, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.rollout.serving.chat import CallStream, parsed_calls
+from tunix_like.rollout.serving.jobs import Job, Part
+from tunix_like.rollout.serving.requests import Request, Settings
+from tunix_like.rollout.serving.text import TextStream
+
+
+class Choice:
+    """One completion of a request while it grows.
+
+    Attributes:
+      tokens, logprobs: those so far; with a stop string, up to the token that completes it.
+      text: the final part of the text so far.
+      reason: "stop" or "length"; None if it has not ended.
+      stopped_by: the stop string or the further stop id that ended it.
+    """
+
+    def __init__(self, index: int, job: Job, request: Request, tokenizer: Tokenizer):
+        self.index, self.job = index, job
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.text = ""
+        self.reason: str | None = None
+        self.stopped_by: str | int | None = None
+        self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=not request.special)
+        # A whole answer without stop strings is decoded once, at its end.
+        self._stream = TextStream(self._decode, request.stops) if request.stream or request.stops else None
+
+    def add(self, part: Part) -> str:
+        """Adds a part; returns the text that it adds."""
+        text, used = "", len(part.tokens)
+        self.reason, self.stopped_by = part.reason, part.stop_id
+        if self._stream is not None:
+            text, used, stop = self._stream.add(part.tokens, last=part.reason is not None)
+            if stop is not None:
+                self.reason, self.stopped_by = "stop", stop
+        self.tokens += part.tokens[:used]
+        self.logprobs += part.logprobs[:used]
+        if self._stream is None and self.reason is not None:
+            text = self._decode(self.tokens)
+        self.text += text
+        return text
+
+
+class Answer:
+    """The answer to one request: its completions, and how its route writes them.
+
+    Subclasses write the choices.
+    """
+
+    kind, prefix = "", ""
+
+    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+        self.request, self.settings, self.tokenizer = request, settings, tokenizer
+        self.id, self.created = f"{self.prefix}{secrets.token_hex(16)}", int(time.time())
+        pairs = [(job, sample) for job in request.jobs for sample in range(job.count)]
+        self.choices = {pair: Choice(index, pair[0], request, tokenizer) for index, pair in enumerate(pairs)}
+
+    def whole(self) -> dict[str, Any]:
+        """Returns the whole answer, after all completions have ended."""
+        choices = [self.choice(choice) for choice in self.choices.values()]
+        return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
+
+    def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
+        """Yields the events of a further part of a completion.
+
+        Args:
+          tokens: the indices of the new tokens.
+        """
+        for content in self.deltas(choice, text, tokens):
+            body = {**self.head(self.streamed_kind), "choices": [content]}
+            yield event(body | ({"usage": None} if self.request.usage_in_stream else {}))
+
+    def last_events(self) -> Iterator[str]:
+        """Yields the events after all completions have ended."""
+        if self.request.usage_in_stream:
+            yield event({**self.head(self.streamed_kind), "choices": [], "usage": self.usage()})
+        yield "data: [DONE]\n\n"
+
+    @property
+    def streamed_kind(self) -> str:
+        """The `object` of an event."""
+        return self.kind
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Returns the fields before the choices."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
+
+    def usage(self) -> dict[str, int]:
+        """Returns the numbers of tokens; each prompt counts once."""
+        prompt = sum(len(job.prompt) for job in self.request.jobs)
+        completion = sum(len(choice.tokens) for choice in self.choices.values())
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """Returns a completion that has ended."""
+        raise NotImplementedError
+
+    def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
+        """Yields further parts of a completion."""
+        raise NotImplementedError
+
+    def token_text(self, token: int) -> str:
+        """Returns the text of one token."""
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+
+class CompletionAnswer(Answer):
+    """The answer of `/v1/completions`."""
+
+    kind, prefix = "text_completion", "cmpl-"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """See `Answer`."""
+        return self._choice(choice, choice.text, slice(0, None))
+
+    def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
+        """See `Answer`."""
+        if text or choice.reason is not None or ((self.request.logprobs or self.request.token_ids) and choice.tokens):
+            yield self._choice(choice, text, tokens)
+
+    def _choice(self, choice: Choice, text: str, tokens: slice) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._logprobs(choice, tokens) if self.request.logprobs else None,
+            "finish_reason": choice.reason,
+            "stop_reason": choice.stopped_by,
+        }
+        if self.request.token_ids:
+            found["token_ids"] = choice.tokens[tokens]
+            found["prompt_token_ids"] = list(choice.job.prompt) if tokens.start == 0 else None
+        return found
+
+    def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
+        texts = [self.token_text(token) for token in choice.tokens[: tokens.stop]]
+        offsets = [0]
+        for text in texts:
+            offsets.append(offsets[-1] + len(text))
+        return {
+            "tokens": texts[tokens],
+            "token_logprobs": choice.logprobs[tokens],
+            "top_logprobs": None,
+            "text_offset": offsets[:-1][tokens],
+        }
+
+
+class ChatAnswer(Answer):
+    """The answer of `/v1/chat/completions`."""
+
+    kind, prefix, streamed_kind = "chat.completion", "chatcmpl-", "chat.completion.chunk"
+
+    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+        super().__init__(request, settings, tokenizer)
+        self._calls = {choice: CallStream() for choice in self.choices.values()} if request.tools else {}
+        self._begun: set[Choice] = set()
+
+    def whole(self) -> dict[str, Any]:
+        """See `Answer`."""
+        prompt = {"prompt_token_ids": list(self.request.jobs[0].prompt)} if self.request.token_ids else {}
+        return super().whole() | prompt
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """See `Answer`."""
+        content, calls = parsed_calls(choice.text) if self.request.tools else (choice.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
+        if calls:
+            message["tool_calls"] = calls
+        found = {"index": choice.index, "message": message, **self._rest(choice, slice(0, None), bool(calls))}
+        return found
+
+    def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
+        """See `Answer`."""
+        if choice not in self._begun:
+            self._begun.add(choice)
+            yield {
+                "index": choice.index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        calls: list[dict[str, Any]] = []
+        if self.request.tools:
+            text = self._calls[choice].add(text)
+            if choice.reason is not None:
+                rest, calls = self._calls[choice].finish()
+                text += rest
+        delta: dict[str, Any] = {"content": text} if text or not calls else {}
+        if calls:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        more = self.request.logprobs or self.request.token_ids
+        if text or calls or choice.reason is not None or more:
+            yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
+
+    def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
+        """Returns the fields of a choice after its message."""
+        logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
+        found: dict[str, Any] = {
+            "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
+            "finish_reason": "tool_calls" if called and choice.reason == "stop" else choice.reason,
+            "stop_reason": choice.stopped_by,
+        }
+        if self.request.token_ids:
+            found["token_ids"] = choice.tokens[tokens]
+        return found
+
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
+        return {"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []}
+
+
+class GenerateAnswer(Answer):
+    """The answer of `/inference/v1/generate`, as in vLLM."""
+
+    def whole(self) -> dict[str, Any]:
+        """See `Answer`."""
+        found = super().whole()
+        del found["object"]
+        found["request_id"] = found.pop("id")
+        found["output_mode"] = "tokens"
+        found["prompt_token_ids"] = list(self.request.jobs[0].prompt) if self.request.token_ids else None
+        return found
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """See `Answer`."""
+        return {
+            "index": choice.index,
+            "token_ids": choice.tokens,
+            "logprobs": {"content": self._logprobs(choice)} if self.request.logprobs else None,
+            "finish_reason": choice.reason,
+            "stop_reason": choice.stopped_by,
+            "weight_versions": [{"version": self.settings.version, "start": 0, "end": len(choice.tokens)}],
+        }
+
+    def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
+        """Returns the tokens with their log-probabilities; some clients read `token`, others `token_id`."""
+        return [
+            {
+                "token": f"token_id:{token}",
+                "token_id": token,
+                "logprob": logprob,
+                "rank": None,
+                "top_logprobs": [{"token_id": token, "logprob": logprob, "rank": None}],
+            }
+            for token, logprob in zip(choice.tokens, choice.logprobs, strict=True)
+        ]
+
+
+def event(body: Any) -> str:
+    """Returns a server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,76 @@
+"""Turns tokens into text as they come, and finds stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Added(NamedTuple):
+    """The text of further tokens.
+
+    Attributes:
+      text: text that is final; the rest is returned later.
+      used: number of the tokens that belong to the completion; those after a stop string do not.
+      stop: the stop string that ended the completion. It is not part of the text.
+    """
+
+    text: str
+    used: int
+    stop: str | None
+
+
+class TextStream:
+    """The text of one completion, decoded from a window of its last tokens.
+
+    The beginning of a character or of a stop string is kept back until it is complete. The parts together are
+    `decode(all tokens)`, up to the stop string.
+
+    Args:
+      decode: tokens to text.
+      stops: strings that end the completion.
+    """
+
+    def __init__(self, decode: Decode, stops: Sequence[str] = ()):
+        self._decode, self._stops = decode, [stop for stop in stops if stop]
+        self._window: list[int] = []  # tokens of which the first `_read` are in the text
+        self._read = 0
+        self._held = ""
+
+    def add(self, tokens: Sequence[int], last: bool) -> Added:
+        """Adds tokens; `last` if no more follow. With stop strings, tokens are decoded one by one."""
+        if not self._stops:
+            return Added(self._decoded(tokens, last), len(tokens), None)
+        text = ""
+        for place, token in enumerate(tokens):
+            self._held += self._decoded([token], last and place == len(tokens) - 1)
+            found = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+            if found:
+                start, stop = min(found)
+                return Added(text + self._held[:start], place + 1, stop)
+            kept = 0 if last and place == len(tokens) - 1 else self._beginning()
+            text += self._held[: len(self._held) - kept]
+            self._held = self._held[len(self._held) - kept :]
+        if last:
+            text, self._held = text + self._held, ""
+        return Added(text, len(tokens), None)
+
+    def _beginning(self) -> int:
+        """Returns the length of the longest end of the held text that a stop string begins with."""
+        longest = min(len(self._held), max(map(len, self._stops)) - 1)
+        sizes = range(longest, 0, -1)
+        return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
+
+    def _decoded(self, tokens: Sequence[int], last: bool) -> str:
+        """Returns the text that further tokens add."""
+        self._window += tokens
+        before, after = self._decode(self._window[: self._read]), self._decode(self._window)
+        if not last and after.endswith("\ufffd"):  # probably a character of which bytes are missing
+            return ""
+        # The next text is decoded after the tokens of this one, because a space may depend on the text before.
+        if len(after) > len(before):
+            self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return after[len(before) :]
