@@ -146,8 +146,7 @@ async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
         """Ends normally after a signal; a second one ends it at once."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
-            self.force_exit = self.should_exit
-            self.should_exit = True
+            self.should_exit, self.force_exit = True, bool(self.should_exit)
 
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SECONDS_TO_FINISH

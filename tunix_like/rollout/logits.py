@@ -6,7 +6,7 @@ It needs no sort over the vocabulary and no random numbers per vocabulary entry.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from tunix_like.models.sharding import row_axes
 from tunix_like.types import SamplingParams
+
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
 
 BLOCK = 256
 """Block size of the inverse-CDF search. Short running sums keep the float32 rounding errors small."""
@@ -64,9 +67,9 @@ class RowSampling(NamedTuple):
       top_k: the size of the vocabulary keeps every token.
     """
 
-    temperature: Float[Array, "N"]
-    top_p: Float[Array, "N"]
-    top_k: Int[Array, "N"]
+    temperature: Float[AnyArray, "N"]
+    top_p: Float[AnyArray, "N"]
+    top_k: Int[AnyArray, "N"]
 
 
 def choose_each(

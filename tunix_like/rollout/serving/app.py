@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NamedTuple
 
-import anyio.to_thread
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.rollout.serving import requests
-from tunix_like.rollout.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer, event
+from tunix_like.rollout.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, GenerateAnswer, event
 from tunix_like.rollout.serving.fields import RequestError, parse_object
 from tunix_like.rollout.serving.hub import Exchange, Hub
 from tunix_like.rollout.serving.metrics import CONTENT_TYPE
@@ -151,11 +151,15 @@ class _Guard:
 class _Events(StreamingResponse):
     """A stream of events, which is closed at once when the client disconnects."""
 
+    def __init__(self, events: AsyncGenerator[str, None]):
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self.body_iterator.aclose()  # type: ignore[union-attr]
+            await self._events.aclose()
 
 
 async def _sample(server: Server, http: Http, parse: Parse, kind: type[Answer]) -> Response:
@@ -165,11 +169,11 @@ async def _sample(server: Server, http: Http, parse: Parse, kind: type[Answer]) 
         body = parse_object(await _body(http))
         server.hub.check_room()
         # In a thread, because long texts take milliseconds to encode and a chat template may take seconds.
-        request = await anyio.to_thread.run_sync(parse, body, server.settings, server.tokenizer)
+        request = await run_in_threadpool(parse, body, server.settings, server.tokenizer)
         server.hub.check_room()
         answer = kind(request, server.settings, server.tokenizer)
         if request.stream:
-            return _Events(_events(server.hub, answer, began), media_type="text/event-stream")
+            return _Events(_events(server.hub, answer, began))
         return await _whole(server.hub, http, answer, began)
     except RequestError as error:
         headers = {"retry-after": str(server.hub.retry_after())} if error.http == 429 else None
@@ -224,7 +228,7 @@ async def _collect(hub: Hub, answer: Answer, began: float) -> None:
         pass
 
 
-async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncIterator[tuple[Any, str, slice]]:
+async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple[Choice, str, slice], None]:
     """Yields each completion when it has grown, with its new text and the indices of its new tokens.
 
     Raises:
@@ -242,7 +246,7 @@ async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncIterator[tuple[
             yield choice, text, slice(before, len(choice.tokens))
 
 
-async def _events(hub: Hub, answer: Answer, began: float) -> AsyncIterator[str]:
+async def _events(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[str, None]:
     """Yields the events of a streamed answer. The response closes it when the client disconnects."""
     grown = _grown(hub, answer, began)
     try:
@@ -255,4 +259,4 @@ async def _events(hub: Hub, answer: Answer, began: float) -> AsyncIterator[str]:
         error = _failure()
         yield event({"error": {"message": str(error), "type": error.kind, "param": None, "code": error.http}})
     finally:
-        await grown.aclose()  # type: ignore[attr-defined]
+        await grown.aclose()

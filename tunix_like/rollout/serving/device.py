@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from tunix_like.models.sharding import fetch, place_prompts, place_slots
+from tunix_like.models.sharding import fetch, place_prompts, place_slots, scope
 from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import RowSampling
 from tunix_like.rollout.serving import programs
@@ -53,7 +54,7 @@ class Prefilled(NamedTuple):
     """A computed prompt: one of a batch."""
 
     prompts: decoding.Prompts
-    index: int
+    row: int
     width: int
 
 
@@ -70,21 +71,21 @@ class Slots:
         self.count, self.longest = rows, longest
         self.widths, self.prompt_widths = programs.widths_of(longest), programs.prompt_widths_of(longest)
         self.params = jax.jit(decoding.cast_params, static_argnums=0)(weights.graphdef, weights.params)
-        self.head = self._merged().head()
+        self.head = nnx.merge(self.graphdef, self.params).head()
         self.vocab_size = self.head.shape[1]
         self.pace = 0.0
         """Seconds of one step of `advance`, averaged over the last calls."""
         self.reset()
 
-    def _merged(self) -> Any:
-        from flax import nnx
-
-        return nnx.merge(self.graphdef, self.params)
-
     def reset(self) -> None:
         """Allocates empty slots. The arrays before are lost."""
         self.state: programs.State | None = None
-        self.state = self._placed(programs.empty_state(self.graphdef, self.params, self.count, self.widths[0]))
+        with scope(self.mesh):
+            state = programs.empty_state(self.graphdef, self.params, self.count, self.widths[0])
+            if self.mesh is None:
+                # Bound to its device, as the results of the other programs are; otherwise `start` is compiled twice.
+                state = jax.device_put(state, next(iter(self.head.devices())))
+            self.state = self._placed(state)
         self.ages, self._steps = np.zeros(self.count, np.int64), 0
 
     def _placed(self, tree: Any) -> Any:
@@ -114,7 +115,7 @@ class Slots:
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         inputs = place_prompts((tokens, lengths), self.mesh, axis=0)
         out = self._placed(decoding.prefill(self.graphdef, self.params, *inputs))
-        return [Prefilled(out, index, width) for index in range(len(prompts))]
+        return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
         """Starts completions: `(slot, job, sample)`, all of prompts of one prefill. The caches must be wide enough."""
@@ -124,7 +125,7 @@ class Slots:
         for slot, job, sample in places:
             assert job.prefilled is not None
             sampling = job.sampling
-            starts.take[slot], starts.source[slot] = True, job.prefilled.index
+            starts.take[slot], starts.source[slot] = True, job.prefilled.row
             starts.seed[slot] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
             starts.number[slot], starts.sample[slot] = job.number, sample
             starts.limits[slot] = sampling.max_tokens
@@ -157,7 +158,7 @@ class Slots:
             for width in self.prompt_widths
             for count in dict.fromkeys((1, programs.prompts_at_once(width)))
         ]
-        with progress.task("compiling", len(shapes) + len(self.widths)) as advance:
+        with scope(self.mesh), progress.task("compiling", len(shapes) + len(self.widths)) as advance:
             fresh = {}
             for width, count in shapes:
                 fresh[width, count] = jax.block_until_ready(self.prefill([[0]] * count, width)[0].prompts)

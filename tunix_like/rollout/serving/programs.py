@@ -7,7 +7,7 @@ requests share these programs, since the sampling parameters are arrays. Shapes 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from tunix_like.models.decoder import prompt_mask
 from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, empty_rows, prefill
 from tunix_like.rollout.logits import RowSampling, choose_each
+
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
 
 MOST_STEPS = 64
 """Maximum number of tokens per row in one call of `advance`."""
@@ -57,12 +60,12 @@ class Starts(NamedTuple):
       number, sample: index of the prompt in its request, and of the completion among those of the prompt.
     """
 
-    take: Bool[Array, "A"]
-    source: Int[Array, "A"]
-    seed: UInt32[Array, "A 2"]
-    number: UInt32[Array, "A"]
-    sample: UInt32[Array, "A"]
-    limits: Int[Array, "A"]
+    take: Bool[AnyArray, "A"]
+    source: Int[AnyArray, "A"]
+    seed: UInt32[AnyArray, "A 2"]
+    number: UInt32[AnyArray, "A"]
+    sample: UInt32[AnyArray, "A"]
+    limits: Int[AnyArray, "A"]
     sampling: RowSampling
 
 
@@ -91,6 +94,7 @@ def prompts_at_once(width: int) -> int:
     return PROMPTS_OF_PREFILL if width * PROMPTS_OF_PREFILL <= TOKENS_OF_PREFILL else 1
 
 
+@functools.partial(jax.jit, static_argnames=("graphdef", "slots", "width"))
 def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
     """Allocates slots without completions."""
     tokens, lengths = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
@@ -173,7 +177,7 @@ def advance(
       as its age increased.
     """
     model = nnx.merge(graphdef, params)
-    prompts, width, slots = state.prompts, state.width, keep.shape[0]
+    prompts, width = state.prompts, state.width
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, width)
     live_at_start = state.rows.live & keep[:, None]

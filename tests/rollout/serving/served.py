@@ -1,0 +1,119 @@
+"""Models, tokenizers and servers of these tests: random letters, and a model that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+import uvicorn
+from flax import nnx
+from tokenizers import AddedToken
+
+from tests.rollout.environments.test_bridge import QWEN25
+from tests.tiny_model import letters_backend
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.rollout.serving.app import Server, make_app
+from tunix_like.rollout.serving.device import Slots, Weights
+from tunix_like.rollout.serving.hub import Hub
+from tunix_like.rollout.serving.metrics import Metrics
+from tunix_like.rollout.serving.requests import Settings
+
+NAME = "letters"
+
+
+def random_model(vocabulary: int, seed: int = 0) -> tuple[Any, Any]:
+    """Graph and weights large enough for logits that differ."""
+    config = DecoderConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=8, qkv_bias=True, qk_norm=True,
+    )  # fmt: skip
+    rng = np.random.default_rng(seed)
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
+    spread = lambda x: x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype)  # noqa: E731
+    return graphdef, jax.tree.map(spread, nnx.to_pure_dict(state))
+
+
+def letters() -> tuple[Weights, Tokenizer]:
+    """A random model of letters."""
+    tokenizer = Tokenizer(letters_backend(), eos_token="<eos>")
+    graphdef, params = random_model(tokenizer.vocab_size)
+    return Weights(graphdef, params, tokenizer.eos_ids), tokenizer
+
+
+def speaker(words: Sequence[str]) -> tuple[Weights, Tokenizer]:
+    """A chat model whose every answer is `words`, one token each; and its byte-level tokenizer."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    special = [AddedToken(each, special=True) for each in ("<|im_end|>", "<|im_start|>")]
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=special, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([""], trainer)
+    backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in words if len(word) > 1])
+    tokenizer = Tokenizer(backend, eos_token="<|im_end|>", chat_template=QWEN25)
+    ids = [backend.encode(word, add_special_tokens=False).ids[0] for word in words]
+    (newline,) = backend.encode("\n", add_special_tokens=False).ids
+    return Weights(*successor_model(tokenizer.vocab_size, [newline, *ids, tokenizer.eos_ids[0]]), tokenizer.eos_ids), tokenizer
+
+
+def successor_model(vocabulary: int, chain: Sequence[int]) -> tuple[Any, Any]:
+    """After each token of `chain` comes the next one. The layers compute as always, and add nothing."""
+    width = -(-vocabulary // 4) * 4
+    config = DecoderConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1,
+        head_dim=8, tie_embeddings=False,
+    )  # fmt: skip
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    params = nnx.to_pure_dict(state)
+    for layer in params["layers"].values():
+        for part, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+            layer[part][name]["kernel"] = jnp.zeros_like(layer[part][name]["kernel"])
+    head = np.zeros((width, vocabulary), np.float32)
+    assert len(set(chain)) == len(chain), "a token has one successor"
+    for token, following in zip(chain, chain[1:], strict=False):
+        head[token, following] = 2.0
+    params["embed_tokens"]["embedding"] = jnp.eye(vocabulary, width)
+    params["lm_head"]["kernel"] = jnp.asarray(head)
+    return graphdef, params
+
+
+def settings_of(weights: Weights, longest: int, **changed: Any) -> Settings:
+    vocabulary = nnx.merge(weights.graphdef, weights.params).config.vocab_size
+    return Settings(NAME, "7", vocabulary, longest, **({"max_tokens": 24} | changed))
+
+
+@contextlib.contextmanager
+def running(
+    weights: Weights, tokenizer: Tokenizer, rows: int = 8, longest: int = 200, key: str | None = None, **changed: Any
+) -> Iterator[tuple[str, Server]]:
+    """The address of a server in a thread, with everything between HTTP and the decoder."""
+    settings = settings_of(weights, longest, **changed)
+    server = Server(settings, tokenizer, Hub(Slots(weights, rows, longest), Metrics(), settings.max_waiting))
+    config = uvicorn.Config(make_app(server, key), port=0, log_level="warning", lifespan="off")
+    http = uvicorn.Server(config)
+
+    async def run() -> None:
+        server.hub.open()
+        await http.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        while not http.started:
+            thread.join(0.02)
+            assert thread.is_alive()
+        yield f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}", server
+    finally:
+        http.should_exit = True
+        thread.join()
+        server.hub.batcher.close()
