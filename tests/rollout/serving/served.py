@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -63,7 +64,9 @@ def speaker(words: Sequence[str]) -> tuple[Weights, Tokenizer]:
     tokenizer = Tokenizer(backend, eos_token="<|im_end|>", chat_template=QWEN25)
     ids = [backend.encode(word, add_special_tokens=False).ids[0] for word in words]
     (newline,) = backend.encode("\n", add_special_tokens=False).ids
-    return Weights(*successor_model(tokenizer.vocab_size, [newline, *ids, tokenizer.eos_ids[0]]), tokenizer.eos_ids), tokenizer
+    return Weights(
+        *successor_model(tokenizer.vocab_size, [newline, *ids, tokenizer.eos_ids[0]]), tokenizer.eos_ids
+    ), tokenizer
 
 
 def successor_model(vocabulary: int, chain: Sequence[int]) -> tuple[Any, Any]:
@@ -80,7 +83,7 @@ def successor_model(vocabulary: int, chain: Sequence[int]) -> tuple[Any, Any]:
             layer[part][name]["kernel"] = jnp.zeros_like(layer[part][name]["kernel"])
     head = np.zeros((width, vocabulary), np.float32)
     assert len(set(chain)) == len(chain), "a token has one successor"
-    for token, following in zip(chain, chain[1:], strict=False):
+    for token, following in itertools.pairwise(chain):
         head[token, following] = 2.0
     params["embed_tokens"]["embedding"] = jnp.eye(vocabulary, width)
     params["lm_head"]["kernel"] = jnp.asarray(head)
