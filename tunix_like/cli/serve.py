@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 KEY = "TUNIX_LIKE_API_KEY"
 """Environment variable with the API key."""
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
 SECONDS_TO_FINISH = 25
 """Time that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""
 
@@ -51,6 +54,7 @@ def serve(arguments: argparse.Namespace) -> None:
         del trained  # the weights in the stored dtype are not needed beside those in the compute dtype
         gc.collect()
         server.hub.batcher.slots.warm_up()
+        listener.listen(BACKLOG)  # before the line below, so that who reads it can connect
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"serving {settings.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
@@ -94,8 +98,12 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise UserError(f"serve: cannot listen on {host}, port {port}: {error.strerror or error}.") from None
     return listener

@@ -105,6 +105,7 @@ class Slots:
         """Resizes the caches for rows with up to `needed` columns; shrinks them only if half would suffice."""
         wanted = next(width for width in self.widths if width >= needed)
         if wanted > self.width or (wanted < self.width and 2 * needed <= wanted):
+            self.pace *= max(1.0, wanted / self.width)  # wider caches take longer to read
             self.state = self._placed(programs.resized(self.state, wanted))
 
     def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
