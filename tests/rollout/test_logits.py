@@ -12,7 +12,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import build_mesh, scope
-from tunix_like.rollout.logits import BLOCK, SamplingParams, choose, inverse_cdf, keep_top_k, keep_top_p
+from tunix_like.rollout.logits import (
+    BLOCK,
+    RowSampling,
+    SamplingParams,
+    choose,
+    choose_each,
+    inverse_cdf,
+    keep_each_top_k,
+    keep_top_k,
+    keep_top_p,
+)
 from tunix_like.runtime.compiled_costs import Counter
 
 SMALL = np.array([1.3, -0.2, 0.4, 2.1, -3.0, 0.5, -1.0], np.float32)
@@ -222,3 +232,32 @@ def test_log_probabilities_are_of_the_whole_vocabulary(params):
     tokens, logprobs = choose(jnp.asarray(logits), uniform, params)
     expected = [np.log(softmax(row, 0.6)[token]) for row, token in zip(logits, np.asarray(tokens), strict=True)]
     np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parameters_of_each_row(seed):
+    """Rows with parameters of their own, against `choose` with the parameters of one row for all."""
+    rng = np.random.default_rng(seed)
+    rows = [(0.0, 1.0, None), (1.0, 1.0, None), (0.7, 0.6, None), (1.3, 1.0, 7), (1.0, 0.9, 30), (2.0, 0.05, 1)]
+    rows = [rows[index] for index in rng.integers(0, len(rows), 24)]
+    logits = jnp.asarray(1.5 * rng.normal(size=(24, 700)), jnp.float32)
+    uniform = jnp.asarray(rng.random(24), jnp.float32)
+    temperature, top_p, top_k = zip(*rows, strict=True)
+    each = RowSampling(
+        np.array(temperature, np.float32), np.array(top_p, np.float32), np.array([k or 700 for k in top_k], np.int32)
+    )
+    tokens, logprobs = jax.jit(choose_each)(logits, uniform, each)
+    for row, params in enumerate(rows):
+        expected = choose(logits, uniform, SamplingParams(*params))
+        assert tokens[row] == expected[0][row]
+        np.testing.assert_allclose(logprobs[row], expected[1][row], rtol=0, atol=1e-5)
+
+
+def test_top_k_of_each_row_is_that_of_all_rows():
+    """With ties, with as many kept as there are, and with zeros."""
+    rng = np.random.default_rng(0)
+    probs = jnp.asarray(rng.integers(0, 6, (40, 50)) * rng.random((40, 1)), jnp.float32)
+    sizes = rng.integers(1, 51, 40)
+    found = keep_each_top_k(probs, jnp.asarray(sizes, jnp.int32))
+    for row, size in enumerate(sizes.tolist()):
+        np.testing.assert_array_equal(found[row], keep_top_k(probs[row : row + 1], size)[0])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tunix_like.models.decoder import prompt_mask
+from tunix_like.models.decoder import KeyValue, prompt_mask
 from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, empty_rows, prefill
 from tunix_like.rollout.logits import RowSampling, choose_each
 
@@ -107,31 +107,38 @@ def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
     return State(prompts, rows, jnp.zeros(slots, jnp.int32), sampling)
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
 def start(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Places new prompts in slots and starts a completion in each of these.
+    """Places new prompts in slots and starts a completion in each of these. The arrays of `state` are donated.
 
     A prompt that is the source of several slots was computed once. The random numbers of a completion depend only on
     its seed, `number` and `sample`, as those of the sampler with the key of this seed.
     """
-    take, rows = starts.take, state.rows
+    caches = state.prompts.cache, state.rows.cache
+    placed = _place(caches[0], fresh.cache, starts.take, starts.source)
+    # Apart from the caches, whose shapes vary, because random keys take long to compile.
+    rest = state._replace(prompts=state.prompts._replace(cache=[]), rows=state.rows._replace(cache=[]))
+    rest = _begin(rest, fresh._replace(cache=[]), starts)
+    return rest._replace(prompts=rest.prompts._replace(cache=placed), rows=rest.rows._replace(cache=caches[1]))
 
-    def placed(old: Array, new: Array, axis: int | None) -> Array:
+
+@functools.partial(jax.jit, donate_argnames=("cache",))
+def _place(
+    cache: list[KeyValue], fresh: list[KeyValue], take: Bool[Array, "A"], source: Int[Array, "A"]
+) -> list[KeyValue]:
+    """Writes the keys and values of new prompts to the first columns of the slots `take`."""
+
+    def placed(old: Array, new: Array, axis: int) -> Array:
         here = take.reshape(-1, *(1,) * (old.ndim - 1))
-        if axis is None:
-            return jnp.where(here, new[starts.source], old)
-        width = new.shape[axis]
-        kept = jax.lax.slice_in_dim(old, 0, width, axis=axis)
-        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(here, new[starts.source], kept), 0, axis=axis)
+        kept = jax.lax.slice_in_dim(old, 0, new.shape[axis], axis=axis)
+        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(here, new[source], kept), 0, axis=axis)
 
-    prompts = Prompts(
-        placed(state.prompts.lengths, fresh.lengths, None),
-        placed(state.prompts.hidden, fresh.hidden, None),
-        [
-            (placed(k, new_k, 3), placed(v, new_v, 2))
-            for (k, v), (new_k, new_v) in zip(state.prompts.cache, fresh.cache, strict=True)
-        ],
-    )
+    return [(placed(k, new_k, 3), placed(v, new_v, 2)) for (k, v), (new_k, new_v) in zip(cache, fresh, strict=True)]
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
+    """Does the rest of `start`; the caches of its arguments are empty."""
+    take, rows = starts.take, state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl=KEYS)
@@ -139,18 +146,19 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
 
     keys = jax.vmap(key_of)(starts.seed, starts.number, starts.sample)[:, None]
     new = take[:, None]
+    hidden = jnp.where(new, fresh.hidden[starts.source], state.prompts.hidden)
+    lengths = jnp.where(take, fresh.lengths[starts.source], state.prompts.lengths)
     rows = rows._replace(
         age=jnp.where(new, 0, rows.age),
         live=rows.live | new,
         ended=rows.ended & ~new,
         gap=jnp.where(new, 0, rows.gap),
         keys=jnp.where(new[..., None], keys, rows.keys),
-        hidden=jnp.where(new[..., None], prompts.hidden[:, None], rows.hidden),
+        hidden=jnp.where(new[..., None], hidden[:, None], rows.hidden),
     )
-    sampling = RowSampling(
-        *(jnp.where(take, new, old) for old, new in zip(state.sampling, starts.sampling, strict=True))
-    )
-    return State(prompts, rows, jnp.where(take, starts.limits, state.limits), sampling)
+    sampling = [jnp.where(take, new, old) for old, new in zip(state.sampling, starts.sampling, strict=True)]
+    limits = jnp.where(take, starts.limits, state.limits)
+    return State(Prompts(lengths, hidden, []), rows, limits, RowSampling(*sampling))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "eos_ids"), donate_argnames=("state",))
