@@ -84,6 +84,9 @@ NOT_RUN = {
     'distributed.md: gcloud compute tpus tpu-vm ssh SLICE --zone ZONE --worker=all --command "cd tunix_like &&': (
         "needs a TPU slice"
     ),
+    "serving.md: pip install 'tunix-like[serve]'": "changes the environment that the tests run in",
+    "serving.md: curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d "
+    '\'{"prompt": "GRID_START WALL", "max_tokens": 16, "temperature": 0}\'': "tests/rollout/serving/test_server.py",
     "distributed.md: srun --kill-on-bad-exit=1": "needs SLURM; tests/runtime/test_processes.py starts them",
 } | {
     f"results.md: python examples/maxrl_paper/{script}": "takes minutes; tests/test_maxrl_*.py run it small"
@@ -95,8 +98,11 @@ NOT_RUN = {
     )
 }
 """`page: command`, as far as it is ours not to run, and why."""
-SEEN_ELSEWHERE = "doctor --config"
-"""Compiles for a slice that is not here; tests/cli/test_programs.py does it on something small."""
+SEEN_ELSEWHERE = ("doctor --config", "serve")
+"""Compiles for a slice that is not here; tests/cli/test_programs.py does it on something small. Does not end;
+tests/cli/test_serve.py starts it."""
+NEEDS_SERVER = "serving.md"
+"""Its code is run by tests/rollout/serving/test_server.py."""
 OUTSIDE_QUOTES = re.compile(r'\s*&&\s*(?=(?:[^"]*"[^"]*")*[^"]*$)')
 
 
@@ -259,7 +265,7 @@ def test_the_recipes_of_the_quickstart_train_on_the_rows_that_they_show(place, m
         assert cli.main(["train", "recipe.yaml", *small, f"training.output_dir={name}.run"]) == 0
 
 
-@pytest.mark.parametrize("page", with_blocks("python"))
+@pytest.mark.parametrize("page", [page for page in with_blocks("python") if page.id != NEEDS_SERVER])
 def test_code_runs(page, place, monkeypatch):
     """In one namespace, as a reader would paste it."""
     one_device(monkeypatch)

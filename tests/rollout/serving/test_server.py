@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.process import ROOT
 from tests.rollout.serving import served
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.serving import app
@@ -449,6 +450,16 @@ def test_bad_chats_are_refused(caller, changed, part):
     with pytest.raises(openai.BadRequestError) as error:
         caller[0].chat.completions.create(**({"model": NAME, "messages": QUESTION} | changed))
     assert part in str(error.value)
+
+
+def test_the_page_shows_what_works(address, capsys):
+    """The code and the body of `curl` of docs/serving.md."""
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8000", address)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(code, "serving.md", "exec"), {})
+    assert capsys.readouterr().out
+    (body,) = re.findall(r"-d '(.*?)'", text)
+    assert post(address, "/v1/completions", json.loads(body)).status_code == 200
 
 
 def test_the_limit_of_the_body_is_checked_before_it_is_read(address, monkeypatch):
