@@ -45,6 +45,7 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
     process = subprocess.Popen([*command, "--max-length", "120"], cwd=folder, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
+        print(line, end="")
         if found := re.match(r"serving letters at (http://\S+)/v1$", line):
             return process, found[1]
     raise SystemExit("the server did not start")

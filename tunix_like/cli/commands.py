@@ -153,7 +153,7 @@ def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="maximum number of tokens of prompt and completion together; default: rollout.max_prompt_length + "
-        "rollout.max_tokens_to_generate",
+        "rollout.max_tokens_to_generate, at most the positions of the model",
     )
     serve.add_argument(
         "--max-waiting",

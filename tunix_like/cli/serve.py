@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import ipaddress
 import os
@@ -43,12 +44,10 @@ def serve(arguments: argparse.Namespace) -> None:
     listener = _listen(arguments.host, arguments.port)
     with listener:
         setup_jax()
-        from tunix_like.models.loading import check_fit
         from tunix_like.rollout.serving.app import make_app
         from tunix_like.runs.trained import open_trained
 
         trained = open_trained(chosen_source(arguments.source, arguments.best), arguments.overrides)
-        check_fit(trained.model_config, trained.tokenizer, trained.config.rollout)
         settings = _settings(arguments, trained)
         server = _server(arguments, settings, trained)
         del trained  # the weights in the stored dtype are not needed beside those in the compute dtype
@@ -114,7 +113,8 @@ def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
     from tunix_like.rollout.serving.requests import Settings
 
     rollout, model = trained.config.rollout, trained.model_config
-    longest = arguments.max_length or rollout.max_prompt_length + rollout.max_tokens_to_generate
+    usual = rollout.max_prompt_length + rollout.max_tokens_to_generate
+    longest = arguments.max_length or min(usual, model.max_positions)
     if longest > model.max_positions:
         raise UserError(
             f"serve: --max-length {longest}: the model has {model.max_positions} positions (max_position_embeddings)."
@@ -134,15 +134,20 @@ def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
 
 
 def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained) -> Server:
+    from tunix_like.models.loading import check_fit
     from tunix_like.rollout.serving.app import Server
     from tunix_like.rollout.serving.device import Slots, Weights
     from tunix_like.rollout.serving.hub import Hub
     from tunix_like.rollout.serving.metrics import Metrics
     from tunix_like.training.engine import make_engine
 
-    engine = make_engine(trained.graphdef, trained.tokenizer, trained.config.rollout, trained.mesh)
+    longest, rows = settings.longest, arguments.max_rows
+    sizes = {"max_prompt_length": longest // 2, "max_tokens_to_generate": longest - longest // 2}
+    rollout = dataclasses.replace(trained.config.rollout, max_concurrent_rows=rows, **sizes)
+    check_fit(trained.model_config, trained.tokenizer, rollout)
+    engine = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     weights = Weights(trained.graphdef, engine.place(trained.params), engine.eos_ids, engine.mesh)
-    slots = Slots(weights, arguments.max_rows, settings.longest)
+    slots = Slots(weights, rows, longest)
     return Server(settings, trained.tokenizer, Hub(slots, Metrics(), settings.max_waiting))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -22,7 +23,7 @@ from tunix_like.rollout.serving.app import MOST_BYTES
 from tunix_like.types import SamplingParams
 
 NAME, GREEDY = served.NAME, SamplingParams(0.0)
-CALL = ["Let me add.", "\n\n", '<tool_call>{"name": "add", ', '"arguments": {"a": 2, "b": 3}}', "</tool_call>"]
+CALL = ["Let me add.", "\n\n", "<tool_call>", '{"name": "add", ', '"arguments": {"a": 2, "b": 3}}', "</tool_call>"]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
 
@@ -465,3 +466,34 @@ def test_the_page_shows_what_works(address, capsys):
 def test_the_limit_of_the_body_is_checked_before_it_is_read(address, monkeypatch):
     monkeypatch.setattr(app, "MOST_BYTES", 1000)
     assert post(address, "/v1/completions", {"prompt": "a" * 2000}).status_code == 413
+
+
+def test_the_client_of_renderers(caller, tmp_path):
+    """It renders a chat, samples by token ids, checks tokens and log-probabilities, and parses the answer."""
+    renderers = pytest.importorskip("renderers")
+    from renderers.client import generate
+    from transformers import PreTrainedTokenizerFast
+
+    client, tokenizer = caller
+    tokenizer.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    renderer = renderers.DefaultRenderer(theirs, renderers.DefaultRendererConfig(tool_parser="qwen3"))
+    plain = {"model": NAME, "messages": [QUESTION[0], {"role": "user", "content": "2 + 3?"}], "tools": [TOOL]}
+    asynchronous = openai.AsyncOpenAI(base_url=str(client.base_url), api_key="none", max_retries=0)
+
+    async def ask():
+        given = plain | {"sampling_params": {"max_tokens": 30, "temperature": 1.0, "seed": 1}}
+        try:
+            return await generate(client=asynchronous, renderer=renderer, **given)
+        finally:
+            await asynchronous.close()
+
+    found = asyncio.run(ask())
+    whole = client.chat.completions.create(
+        **plain, logprobs=True, seed=1, max_tokens=30, extra_body={"return_token_ids": True}
+    )
+    assert found["prompt_ids"] == whole.prompt_token_ids
+    assert found["completion_ids"] == whole.choices[0].token_ids
+    logprobs = [entry.logprob for entry in whole.choices[0].logprobs.content]
+    np.testing.assert_allclose(found["completion_logprobs"], logprobs, atol=1e-5)
+    assert found["finish_reason"] == "tool_calls" and found["tool_calls"][0].arguments == {"a": 2, "b": 3}

@@ -181,7 +181,9 @@ class Batcher:
             if len(chosen) >= prompts_at_once(width) or job.prefilled is not None:
                 break
             chosen.append(job)
-        return chosen
+        # A prefill of several prompts always computes as many as it has places; with few of them, single ones are less.
+        width = self.slots.prompt_width(max(len(job.prompt) for job in chosen))
+        return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], needed: int) -> None:
         """Assigns completions of jobs, whose prompts are of one prefill, to free slots and starts them."""

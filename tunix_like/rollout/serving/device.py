@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -70,7 +71,8 @@ class Slots:
         self.graphdef, self.eos_ids, self.mesh = weights.graphdef, weights.eos_ids, weights.mesh
         self.count, self.longest = rows, longest
         self.widths, self.prompt_widths = programs.widths_of(longest), programs.prompt_widths_of(longest)
-        self.params = jax.jit(decoding.cast_params, static_argnums=0)(weights.graphdef, weights.params)
+        # Not compiled, so that weights which are in the compute dtype already are not copied.
+        self.params = jax.tree.map(jnp.asarray, decoding.cast_params(weights.graphdef, weights.params))
         self.head = nnx.merge(self.graphdef, self.params).head()
         self.vocab_size = self.head.shape[1]
         self.pace = 0.0
