@@ -142,8 +142,12 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
     from tunix_like.training.engine import make_engine
 
     longest, rows = settings.longest, arguments.max_rows
-    sizes = {"max_prompt_length": longest // 2, "max_tokens_to_generate": longest - longest // 2}
-    rollout = dataclasses.replace(trained.config.rollout, max_concurrent_rows=rows, **sizes)
+    rollout = dataclasses.replace(
+        trained.config.rollout,
+        max_prompt_length=longest // 2,
+        max_tokens_to_generate=longest - longest // 2,
+        max_concurrent_rows=rows,
+    )
     check_fit(trained.model_config, trained.tokenizer, rollout)
     engine = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     weights = Weights(trained.graphdef, engine.place(trained.params), engine.eos_ids, engine.mesh)

@@ -206,7 +206,8 @@ def test_warm_up_compiles_everything(run, monkeypatch):
     """After it, no job compiles a program."""
     made = run(rows=3, longest=150)
     made.slots.warm_up()
-    watched = [programs.advance, programs._place, programs._begin, programs.resized, decoding.prefill]
+    watched = [programs.advance, programs._place, programs._begin, programs._resized_prompts, programs._resized_rows]
+    watched.append(decoding.prefill)
     before = [each._cache_size() for each in watched]
     jobs = list(many_jobs(12, np.random.default_rng(9), 100))
     jobs = [Job(job.prompt, job.count, JobSampling(min(job.sampling.max_tokens, 50), seed=1)) for job in jobs]

@@ -24,6 +24,9 @@ from tunix_like.rollout.serving.programs import MOST_STEPS, prompts_at_once
 SECONDS_OF_CALL = 0.04
 """Aimed time of one call of the decode loop: tokens are delivered, and jobs join, between two calls."""
 
+FEWEST_STEPS = 4
+"""Steps of a call if one takes longer than that, because each call copies the caches and waits for the host."""
+
 STEPS_BESIDE_WAITING = 4
 """Steps of a call if free slots and waiting jobs are left, because `PREFILL_TOKENS` were computed."""
 
@@ -117,9 +120,9 @@ class Batcher:
         live = self.running
         if not live:
             return
-        self.slots.fit(max(self._needed(), int(self.slots.ages[self._occupied()].max()) + 1))
+        self._fit(0)
         waiting = bool(self._waiting)
-        steps = int(np.clip(SECONDS_OF_CALL / max(self.slots.pace, 1e-6), 1, MOST_STEPS))
+        steps = int(np.clip(SECONDS_OF_CALL / max(self.slots.pace, 1e-6), FEWEST_STEPS, MOST_STEPS))
         if waiting and live < self.slots.count:
             steps = min(steps, STEPS_BESIDE_WAITING)
         stop_at = max(0, live - max(1, self.slots.count // 8)) if waiting else 0
@@ -132,9 +135,11 @@ class Batcher:
     def _occupied(self) -> list[int]:
         return [slot for slot, row in enumerate(self._rows) if row is not None]
 
-    def _needed(self) -> int:
-        """Returns the number of columns that the prompts of the running completions take."""
-        return max((self.slots.prompt_width(len(row.job.prompt)) for row in self._rows if row is not None), default=1)
+    def _fit(self, prompt: int) -> None:
+        """Makes the caches wide enough for one more token of each row, and for a prompt of `prompt` columns."""
+        rows = [row for row in self._rows if row is not None]
+        prompts = [self.slots.prompt_width(len(row.job.prompt)) for row in rows]
+        self.slots.fit(max([prompt, *prompts]), int(self.slots.ages[self._occupied()].max(initial=0)) + 1)
 
     def _cancel(self) -> None:
         """Frees the rows of cancelled completions, and drops those that wait."""
@@ -166,7 +171,7 @@ class Batcher:
                 for job, prefilled in zip(jobs, found, strict=True):
                     job.prefilled = prefilled
             assert jobs[0].prefilled is not None
-            self._place(jobs, free, max(jobs[0].prefilled.width, self._needed()))
+            self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
         """Returns the first waiting job; if its prompt is not computed, together with those that follow it, as many as
@@ -185,15 +190,14 @@ class Batcher:
         width = self.slots.prompt_width(max(len(job.prompt) for job in chosen))
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
-    def _place(self, jobs: Sequence[Job], free: Sequence[int], needed: int) -> None:
+    def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
         """Assigns completions of jobs, whose prompts are of one prefill, to free slots and starts them."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:
                 places.append((left.pop(0), job, job.started))
                 job.started += 1
-        ages = self.slots.ages[self._occupied()]
-        self.slots.fit(max(needed, int(ages.max(initial=0)) + 1))
+        self._fit(width)
         self.slots.start(places)
         for slot, job, sample in places:
             self._rows[slot], self._keep[slot] = _Row(job, sample), True

@@ -67,6 +67,8 @@ class Slots:
       longest: maximum number of tokens of prompt and completion together.
     """
 
+    state: programs.State
+
     def __init__(self, weights: Weights, rows: int, longest: int):
         self.graphdef, self.eos_ids, self.mesh = weights.graphdef, weights.eos_ids, weights.mesh
         self.count, self.longest = rows, longest
@@ -81,7 +83,7 @@ class Slots:
 
     def reset(self) -> None:
         """Allocates empty slots. The arrays before are lost."""
-        self.state: programs.State | None = None
+        self.__dict__.pop("state", None)  # before the new ones are allocated, for the memory
         with scope(self.mesh):
             state = programs.empty_state(self.graphdef, self.params, self.count, self.widths[0])
             if self.mesh is None:
@@ -93,22 +95,25 @@ class Slots:
     def _placed(self, tree: Any) -> Any:
         return place_slots(tree, self.mesh)
 
-    @property
-    def width(self) -> int:
-        """Current number of columns of the caches."""
-        assert self.state is not None
-        return self.state.width
-
     def prompt_width(self, length: int) -> int:
         """Returns the width to which a prompt is padded."""
         return next(width for width in self.prompt_widths if width >= length)
 
-    def fit(self, needed: int) -> None:
-        """Resizes the caches for rows with up to `needed` columns; shrinks them only if half would suffice."""
+    def fit(self, prompt: int, needed: int) -> None:
+        """Resizes the caches for prompts of `prompt` columns, padding included, and completions of `needed` columns.
+
+        They shrink only if half of the smaller width suffices. The cache of completions is at least as wide as that of
+        prompts, which bounds the number of shapes.
+        """
+        prompt_width = self._fitting(prompt, self.state.prompt_width)
+        width = self._fitting(max(needed, prompt_width), self.state.width)
+        if (prompt_width, width) != (self.state.prompt_width, self.state.width):
+            self.pace *= max(1.0, width / self.state.width)  # wider caches take longer to read
+            self.state = self._placed(programs.resized(self.state, prompt_width, width))
+
+    def _fitting(self, needed: int, current: int) -> int:
         wanted = next(width for width in self.widths if width >= needed)
-        if wanted > self.width or (wanted < self.width and 2 * needed <= wanted):
-            self.pace *= max(1.0, wanted / self.width)  # wider caches take longer to read
-            self.state = self._placed(programs.resized(self.state, wanted))
+        return wanted if wanted > current or 2 * needed <= wanted else current
 
     def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
         """Computes one prompt, or up to `programs.prompts_at_once(width)`, padded to `width`."""
@@ -161,28 +166,27 @@ class Slots:
             for width in self.prompt_widths
             for count in dict.fromkeys((1, programs.prompts_at_once(width)))
         ]
-        with scope(self.mesh), progress.task("compiling", len(shapes) + len(self.widths)) as advance:
+        pairs = [(prompt, width) for width in self.widths for prompt in self.widths if prompt <= width]
+        with scope(self.mesh), progress.task("compiling", len(shapes) + len(pairs)) as advance:
             fresh = {}
             for width, count in shapes:
                 fresh[width, count] = jax.block_until_ready(self.prefill([[0]] * count, width)[0].prompts)
                 advance(1, f"prompts of {width} tokens")
-            for columns in self.widths:
-                self.state = self._placed(programs.resized(self.state, columns))
-                for (width, _), prompts in fresh.items():
-                    if width <= columns:
+            for columns, width in pairs:
+                self.state = self._placed(programs.resized(self.state, columns, width))
+                for (padded, _), prompts in fresh.items():
+                    if padded <= columns:
                         self.state = self._placed(programs.start(self.state, prompts, no_starts(self.count)))
                 # Two steps of live rows, since a loop without steps shows neither the memory nor the time.
                 everything = no_starts(self.count)
                 everything.take[:], everything.limits[:] = True, 3
-                shortest = fresh[shapes[0]]
                 for _ in range(2):
-                    self.state = self._placed(programs.start(self.state, shortest, everything))
+                    self.state = self._placed(programs.start(self.state, fresh[shapes[0]], everything))
                     self.pace = 0.0
                     self.advance(np.ones(self.count, bool), 0, 2)
-                for smaller in self.widths:
-                    if smaller != columns:
-                        jax.block_until_ready(programs.resized(self.state, smaller).limits)
-                advance(1, f"{self.count} rows of {columns} columns")
+                for other in self.widths:
+                    jax.block_until_ready(programs.resized(self.state, other, other).limits)
+                advance(1, f"{self.count} rows of {columns} and {width} columns")
         self.reset()
 
 

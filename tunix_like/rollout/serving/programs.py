@@ -28,7 +28,7 @@ KEY_WORDS = 2
 KEYS = "threefry2x32"
 """Kind of the random keys, whose data are two 32-bit words."""
 
-FIRST_WIDTH, FACTOR = 128, 4
+FIRST_WIDTH, FACTOR = 64, 4
 SHORTEST_PROMPT = 32
 TOKENS_OF_PREFILL, PROMPTS_OF_PREFILL = 1024, 8
 
@@ -47,8 +47,13 @@ class State(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of columns of the cache of prompts, and of that of completions."""
+        """Number of columns of the cache of completions."""
         return self.rows.room
+
+    @property
+    def prompt_width(self) -> int:
+        """Number of columns of the cache of prompts."""
+        return self.prompts.cache[0][1].shape[2]
 
 
 class Starts(NamedTuple):
@@ -187,7 +192,7 @@ def advance(
     model = nnx.merge(graphdef, params)
     prompts, width = state.prompts, state.width
     eos = jnp.array(eos_ids, jnp.int32)
-    mask = prompt_mask(prompts.lengths, width)
+    mask = prompt_mask(prompts.lengths, state.prompt_width)
     live_at_start = state.rows.live & keep[:, None]
     # The parameters of rows without a completion must not add work.
     idle = ~live_at_start[:, 0]
@@ -235,33 +240,43 @@ def advance(
     return state._replace(rows=rows)
 
 
-@functools.partial(jax.jit, static_argnames=("width",))
-def resized(state: State, width: int) -> State:
-    """Changes the number of columns of both caches. No live row may have more than `width` tokens in one of them.
+def resized(state: State, prompt_width: int, width: int) -> State:
+    """Changes the number of columns of the caches of prompts and of completions.
 
-    The ring buffer of the completions is unrolled (oldest column first). The oldest columns are dropped, or empty ones
-    are appended.
+    No running completion may have more tokens, nor its prompt, than these widths.
     """
-    old = state.width
+    prompts, rows = state.prompts, state.rows
+    if prompt_width != state.prompt_width:
+        # Slots without a completion may have had a longer prompt.
+        lengths = jnp.minimum(prompts.lengths, prompt_width)
+        prompts = prompts._replace(cache=_resized_prompts(prompts.cache, prompt_width), lengths=lengths)
+    if width != state.width:
+        cache, column = _resized_rows(rows.cache, rows.column, width)
+        rows = rows._replace(cache=cache, column=column)
+    return state._replace(prompts=prompts, rows=rows)
 
-    def fit(x: Array, axis: int, from_end: bool) -> Array:
-        if width <= old:
-            first = old - width if from_end else 0
-            return jax.lax.slice_in_dim(x, first, first + width, axis=axis)
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = (0, width - old)
-        return jnp.pad(x, padding)
+
+@functools.partial(jax.jit, static_argnames=("width",))
+def _resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
+    return [(_fitted(k, 3, width), _fitted(v, 2, width)) for k, v in cache]
+
+
+@functools.partial(jax.jit, static_argnames=("width",))
+def _resized_rows(cache: list[KeyValue], column: Int[Array, ""], width: int) -> tuple[list[KeyValue], Array]:
+    """Unrolls the ring buffer (oldest column first); drops the oldest columns, or appends empty ones."""
+    old = cache[0][1].shape[2]
 
     def unrolled(x: Array, axis: int) -> Array:
-        return fit(jnp.roll(x, -state.rows.column, axis=axis), axis, from_end=True)
+        x = jnp.roll(x, -column, axis=axis)
+        return _fitted(jax.lax.slice_in_dim(x, max(old - width, 0), old, axis=axis), axis, width)
 
-    prompts = state.prompts._replace(
-        cache=[(fit(k, 3, from_end=False), fit(v, 2, from_end=False)) for k, v in state.prompts.cache]
-    )
-    rows = state.rows._replace(
-        column=jnp.int32(old if width > old else 0),
-        cache=[(unrolled(k, 3), unrolled(v, 2)) for k, v in state.rows.cache],
-    )
-    # Slots without a completion may have a longer prompt than `width`.
-    lengths = jnp.minimum(prompts.lengths, width)
-    return state._replace(prompts=prompts._replace(lengths=lengths), rows=rows)
+    return [(unrolled(k, 3), unrolled(v, 2)) for k, v in cache], jnp.int32(old if width > old else 0)
+
+
+def _fitted(x: Array, axis: int, width: int) -> Array:
+    """Appends empty columns, or drops the last ones."""
+    if width <= x.shape[axis]:
+        return jax.lax.slice_in_dim(x, 0, width, axis=axis)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, width - x.shape[axis])
+    return jnp.pad(x, padding)
