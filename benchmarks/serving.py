@@ -29,12 +29,14 @@ import uvicorn
 
 from benchmarks.turns import GREEDY, VOCABULARY, WIDTH, counting_model
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.serving.app import Server, make_app
 from tunix_like.rollout.serving.device import Slots, Weights
 from tunix_like.rollout.serving.hub import Hub
 from tunix_like.rollout.serving.metrics import Metrics
 from tunix_like.rollout.serving.requests import Settings
+from tunix_like.types import Request
 
 PROMPT, SHORTEST, LONGEST = 32, 64, 255
 END = LONGEST
@@ -126,7 +128,8 @@ def measure(rows: int, clients: int, requests: int, repeats: int) -> dict[str, A
         return int(orders.recv())
 
     def sampled() -> int:
-        out = sampler.generate(weights.params, prompts, range(requests), 1, jax.random.key(0), GREEDY)
+        given = [Request(tokens, number, 1) for number, tokens in enumerate(prompts)]
+        out = collect(sampler.generate(weights.params, given, jax.random.key(0), GREEDY), given)
         return int(out.lengths.sum())
 
     sides: dict[str, Callable[[], int]] = {"server": served, "sampler": sampled}

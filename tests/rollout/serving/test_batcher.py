@@ -13,12 +13,13 @@ from tests.rollout.serving.served import random_model
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.rollout import decoding
+from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.serving import batcher, programs
 from tunix_like.rollout.serving.batcher import Batcher
 from tunix_like.rollout.serving.device import Slots, Weights
 from tunix_like.rollout.serving.jobs import Job, JobSampling
-from tunix_like.types import SamplingParams
+from tunix_like.types import Request, SamplingParams
 
 VOCABULARY, EOS = 20, 4
 GRAPHDEF, PARAMS = random_model(VOCABULARY)
@@ -80,7 +81,8 @@ def alone(job: Job, eos_ids=(EOS,)):
     sampling = job.sampling
     made = Sampler(GRAPHDEF, eos_ids, max_prompt_length=200, max_tokens=sampling.max_tokens)
     warm = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
-    return made.generate(PARAMS, [job.prompt], (job.number,), job.count, jax.random.key(sampling.seed), warm)
+    requests = [Request(job.prompt, job.number, job.count)]
+    return collect(made.generate(PARAMS, requests, jax.random.key(sampling.seed), warm), requests)
 
 
 def check(found, jobs):

@@ -17,10 +17,11 @@ import pytest
 
 from tests.process import ROOT
 from tests.rollout.serving import served
+from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.serving import app
 from tunix_like.rollout.serving.app import MOST_BYTES
-from tunix_like.types import SamplingParams
+from tunix_like.types import Request, SamplingParams
 
 NAME, GREEDY = served.NAME, SamplingParams(0.0)
 CALL = ["Let me add.", "\n\n", "<tool_call>", '{"name": "add", ', '"arguments": {"a": 2, "b": 3}}', "</tool_call>"]
@@ -52,7 +53,8 @@ def expected(letters, text, max_tokens, n=1, seed=0, sampling=GREEDY):
     weights, tokenizer = letters
     made = Sampler(weights.graphdef, weights.eos_ids, max_prompt_length=200, max_tokens=max_tokens)
     prompt = tokenizer.encode_prompt(text, False)[1]
-    out = made.generate(weights.params, [prompt], (0,), n, jax.random.key(seed), sampling)
+    requests = [Request(prompt, 0, n)]
+    out = collect(made.generate(weights.params, requests, jax.random.key(seed), sampling), requests)
     lengths = out.lengths[0].tolist()
     return [(out.tokens[0, i, :k].tolist(), out.logprobs[0, i, :k].tolist()) for i, k in enumerate(lengths)]
 
