@@ -49,6 +49,14 @@ def hasty():
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def limited():
+    """A pool for environments that need too much memory; on a busy machine it takes them seconds to have it."""
+    pool = make(memory_gb=0.15)
+    yield pool
+    pool.close()
+
+
 def answers(pool, count):
     """The next `count` outcomes by number."""
     got = []
@@ -107,6 +115,8 @@ LASTING = {
     "catch": ("timeout", "step did not return within"),
     "print": ("timeout", "step did not return within"),
     "close": ("error", "its process closed its socket in step"),
+}
+GROWING = {
     "grow": ("error", "it held more than environment.memory_gb=0.15 GB in step and was stopped"),
     "grow elsewhere": ("error", "it held more than environment.memory_gb=0.15 GB"),
 }
@@ -139,6 +149,11 @@ def test_only_the_trajectory_at_fault_fails(patient, what, tmp_path, monkeypatch
 @pytest.mark.parametrize("what", LASTING)
 def test_what_does_not_end_is_stopped(hasty, what):
     check_alone(hasty, what, *LASTING[what])
+
+
+@pytest.mark.parametrize("what", GROWING)
+def test_what_grows_is_stopped(limited, what):
+    check_alone(limited, what, *GROWING[what])
 
 
 @pytest.mark.parametrize("what", ["os._exit", "raise", "garbage"])
