@@ -259,6 +259,7 @@ def _flatten(
     """
     for key, value in values.items():
         name = f"{prefix}{key}"
+        _refuse_secret(name)
         if "." in str(key):
             raise UserError(
                 f"{source}'{name}': dotted keys work on the command line only; in a file, write the section, then its "
@@ -276,12 +277,19 @@ def _flatten(
             raise UserError(f"{source}{name}: got {value!r}; this is a section: indent its keys below it{hint}.")
 
 
+def _refuse_secret(name: str) -> None:
+    """Raises UserError for a key that holds a secret; the message does not show its value."""
+    if name.endswith(("api_key", "password")):
+        raise UserError(
+            f"{name}: keys and passwords do not belong in files and commands; set an environment variable instead "
+            "(VLLM_API_KEY for the servers of rollout.urls)."
+        )
+
+
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
     """Returns a hint with the nearest valid keys: a similar key of the same section, else the same key of another
     section, else any similar name."""
     section, _, last = name.rpartition(".")
-    if last.endswith(("api_key", "token", "password")):
-        return "Keys and passwords do not belong in files; set the environment variable VLLM_API_KEY for vLLM servers."
     siblings = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
     near = [f"{section}.{key}" for key in difflib.get_close_matches(last, siblings, n=1)]
@@ -297,6 +305,7 @@ def _hint(name: str, leaves: Mapping[str, Any]) -> str:
 def _override(tree: ConfigDict, override: str, leaves: Mapping[str, Any]) -> None:
     name, equals, text = override.partition("=")
     name = name.strip()
+    _refuse_secret(name)
     if not equals or not name:
         raise UserError(f"override '{override}': write it as section.key=value.")
     free = next((leaf for leaf, hint in leaves.items() if name.startswith(f"{leaf}.") and _is_free(hint)), None)

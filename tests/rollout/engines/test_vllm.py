@@ -10,6 +10,7 @@ from tests.rollout.engines.stand_in import StandIn, until
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model, params_of, varied
 from tests.training.test_environments import Vowels
 from tunix_like import EnvironmentConfig, EvalConfig, LoraConfig, RolloutConfig, UserError
+from tunix_like.config.load import load
 from tunix_like.errors import EngineLost
 from tunix_like.models.loading import export_model
 from tunix_like.models.lora import add_lora
@@ -344,6 +345,16 @@ def test_wrong_addresses(connect, url, message):
     with pytest.raises(UserError, match=message) as error:
         connect(url)
     assert ":secret" not in str(error.value)
+
+
+def test_a_key_in_the_configuration(tmp_path):
+    """It is refused, and not shown."""
+    file = tmp_path / "a.yaml"
+    file.write_text("rollout:\n  api_key: secret-1\n")
+    for given in ((None, ["rollout.api_key=secret-1"]), (file, [])):
+        with pytest.raises(UserError, match="rollout.api_key: .* set an environment variable .*VLLM_API_KEY") as error:
+            load(*given)
+        assert "secret-1" not in str(error.value)
 
 
 @pytest.mark.parametrize(
