@@ -38,6 +38,7 @@ SCRIPT = str(Path(sys.executable).with_name("tunix-like"))
 RUN = "runs/reverse_text-maxrl-s0"
 COMMANDS = (
     "init", "train", "sft", "eval", "generate", "export", "report", "replay", "advantages", "check-rewards", "doctor",
+    "serve",
 )  # fmt: skip
 SMALL = (
     "model.config.hidden_size=16",

@@ -84,6 +84,9 @@ NOT_RUN = {
     'distributed.md: gcloud compute tpus tpu-vm ssh SLICE --zone ZONE --worker=all --command "cd tunix_like &&': (
         "needs a TPU slice"
     ),
+    "engines.md: vllm serve /models/Qwen3-1.7B --enable-scale-out --port 8000": (
+        "needs vLLM; tests/rollout/engines/test_real_vllm.py starts one"
+    ),
     "serving.md: pip install 'tunix-like[serve]'": "changes the environment that the tests run in",
     "serving.md: curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d "
     '\'{"prompt": "GRID_START WALL", "max_tokens": 16, "temperature": 0}\'': "tests/rollout/serving/test_server.py",
@@ -191,7 +194,7 @@ def registries():
 def one_device(patch) -> None:
     """Programs for eight take several times as long to compile."""
     for module in ("build", "trained"):
-        patch.setattr(f"tunix_like.runs.{module}.build_mesh", lambda config: None)
+        patch.setattr(f"tunix_like.runs.{module}.build_mesh", lambda *_: None)
 
 
 @pytest.fixture

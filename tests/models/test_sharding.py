@@ -192,7 +192,7 @@ def test_what_the_sampler_works_on_is_never_whole_on_a_device(monkeypatch):
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     params = place_params(nnx.to_pure_dict(state), mesh)
     work = sampler.Sampler(graphdef, range(4), max_prompt_length=8, max_tokens=24, mesh=mesh)
-    work.generate(params, [[4, 5]] * 8, range(8), 4, jax.random.key(0), SamplingParams(1.0, 1.0, None))
+    sample_groups(work, params, [[4, 5]] * 8, range(8), 4, jax.random.key(0), SamplingParams(1.0, 1.0, None))
     shapes, rooms = zip(*seen, strict=True)
     assert len(set(shapes)) > 1 and set(rooms) == {16, 24}, "rows were moved, and the cache grew"
 

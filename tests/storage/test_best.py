@@ -244,7 +244,7 @@ def place(tmp_path_factory):
 def call(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     for module in ("build", "trained"):  # one device: programs for eight take several times as long to compile
-        monkeypatch.setattr(f"tunix_like.runs.{module}.build_mesh", lambda config: None)
+        monkeypatch.setattr(f"tunix_like.runs.{module}.build_mesh", lambda *_: None)
 
     def call(*argv, status=0):
         found, said = cli.main(list(argv)), capsys.readouterr()
