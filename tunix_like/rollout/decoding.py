@@ -206,16 +206,7 @@ def advance(
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
         written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range: dropped
-        distance = ((rows.column - jnp.arange(room)) % room)[None, None]
-        hidden, cache = model.decode(
-            tokens,
-            prompts.lengths[:, None] + rows.cached,
-            mask,
-            prompts.cache,
-            rows.cache,
-            rows.column,
-            distance <= rows.cached[..., None],
-        )
+        hidden, cache = decode(model, prompts, rows, mask, tokens)
         age, ended = rows.age + rows.live, rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
             column=(rows.column + 1) % room,
@@ -236,6 +227,26 @@ def advance(
 
     with jax.named_scope(TOKENS):
         return jax.lax.while_loop(more, body, rows)
+
+
+def decode(
+    model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: Int[Array, "A g"]
+) -> tuple[Float[Array, "A g D"], list[KeyValue]]:
+    """Runs the model on the next token of every row. Returns the hidden states and the caches with the new column.
+
+    Args:
+      mask: that of the prompts, from `prompt_mask`.
+    """
+    distance = ((rows.column - jnp.arange(rows.room)) % rows.room)[None, None]
+    return model.decode(
+        tokens,
+        prompts.lengths[:, None] + rows.cached,
+        mask,
+        prompts.cache,
+        rows.cache,
+        rows.column,
+        distance <= rows.cached[..., None],
+    )
 
 
 def align(rows: Rows, counts: Int[np.ndarray, "A g"]) -> Rows:

@@ -93,23 +93,9 @@ def run(
                 files.save(over=False)
             with _stop_signals() as asked:
                 while not last:
-                    step, began = trainer.done + 1, time.perf_counter()
-                    try:
-                        metrics = trainer.step(step)
-                    except EngineLost:
-                        files.save_done()
-                        raise
-                    if metrics is None:
+                    step, row = trainer.done + 1, _step(trainer, files)
+                    if row is None:
                         break
-                    trainer.done = step  # the weights are those of this step, even if an evaluation or a logger fails
-                    metrics["step_time_sec"] = time.perf_counter() - began
-                    row = {trainer.step_key: step} | {f"{trainer.name}/{name}": x for name, x in metrics.items()}
-                    try:
-                        row |= trainer.evaluate_if_due(step, last=trainer.complete)
-                    except EngineLost:
-                        files.write(row)
-                        files.save_done()
-                        raise
                     better = files.write(row)
                     advance(1)
                     over = trainer.finished(row)
@@ -131,6 +117,28 @@ def run(
             with progress.task("writing the checkpoint"):
                 files.checkpoints.wait()
     return files.last_row
+
+
+def _step(trainer: Trainer, files: _Files) -> dict[str, Any] | None:
+    """Runs the next step and the evaluation after it. Returns its row of metrics, or None if the data is exhausted.
+
+    Raises:
+      EngineLost: the last complete step is saved, and its row is written.
+    """
+    step, began = trainer.done + 1, time.perf_counter()
+    row: dict[str, Any] = {}
+    try:
+        if (metrics := trainer.step(step)) is None:
+            return None
+        trainer.done = step  # the weights are those of this step, even if an evaluation or a logger fails
+        metrics["step_time_sec"] = time.perf_counter() - began
+        row = {trainer.step_key: step} | {f"{trainer.name}/{name}": x for name, x in metrics.items()}
+        return row | trainer.evaluate_if_due(step, last=trainer.complete)
+    except EngineLost:
+        if row:
+            files.write(row)
+        files.save_done()
+        raise
 
 
 @dataclasses.dataclass

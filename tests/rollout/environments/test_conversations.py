@@ -117,7 +117,10 @@ def test_one_bad_conversation_costs_nothing_else():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_begin_with_their_prompt(name):
-    Conversations(BUILT[name][0], False)
+    ours = BUILT[name][0]
+    prompt = ours.encode_prompt([user("Q")], True)[1]
+    (conversation,) = Conversations(ours, False).begin([([user("Q")], prompt)])
+    assert conversation.tokens == list(prompt) and not conversation.opening
 
 
 OPENED = QWEN3.replace(

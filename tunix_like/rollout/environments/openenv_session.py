@@ -43,7 +43,7 @@ def checked_url(url: Any) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # such as a port that is not a number
         valid = False
     if not valid or parts.query or parts.fragment:
         raise UserError(problem)

@@ -186,10 +186,10 @@ class Trajectories:
         return outcomes
 
     def check_rows(self, out: Completions, engine: str) -> None:
-        """Checks that an engine of the user began and restarted the rows as it was told.
+        """Checks that an engine of the user applied `opening` and `Reply.restart` to all rows.
 
         Raises:
-          UserError: it did not.
+          UserError: a row has other segments, or does not begin with its opening.
         """
         starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
         for number, state in self._states.items():

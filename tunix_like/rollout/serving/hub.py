@@ -61,7 +61,10 @@ class Hub:
 
 
 class Exchange:
-    """The jobs of one request, from submission to their last part; leaving the context cancels what has not ended."""
+    """The jobs of one request, from submission to their last part.
+
+    At the end of the context, completions that have not ended are cancelled.
+    """
 
     def __init__(self, hub: Hub, jobs: Sequence[Job], began: float):
         self._hub, self._jobs, self._began = hub, jobs, began

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tunix_like.models.decoder import KeyValue, prompt_mask
-from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, empty_rows, prefill
+from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, decode, empty_rows, prefill
 from tunix_like.rollout.logits import RowSampling, choose_each
 
 if TYPE_CHECKING:
@@ -207,16 +207,7 @@ def advance(
 
         uniform = jax.vmap(draw)(rows.keys[:, 0], rows.age[:, 0])
         tokens, logprobs = (x[:, None] for x in choose_each(logits, uniform, sampling))
-        distance = ((rows.column - jnp.arange(width)) % width)[None, None]
-        hidden, cache = model.decode(
-            tokens,
-            prompts.lengths[:, None] + rows.age,
-            mask,
-            prompts.cache,
-            rows.cache,
-            rows.column,
-            distance <= rows.age[..., None],
-        )
+        hidden, cache = decode(model, prompts, rows, mask, tokens)
         age, ended = rows.age + rows.live, rows.ended | (rows.live & jnp.isin(tokens, eos))
         return step + 1, rows._replace(
             column=(rows.column + 1) % width,
