@@ -277,6 +277,35 @@ def test_another_model(serve, connect, tmp_path):
     assert len(server.asked) == 4 + 16 + 4, "one step with the weights of the folder, and two comparisons"
 
 
+def test_a_model_with_more_tokens(serve, connect):
+    """The comparison finds a token that this model has not, at once."""
+    server = serve()
+    learner = make(reward=varied, engine=connect(server), max_steps=1)
+
+    def unknown(answer):
+        choice = answer["choices"][0]
+        entry = choice["logprobs"]["content"][0] | {"token_id": 99}
+        entry["top_logprobs"] = [{"token_id": 99, "logprob": -1.0}]
+        choice["token_ids"], choice["logprobs"]["content"] = [99], [entry]
+        return answer | {"choices": [choice | {"finish_reason": "length"}]}
+
+    server.faults[:] = [unknown] * 4
+    with pytest.raises(UserError, match="they differ by inf nats on average"):
+        learner.train(ROWS, batch_size=4)
+
+
+def test_a_server_of_another_kind(serve, connect, monkeypatch):
+    server = serve()
+    server.limit = None
+    server.vllm = None
+    server.missing = ("/version",)
+    with pytest.raises(UserError, match="/version answered with status 404"):
+        connect(server)
+    server.missing, server.vllm, server.tokens_of = (), "0.32", lambda text: 5
+    with pytest.raises(UserError, match=r"its answers are not those of vLLM \(TypeError"):
+        connect(server)
+
+
 def test_weights_of_adapters(serve, tmp_path):
     """They are merged."""
     server = serve()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from tunix_like.errors import EngineLost, UserError
+from tunix_like.errors import EngineLost
 from tunix_like.rollout.engines.server import Answer, Server, Unavailable, WrongAnswer
 
 logger = logging.getLogger("tunix_like")
@@ -36,7 +36,7 @@ class Fleet:
         self._groups: dict[int, Server] = {}
         self._repairs: dict[Server, asyncio.Task[None]] = {}
         self._is_usable = asyncio.Event()  # set while a server is usable, or an error must be raised
-        self._error: UserError | None = None
+        self._error: Exception | None = None
 
     async def update(self, folder: str, version: str) -> None:
         """Gives all servers the weights of a folder. Servers that do not answer get them later.
@@ -154,7 +154,7 @@ class Fleet:
                     continue  # the current weights may be others now
             except (Unavailable, WrongAnswer) as error:
                 server.alive, problem = False, str(error)
-            except UserError as error:
+            except Exception as error:  # raised where the requests wait; else they would wait until the deadline
                 server.alive, self._error = False, error
                 self._is_usable.set()
             server.version = None

@@ -80,6 +80,8 @@ class Server:
             await self._check(least_length, text, tokens)
         except (Unavailable, WrongAnswer) as error:
             raise self._unfit(f"{error}. Start it, or remove it from the list") from None
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise self._unfit(f"its answers are not those of vLLM ({one_line(error)})") from None
 
     async def _check(self, least_length: int, text: str, tokens: Sequence[int]) -> None:
         version = str((await self._get("/version")).get("version"))
