@@ -136,6 +136,25 @@ def test_a_port_in_use(refused):
         assert f"cannot listen on 127.0.0.1, port {port}" in refused("letters", "--port", str(port))
 
 
+def test_a_port_that_two_processes_bind_at_the_same_moment(refused, monkeypatch):
+    """Both can bind it, and the second one fails when it listens."""
+    bind = serve._listen
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+
+        def bound(*given):
+            listener = bind(*given)
+            other.listen()
+            return listener
+
+        monkeypatch.setattr(serve, "_listen", bound)
+        assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in refused(
+            "letters", "--port", str(port), "--max-rows", "1", *SIZES
+        )
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [

@@ -10,6 +10,7 @@ import pytest
 
 import tunix_like
 from tests.tiny_model import HF
+from tunix_like import UserError
 from tunix_like.config.load import load
 from tunix_like.runs import recipe
 
@@ -55,3 +56,12 @@ def test_held_out_prompts_in_the_training_data_are_warned_of_once_and_before_sft
     places = [place for place, text in enumerate(said) if "also in the training data" in text]
     assert len(places) == 1
     assert places[0] < said.index("row of sft/step") < said.index("row of step")
+
+
+def test_servers_are_checked_before_sft(tmp_path):
+    rows, servers = [], ["rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]"]
+    with pytest.raises(UserError, match=r"the server http://127.0.0.1:9 cannot be used"):
+        tunix_like.run(
+            load(YAML, [*SMALL, *servers, f"training.output_dir={tmp_path}"]), on_row=lambda row, total: rows.append(row)
+        )
+    assert not rows

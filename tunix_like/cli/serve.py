@@ -53,7 +53,10 @@ def serve(arguments: argparse.Namespace) -> None:
         del trained  # the weights in the stored dtype are not needed beside those in the compute dtype
         gc.collect()
         server.hub.batcher.slots.warm_up()
-        listener.listen(BACKLOG)  # before the line below, so that who reads it can connect
+        try:
+            listener.listen(BACKLOG)  # before the line below, so that who reads it can connect
+        except OSError as error:  # another process has bound the same port meanwhile, and listens already
+            raise _refused(arguments.host, arguments.port, error) from None
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"serving {settings.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
@@ -104,8 +107,12 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise UserError(f"serve: cannot listen on {host}, port {port}: {error.strerror or error}.") from None
+        raise _refused(host, port, error) from None
     return listener
+
+
+def _refused(host: str, port: int, error: OSError) -> UserError:
+    return UserError(f"serve: cannot listen on {host}, port {port}: {error.strerror or error}; choose another --port.")
 
 
 def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:

@@ -82,22 +82,22 @@ def train(
     with owned(folder):
         claim(folder, parts)
         on_claim()
-        with compared_once(source.train, source.eval):
+        # The servers are checked before SFT, which may take hours.
+        with compared_once(source.train, source.eval), server_engine(parts, folder) as engine:
             unsaved = fine_tune(parts, folder, on_row, another_follows=True) if parts.config.sft.max_steps else None
-            with server_engine(parts, folder) as engine:
-                learner = make_learner(parts, folder, on_row, on_samples, engine)
-                try:
-                    last = learner.train(
-                        source.train,
-                        source.eval,
-                        batch_size=data.batch_size,
-                        shuffle=data.shuffle,
-                        overlong_prompts=data.overlong_prompts,
-                    )
-                except NotSaved as error:
-                    if error.stopped:
-                        raise
-                    unsaved = error
+            learner = make_learner(parts, folder, on_row, on_samples, engine)
+            try:
+                last = learner.train(
+                    source.train,
+                    source.eval,
+                    batch_size=data.batch_size,
+                    shuffle=data.shuffle,
+                    overlong_prompts=data.overlong_prompts,
+                )
+            except NotSaved as error:
+                if error.stopped:
+                    raise
+                unsaved = error
     return Trained(learner, last, unsaved)
 
 

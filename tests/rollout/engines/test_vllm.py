@@ -367,6 +367,7 @@ def test_an_unreachable_server(connect):
     ("url", "message"),
     [
         ("127.0.0.1:8000", "give an address such as http://127.0.0.1:8000"),
+        ("http://[::1", "give an address such as http://127.0.0.1:8000"),
         ("http://me:secret@127.0.0.1:8000", "contains a user name or a key; set the environment variable VLLM_API_KEY"),
     ],
 )

@@ -204,6 +204,30 @@ def test_an_error_fails_the_requests_and_not_the_server(run, monkeypatch):
     check(made.finish([good]), [good])
 
 
+def test_slots_that_cannot_be_allocated_again(run, monkeypatch):
+    """The thread goes on: requests are answered with an error until there is memory."""
+    made = run(rows=2)
+    reset, tried = made.slots.reset, []
+
+    def refused():
+        tried.append(1)
+        if len(tried) < 3:
+            raise RuntimeError("no memory")
+        reset()
+
+    def broken(*given):
+        monkeypatch.undo()
+        monkeypatch.setattr(made.slots, "reset", refused)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(made.slots, "advance", broken)
+    for _ in range(3):
+        found = made.finish([Job([1, 2], 1, JobSampling(5))])
+        assert [reason for _, _, reason in found.values()] == ["error"]
+    good = Job([1, 2, 3], 2, JobSampling(20, seed=4))
+    check(made.finish([good]), [good])
+
+
 def test_warm_up_compiles_everything(run, monkeypatch):
     """After it, no job compiles a program."""
     made = run(rows=3, longest=150)

@@ -16,7 +16,10 @@ POLL_SECONDS = 1.0
 """Interval at which a server that does not answer is asked again."""
 
 MOST_WRONG = 3
-"""Number of wrong answers to one request after which the run stops."""
+"""Number of wrong answers to one request, or of answers with other weights, after which the run stops."""
+
+Admit = Callable[[Server], Awaitable[None]]
+"""`f(server)`: checks a server that has new weights; raises UserError if it computes something else."""
 
 
 class Fleet:
@@ -27,26 +30,31 @@ class Fleet:
 
     Args:
       wait_seconds: time without any usable server after which all requests fail.
-      admit: checks a server that has the current weights; raises UserError if it computes something else.
     """
 
-    def __init__(self, servers: Sequence[Server], wait_seconds: float, admit: Callable[[Server], Awaitable[None]]):
-        self.servers, self.wait_seconds, self.admit = list(servers), wait_seconds, admit
+    def __init__(self, servers: Sequence[Server], wait_seconds: float):
+        self.servers, self.wait_seconds = list(servers), wait_seconds
         self.folder, self.version = "", ""
+        self._admit: Admit
         self._groups: dict[int, Server] = {}
         self._repairs: dict[Server, asyncio.Task[None]] = {}
         self._is_usable = asyncio.Event()  # set while a server is usable, or an error must be raised
+        self._problems: dict[Server, str] = {}  # why servers have not the current weights
         self._error: Exception | None = None
 
-    async def update(self, folder: str, version: str) -> None:
+    async def update(self, folder: str, version: str, admit: Admit) -> None:
         """Gives all servers the weights of a folder. Servers that do not answer get them later.
+
+        Args:
+          admit: checks each server that has these weights.
 
         Raises:
           EngineLost: no server answers within `wait_seconds`.
           UserError: a server with these weights computes something else.
         """
-        self.folder, self.version = folder, version
+        self.folder, self.version, self._admit = folder, version, admit
         self._groups.clear()
+        self._problems.clear()
         self._is_usable.clear()
         for server in self.servers:
             server.version = None
@@ -63,10 +71,10 @@ class Fleet:
           group: requests of a group go to the same server as long as it answers.
 
         Raises:
-          EngineLost: no server answers within `wait_seconds`, or the answers are wrong.
+          EngineLost: no server answers within `wait_seconds`, or the answers are wrong or of other weights.
           UserError: a server refused the request.
         """
-        wrong = 0
+        wrong = other = 0
         while True:
             server = await self._choose(group)
             try:
@@ -84,7 +92,14 @@ class Fleet:
             if answer.versions == [self.version]:
                 return answer
             # It was started again, or another client has changed its weights.
-            self._lose(server, f"it sampled with the weights {answer.versions} instead of {self.version!r}")
+            problem = f"it sampled with the weights {answer.versions} instead of {self.version!r}"
+            other += 1
+            if other == MOST_WRONG:
+                raise EngineLost(
+                    f"rollout.urls: the server {server.url}: {problem}, for the {other}rd time in one request. Another "
+                    "run may use it; give each run servers of its own."
+                )
+            self._lose(server, problem)
 
     async def close(self) -> None:
         """Stops repairs and closes the connections."""
@@ -111,7 +126,8 @@ class Fleet:
             try:
                 await asyncio.wait_for(self._is_usable.wait(), self.wait_seconds)
             except TimeoutError:
-                urls = ", ".join(server.url for server in self.servers)
+                problems = [self._problems.get(server, "it does not answer") for server in self.servers]
+                urls = ", ".join(f"{server.url} ({why})" for server, why in zip(self.servers, problems, strict=True))
                 raise EngineLost(
                     f"rollout.urls: no server has answered for {self.wait_seconds:g} s "
                     f"(rollout.wait_for_servers_seconds): {urls}. Start them, then the run with the same command: it "
@@ -144,12 +160,14 @@ class Fleet:
         """Waits until a server is healthy, and gives it the current weights."""
         reported = False
         while server.version != self.version:
-            version, problem = self.version, "it does not answer"
+            # Those of this moment, since the current ones may be others after an await.
+            folder, version, admit = self.folder, self.version, self._admit
+            problem = "it does not answer"
             try:
                 server.alive = await server.is_healthy()
                 if server.alive:
-                    await server.reload(self.folder, version)
-                    await self.admit(server)
+                    await server.reload(folder, version)
+                    await admit(server)
                     server.version = version
                     continue  # the current weights may be others now
             except (Unavailable, WrongAnswer) as error:
@@ -157,7 +175,7 @@ class Fleet:
             except Exception as error:  # raised where the requests wait; else they would wait until the deadline
                 server.alive, self._error = False, error
                 self._is_usable.set()
-            server.version = None
+            server.version, self._problems[server] = None, problem
             if self._error is not None:
                 return
             if not reported:

@@ -38,19 +38,18 @@ class Probe:
         ids = np.setdiff1d(np.arange(vocabulary), eos_ids)
         shape = -(-PROMPTS // parts) * parts, min(LENGTH, rollout.max_prompt_length)
         self.prompts = np.random.default_rng(0).choice(ids, shape)
-        self.expected: np.ndarray | None = None
 
-    def update(self, params: Any) -> None:
+    def logprobs(self, params: Any) -> Float[np.ndarray, "P V"]:
         """Computes the log-probabilities for new weights; called in all processes."""
-        self.expected = fetch(_next_logprobs(self.graphdef, params, self.prompts, self.temperature), self.mesh)
+        return fetch(_next_logprobs(self.graphdef, params, self.prompts, self.temperature), self.mesh)
 
-    async def check(self, server: Server) -> None:
-        """Compares the log-probabilities of a server that has these weights.
+    async def check(self, expected: Float[np.ndarray, "P V"], server: Server) -> None:
+        """Compares the log-probabilities of a server with those that `logprobs` has computed for its weights.
 
         Raises:
           UserError: they differ by more than `max_gap` nats on average.
         """
-        if self.max_gap is None or self.expected is None:
+        if self.max_gap is None:
             return
         parameters = {
             "max_tokens": 1,
@@ -62,10 +61,10 @@ class Probe:
             "detokenize": False,
         }
         gaps = []
-        for prompt, expected in zip(self.prompts[:PROMPTS], self.expected, strict=False):
+        for prompt, logprobs in zip(self.prompts[:PROMPTS], expected, strict=False):
             answer = await server.sample(prompt.tolist(), parameters)
             # A token beyond the vocabulary is of another model.
-            known = {token: expected[token] for token in answer.top[0] if 0 <= token < len(expected)}
+            known = {token: logprobs[token] for token in answer.top[0] if 0 <= token < len(logprobs)}
             gaps += [abs(value - known.get(token, np.inf)) for token, value in answer.top[0].items()]
         gap = float(np.mean(gaps))
         if not gap <= self.max_gap:

@@ -199,9 +199,14 @@ class Server:
 
 def check_url(url: str) -> None:
     """Raises UserError if a value of `rollout.urls` is not the address of a server, or contains a password."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise UserError(f"rollout.urls: got {url!r}; give an address such as http://127.0.0.1:8000.")
+    problem = f"rollout.urls: got {url!r}; give an address such as http://127.0.0.1:8000."
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is not a number
+        raise UserError(problem) from None
+    if not valid or parts.query or parts.fragment:
+        raise UserError(problem)
     if parts.username is not None or parts.password is not None:
         raise UserError(
             f"rollout.urls: the address of {parts.hostname} contains a user name or a key; set the environment "

@@ -92,14 +92,14 @@ class VLLMEngine:
         if len(leaves) == len(self._placed) and all(a is b for a, b in zip(leaves, self._placed, strict=True)):
             return self._version
         with scope(self.mesh):
-            self.probe.update(params)
+            expected = self.probe.logprobs(params)
             model = merge_lora(nnx.merge(self.graphdef, params))
             graphdef, state = nnx.split(model)
             weights = jax.jit(cast_params, static_argnums=0)(graphdef, nnx.to_pure_dict(state))
         if jax.process_count() > 1:
             weights = fetch(weights, self.mesh)
-        self._number += 1
-        by_first(functools.partial(self._publish, model.config, weights))
+        self._number, self._placed = self._number + 1, []
+        by_first(functools.partial(self._publish, model.config, weights, expected))
         self._placed = leaves
         return self._version
 
@@ -169,7 +169,7 @@ class VLLMEngine:
 
     async def _make_fleet(self) -> Fleet:
         servers = [Server(url, self.rollout.request_timeout_seconds) for url in self.rollout.urls or ()]
-        return Fleet(servers, self.rollout.wait_for_servers_seconds, self.probe.check)
+        return Fleet(servers, self.rollout.wait_for_servers_seconds)
 
     async def _check(self) -> None:
         assert self._fleet is not None
@@ -177,13 +177,15 @@ class VLLMEngine:
         tokens = [token for token in self.tokenizer.encode(_TEXT) if token != self.tokenizer.bos_id]
         await asyncio.gather(*(server.check(longest, _TEXT, tokens) for server in self._fleet.servers))
 
-    def _publish(self, config: Any, weights: Any) -> None:
-        """Writes the weights and gives them to the servers. The folder of the weights before is removed."""
+    def _publish(self, config: Any, weights: Any, expected: Any) -> None:
+        """Writes the weights and gives them to the servers, whose log-probabilities are compared with `expected`. The
+        folder of the weights before is removed."""
         assert self._fleet is not None
         folder = self.folder / self._version
         try:
             save_model(weights, config, self.tokenizer, folder)
-            self._wait(self._fleet.update(str(folder), self._version))
+            check = functools.partial(self.probe.check, expected)
+            self._wait(self._fleet.update(str(folder), self._version, check))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

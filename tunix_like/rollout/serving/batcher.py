@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tunix_like.errors import one_line
 from tunix_like.models.sharding import scope
 from tunix_like.rollout.serving.device import Sampled, Slots
 from tunix_like.rollout.serving.jobs import Job, Part
@@ -61,7 +60,7 @@ class Batcher:
         self._waiting: collections.deque[Job] = collections.deque()
         self._cancelled: list[tuple[Job, int | None]] = []
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self._lost = False
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self) -> None:
@@ -103,9 +102,9 @@ class Batcher:
             while self._wait():
                 try:
                     self._step()
-                except Exception as error:  # e.g. not enough memory: the requests fail, the server continues
+                except Exception:  # e.g. not enough memory: the requests fail, the server continues
                     _LOG.exception("the batcher failed; all requests are answered with an error")
-                    self._fail(one_line(error))
+                    self._fail()
 
     def _wait(self) -> bool:
         """Waits for something to do. Returns False after `close`."""
@@ -115,6 +114,9 @@ class Batcher:
             return not self._closed
 
     def _step(self) -> None:
+        if self._lost:
+            self.slots.reset()
+            self._lost = False
         self._cancel()
         self._start()
         live = self.running
@@ -229,8 +231,8 @@ class Batcher:
                 parts.append((row.job, Part(row.sample, tokens, logprobs, reason, stop_id)))
         return parts
 
-    def _fail(self, problem: str) -> None:
-        """Ends all completions with an error, and allocates the slots again."""
+    def _fail(self) -> None:
+        """Ends all completions with an error. The slots are allocated again in the next step, which may fail too."""
         with self._changed:
             jobs = [*self._waiting]
             self._waiting.clear()
@@ -240,4 +242,4 @@ class Batcher:
             found |= {(id(job), sample): _Row(job, sample) for sample in range(job.started, job.count)}
         self._rows, self._keep = [None] * self.slots.count, np.ones(self.slots.count, bool)
         self.deliver([(row.job, Part(row.sample, [], [], "error")) for row in found.values()])
-        self.slots.reset()
+        self._lost = True

@@ -1,0 +1,114 @@
+"""What happens between the servers of an engine: weights that change while a server is repaired, and other runs."""
+
+import asyncio
+import threading
+
+import jax
+import pytest
+
+from tests.rollout.engines.stand_in import StandIn, until
+from tests.training.small_learner import TOKENIZER, make_model, params_of
+from tunix_like import RolloutConfig
+from tunix_like.errors import EngineLost
+from tunix_like.models.loading import export_model
+from tunix_like.rollout.engines import fleet
+from tunix_like.rollout.engines.vllm import VLLMEngine
+from tunix_like.types import Request, SamplingParams
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet, "POLL_SECONDS", 0.05)
+    export_model(make_model(), TOKENIZER, tmp_path / "model")
+    servers = []
+
+    def start():
+        servers.append(StandIn(tmp_path / "model", TOKENIZER))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def connect(tmp_path):
+    engines = []
+
+    def build(*servers, wait=60.0):
+        rollout = RolloutConfig(
+            max_prompt_length=8, max_tokens_to_generate=4, engine="vllm", urls=[server.url for server in servers],
+            wait_for_servers_seconds=wait, request_timeout_seconds=20.0,
+        )  # fmt: skip
+        engines.append(VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=1e-4))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def sampled(engine, version):
+    requests = [Request([5, 6], number, 2) for number in range(4)]
+    return list(engine.generate(version, requests, jax.random.key(0), SamplingParams()))
+
+
+def other_version(answer):
+    answer["choices"][0]["weight_versions"][0]["version"] = "of another run"
+    return answer
+
+
+def test_weights_that_change_while_a_server_gets_the_ones_before(serve, connect):
+    """The server is not compared with the new weights before it has them."""
+    quick, slow = serve(), serve()
+    engine, changed = connect(quick, slow), threading.Event()
+    version = engine.place(params_of(make_model()))
+    connection = engine._fleet.servers[1]
+    reload = connection.reload
+
+    async def late(folder, version):
+        await asyncio.to_thread(changed.wait, 30)
+        await reload(folder, version)
+
+    connection.reload, slow.faults = late, [other_version]
+    assert len(sampled(engine, version)) == 8
+    logprobs, asked = engine.probe.logprobs, len(slow.asked)
+
+    def watched(params):
+        found = logprobs(params)
+        changed.set()
+        assert until(lambda: len(slow.asked) > asked)  # the comparison of the weights before
+        return found
+
+    engine.probe.logprobs = watched
+    version = engine.place(params_of(make_model(seed=1)))
+    assert len(sampled(engine, version)) == 8
+    assert slow.version == quick.version == version
+
+
+def test_a_server_that_another_run_uses(serve, connect):
+    server = serve()
+    engine = connect(server)
+    version = engine.place(params_of(make_model()))
+    server.faults = [other_version] * 200
+    with pytest.raises(EngineLost, match=r"\['of another run'\] instead of .*; give each run servers of its own"):
+        sampled(engine, version)
+
+
+def test_the_error_says_why_no_server_has_the_weights(serve, connect):
+    """It is of the type that saves the run. Afterwards the weights before are not taken for those of the servers."""
+    server = serve()
+    engine = connect(server, wait=1.0)
+    before = params_of(make_model())
+    engine.place(before)
+
+    def refuse(folder):
+        raise OSError("no such folder")
+
+    loads, server._load = server._load, refuse
+    with pytest.raises(EngineLost, match=rf"{server.url} \(/collective_rpc answered with status 500"):
+        engine.place(params_of(make_model(seed=1)))
+    server._load = loads
+    version = engine.place(before)
+    assert server.version == version
+    assert len(sampled(engine, version)) == 8
