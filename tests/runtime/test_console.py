@@ -36,6 +36,12 @@ def test_a_step_in_one_line():
     )
 
 
+def test_phases_of_the_step_before_are_no_shares():
+    row = {"train/step_time_sec": 2.0, "train/time/update": 1.5, "train/time/trainer_idle": 0.5, "train/staleness": 1.0}
+    row |= {"train/time/rollout": 6.0, "train/time/sampler_idle": 148.0, "train/time/reward": 3.0}
+    assert console.step_line("train", 1, 2, row) == "train 1/2  2.00 s (update 75%, trainer_idle 25%)"
+
+
 def test_turns_follow_the_length():
     row = {"train/completions/mean_length": 9.0, "train/turns/mean": 2.25}
     assert console.step_line("train", 1, 2, row) == "train 1/2  length 9.0  turns 2.2"

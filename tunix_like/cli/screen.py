@@ -14,6 +14,7 @@ from tunix_like.runtime import console, processes, progress
 from tunix_like.storage import metrics
 from tunix_like.storage.best import best_of
 from tunix_like.storage.checkpoint_files import complete_steps
+from tunix_like.training.engine import make_engine
 from tunix_like.training.learner import Learner
 from tunix_like.types import SamplingParams
 
@@ -134,6 +135,8 @@ def picture(parts: Parts, learner: Learner) -> None:
     if parts.source.draw is None or not len(parts.source.eval):
         return
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
-    answer = complete(learner.engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
+    # Its own sampler, because the servers of a run are disconnected at its end.
+    engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh)
+    answer = complete(engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
     console.print_text("the first held-out problem with the greedy answer of the model:")
     console.print_text(parts.source.draw(row, answer))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tunix_like.config.urls import check_server_url
 from tunix_like.errors import UserError, nearest
 
 LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum", "sequence-mean-token-scale")
@@ -351,6 +352,8 @@ class RolloutConfig(_Checked):
             raise UserError(
                 "rollout.urls: rollout.engine=vllm needs the addresses of servers, e.g. [http://127.0.0.1:8000]."
             )
+        for url in self.urls or ():
+            check_server_url("rollout.urls", url, "VLLM_API_KEY")
         if self.engine != "vllm" and (self.urls or self.weights_folder):
             name = "urls" if self.urls else "weights_folder"
             raise UserError(f"rollout.{name}: it needs rollout.engine=vllm; set it, or omit rollout.{name}.")

@@ -200,9 +200,19 @@ def _has_box_characters() -> bool:
     return (getattr(_CONSOLE.file, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
+_OF_THE_STEP_BEFORE = frozenset(
+    f"time/{name}" for name in ("data", "rollout", "environment", "reward", "reshard", "sampler_idle")
+)
+
+
 def _time_shares(metrics: Mapping[str, float]) -> str:
-    """Formats the shares of the step time, largest first; shares below 5% are omitted to keep the line short."""
+    """Formats the shares of the step time, largest first; shares below 5% are omitted to keep the line short.
+
+    The phases of a rollout that was sampled during the step before are no shares of this step.
+    """
     whole = metrics["step_time_sec"]
+    if metrics.get("staleness"):
+        metrics = {key: value for key, value in metrics.items() if key not in _OF_THE_STEP_BEFORE}
     shares = {key.removeprefix("time/"): value / whole for key, value in metrics.items() if key.startswith("time/")}
     shown = [f"{key} {share:.0%}" for key, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""

@@ -359,7 +359,9 @@ def test_a_server_with_a_key(serve, connect, monkeypatch):
 
 
 def test_an_unreachable_server(connect):
-    with pytest.raises(UserError, match=r"the server http://127.0.0.1:9 cannot be used: .*Start it, or remove it"):
+    with pytest.raises(
+        UserError, match=r"http://127.0.0.1:9 cannot be used: cannot connect \(.*\)\. Start it, or remove it"
+    ):
         connect("http://127.0.0.1:9")
 
 
@@ -368,12 +370,15 @@ def test_an_unreachable_server(connect):
     [
         ("127.0.0.1:8000", "give an address such as http://127.0.0.1:8000"),
         ("http://[::1", "give an address such as http://127.0.0.1:8000"),
+        ("http://a:80x", "give an address such as http://127.0.0.1:8000"),
+        ("http://a:8000/v1", r"^rollout.urls: got 'http://a:8000/v1'; give the address of the server without /v1"),
         ("http://me:secret@127.0.0.1:8000", "contains a user name or a key; set the environment variable VLLM_API_KEY"),
     ],
 )
-def test_wrong_addresses(connect, url, message):
+def test_wrong_addresses(url, message):
+    """They are found when the config is read."""
     with pytest.raises(UserError, match=message) as error:
-        connect(url)
+        RolloutConfig(engine="vllm", urls=[url])
     assert ":secret" not in str(error.value)
 
 

@@ -21,6 +21,12 @@ PROMPTS, LENGTH, TOP = 4, 16, 5
 """Number and length of the prompts, and number of the most probable next tokens that are compared."""
 
 
+_TIED = (
+    " On a CPU, vLLM does not update the output matrix of this model, because the model shares it with the input "
+    "embeddings (tie_word_embeddings: true); use a GPU there, or a model with tie_word_embeddings: false."
+)
+
+
 class Probe:
     """The expected log-probabilities of the tokens after a few prompts of random tokens.
 
@@ -34,9 +40,10 @@ class Probe:
         self.graphdef, self.max_gap, self.mesh = graphdef, max_gap, mesh
         self.eos_ids, self.temperature = list(eos_ids), rollout.temperature
         parts = prompt_parts(mesh)
-        vocabulary = nnx.merge(graphdef, [None] * graphdef.num_leaves).config.vocab_size
-        ids = np.setdiff1d(np.arange(vocabulary), eos_ids)
+        config = nnx.merge(graphdef, [None] * graphdef.num_leaves).config
+        ids = np.setdiff1d(np.arange(config.vocab_size), eos_ids)
         shape = -(-PROMPTS // parts) * parts, min(LENGTH, rollout.max_prompt_length)
+        self.tied = config.tie_embeddings
         self.prompts = np.random.default_rng(0).choice(ids, shape)
 
     def logprobs(self, params: Any) -> Float[np.ndarray, "P V"]:
@@ -73,6 +80,7 @@ class Probe:
                 f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). It "
                 "has another model or dtype, or another run uses it: start it with the folder of this model and the "
                 "same --dtype. If rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
+                + (_TIED if self.tied else "")
             )
 
 

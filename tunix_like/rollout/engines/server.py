@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -193,25 +192,10 @@ class Server:
                 return answer.status, await answer.read()
         except TimeoutError:
             raise Unavailable(f"{route} did not answer within {seconds:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Unavailable(f"cannot connect ({one_line(error.os_error)})") from error
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
             raise Unavailable(one_line(error)) from error
-
-
-def check_url(url: str) -> None:
-    """Raises UserError if a value of `rollout.urls` is not the address of a server, or contains a password."""
-    problem = f"rollout.urls: got {url!r}; give an address such as http://127.0.0.1:8000."
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is not a number
-        raise UserError(problem) from None
-    if not valid or parts.query or parts.fragment:
-        raise UserError(problem)
-    if parts.username is not None or parts.password is not None:
-        raise UserError(
-            f"rollout.urls: the address of {parts.hostname} contains a user name or a key; set the environment "
-            f"variable {KEY_VARIABLE} instead."
-        )
 
 
 def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:

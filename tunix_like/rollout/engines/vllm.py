@@ -27,7 +27,7 @@ from tunix_like.rollout.decoding import cast_params
 from tunix_like.rollout.engines.fleet import Fleet
 from tunix_like.rollout.engines.probe import Probe
 from tunix_like.rollout.engines.rows import RowStates
-from tunix_like.rollout.engines.server import Answer, Server, check_url
+from tunix_like.rollout.engines.server import Answer, Server
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first, is_first
 from tunix_like.types import Request, Responder, Sample, SamplingParams
@@ -155,8 +155,6 @@ class VLLMEngine:
 
     def _open(self) -> None:
         """Starts the thread of the connections and checks all servers."""
-        for url in self.rollout.urls or ():
-            check_url(url)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
