@@ -62,6 +62,7 @@ def test_servers_are_checked_before_sft(tmp_path):
     rows, servers = [], ["rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]"]
     with pytest.raises(UserError, match=r"the server http://127.0.0.1:9 cannot be used"):
         tunix_like.run(
-            load(YAML, [*SMALL, *servers, f"training.output_dir={tmp_path}"]), on_row=lambda row, total: rows.append(row)
+            load(YAML, [*SMALL, *servers, f"training.output_dir={tmp_path}"]),
+            on_row=lambda row, total: rows.append(row),
         )
     assert not rows
