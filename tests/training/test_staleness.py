@@ -100,6 +100,27 @@ def test_a_resumed_run_has_the_same_prompts(tmp_path):
     assert parts == seen
 
 
+def test_an_interrupted_run_without_a_folder_continues_with_the_next_prompts():
+    """What was sampled ahead at Ctrl-C in a notebook is sampled in the next call of `train`."""
+    seen, parts = [], []
+    collect(stale(reward=watching(seen), max_steps=4), batch_size=4)
+    learner = stale(reward=watching(parts), max_steps=2)
+
+    def interrupt(row, total):
+        if row["step"] == 1:
+            while len(parts) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    learner.listeners[0] = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        learner.train(ROWS, batch_size=4)
+    del parts[1:]
+    rows = collect(learner, batch_size=4)
+    assert [row["step"] for row in rows] == [2, 3]
+    assert parts == seen[:3]
+
+
 def test_evaluations_do_not_meet_the_sampling():
     """The evaluation of a step uses its own weights, as in a run without staleness."""
     learner = stale(max_steps=3, eval_config=EvalConfig(samples=2), eval_every_n_steps=1)

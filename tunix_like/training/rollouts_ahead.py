@@ -106,8 +106,7 @@ class RolloutsAhead:
         if self._ahead is None:
             result = self._collect(step, *self._placed(params))
         else:
-            ahead, self._ahead = self._ahead, None
-            result = ahead.result()
+            result, self._ahead = self._ahead.result(), None
         waited = time.perf_counter() - began
         if result.collected is None:
             return None
@@ -147,10 +146,16 @@ class RolloutsAhead:
             wait([self._ahead])
 
     def close(self) -> None:
-        """Drops what was collected ahead. What is being sampled ends with the next completion that is finished."""
+        """Drops what was collected ahead; the data is then at the position after the last step that was taken.
+
+        What is being sampled ends with the next completion that is finished.
+        """
         self._dropped.set()
         if self._executor is not None:
             self._executor.shutdown()
+        if self._ahead is not None:
+            self._ahead = None
+            self._return_to(self._position)
 
     def _placed(self, params: Any) -> tuple[Any, Clock]:
         clock = Clock()
@@ -161,13 +166,16 @@ class RolloutsAhead:
     def _here(self) -> _Position:
         return _Position(None if self._iterator is None else self._iterator.get_state(), self.collector.drawn)
 
+    def _return_to(self, position: _Position) -> None:
+        self.collector.drawn = position.drawn
+        if self._iterator is not None:
+            self._iterator.set_state(position.state)
+
     def _collect(self, step: int, params: Any, clock: Clock) -> _Result:
         before, row_steps = self._here(), self.engine.row_steps
         try:
             collected = self.collector(step, params, clock.lap)
         except EngineLost:
-            self.collector.drawn = before.drawn
-            if self._iterator is not None:
-                self._iterator.set_state(before.state)
+            self._return_to(before)
             raise
         return _Result(collected, clock.seconds, self.engine.row_steps - row_steps, time.perf_counter())
