@@ -197,11 +197,18 @@ def test_an_engine_that_does_not_restart_rows_is_refused():
         def replies(self, wait):
             return [reply._replace(restart=False) for reply in self.own.replies(wait)]
 
-    made = learner()
-    generate = made.engine.generate
-    made.engine.generate = lambda *given: generate(*given[:-1], Deaf(given[-1]))
-    with pytest.raises(UserError, match=r"engine Sampler: .* supports `Reply\.restart` and `Responder\.opening`"):
-        collect(made)
+    class Own:
+        max_prompt_length, row_steps = 16, 0
+
+        def place(self, params):
+            return inner.place(params)
+
+        def generate(self, params, requests, key, sampling, responder):
+            yield from inner.generate(params, requests, key, sampling, Deaf(responder))
+
+    inner = learner().engine
+    with pytest.raises(UserError, match=r"engine Own: .* supports `Reply\.restart` and `Responder\.opening`"):
+        collect(learner(engine=Own()))
 
 
 def test_a_trajectory_whose_prompt_changes_is_unscored():

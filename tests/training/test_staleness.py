@@ -1,11 +1,15 @@
 """`rollout.max_staleness: 1`: each step is trained on completions that were sampled during the step before it."""
 
+import dataclasses
 import logging
+import time
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+from tests.training import test_history
 from tests.training.small_learner import ROWS, assert_same, collect, make, make_model, varied
 from tunix_like import EvalConfig, MaxRLConfig, RolloutConfig, UserError
 from tunix_like.config.load import load
@@ -96,6 +100,27 @@ def test_a_resumed_run_has_the_same_prompts(tmp_path):
     assert parts == seen
 
 
+def test_an_interrupted_run_without_a_folder_continues_with_the_next_prompts():
+    """What was sampled ahead at Ctrl-C in a notebook is sampled in the next call of `train`."""
+    seen, parts = [], []
+    collect(stale(reward=watching(seen), max_steps=4), batch_size=4)
+    learner = stale(reward=watching(parts), max_steps=2)
+
+    def interrupt(row, total):
+        if row["step"] == 1:
+            while len(parts) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    learner.listeners[0] = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        learner.train(ROWS, batch_size=4)
+    del parts[1:]
+    rows = collect(learner, batch_size=4)
+    assert [row["step"] for row in rows] == [2, 3]
+    assert parts == seen[:3]
+
+
 def test_evaluations_do_not_meet_the_sampling():
     """The evaluation of a step uses its own weights, as in a run without staleness."""
     learner = stale(max_steps=3, eval_config=EvalConfig(samples=2), eval_every_n_steps=1)
@@ -155,6 +180,50 @@ def test_a_lost_engine_leaves_a_checkpoint(tmp_path):
     assert [row["step"] for row in rows] == [4, 5]
     collect(stale(reward=watching(whole), max_steps=5), batch_size=4)
     assert seen == whole
+
+
+def test_a_run_that_ends_does_not_wait_for_all_that_is_sampled_ahead():
+    class Slow(Fails):
+        """Its third call yields a sample every 0.1 s."""
+
+        def generate(self, *arguments):
+            self.calls, self.yielded = self.calls + 1, 0
+            for sample in self.inner.generate(*arguments):
+                time.sleep(0.1 * (self.calls == 3))
+                self.yielded += 1
+                yield sample
+
+    class Stop(Exception):
+        pass
+
+    def stop(row, total):
+        if row["step"] == 2:
+            while engine.calls < 3 or not engine.yielded:
+                time.sleep(0.01)
+            raise Stop
+
+    engine = Slow(stale().engine, None, None)
+    learner = stale(engine=engine, max_steps=5)
+    learner.listeners[0] = stop
+    with pytest.raises(Stop):
+        learner.train(ROWS, batch_size=4)
+    assert engine.yielded < 8, "of 16"
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_rewritten_histories(rate):
+    """`environment.history=template` with completions of the weights before: with a rate of 0 these are the same."""
+    mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])
+    lengths = dataclasses.replace(test_history.LENGTHS, max_staleness=1, devices=SAMPLING)
+    algo = MaxRLConfig(num_generations=4, truncation_order=1, sampler_is="token")
+    rows = collect(
+        test_history.learner(algo=algo, lengths=lengths, mesh=mesh, max_steps=3, actor_optimizer=optax.sgd(rate)),
+        test_history.ROWS,
+    )
+    assert [row["train/staleness"] for row in rows] == [0, 1, 1]
+    gaps = [row["train/logprob_gap/max"] for row in rows]
+    assert max(gaps) < 1e-4 if rate == 0 else gaps[0] < 1e-4 < min(gaps[1:])
+    assert all(row["train/turns/rewritten"] > 0.2 for row in rows)
 
 
 @pytest.mark.parametrize(

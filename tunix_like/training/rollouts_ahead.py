@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ from tunix_like.data.stream import Resumable
 from tunix_like.errors import EngineLost
 from tunix_like.rollout.collection import Collected, Collector
 from tunix_like.runtime.profile import Clock
-from tunix_like.types import Engine
+from tunix_like.types import Engine, Sample
 
 
 class Taken(NamedTuple):
@@ -41,6 +43,34 @@ class _Result(NamedTuple):
     ended: float
 
 
+class _DroppedError(Exception):
+    """The run has ended, so what is sampled ahead is not needed."""
+
+
+class _Droppable:
+    """The engine of the thread; its generation ends after the next sample when `dropped` is set."""
+
+    def __init__(self, engine: Engine, dropped: threading.Event):
+        self.engine, self.dropped = engine, dropped
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self.engine.max_prompt_length
+
+    @property
+    def row_steps(self) -> int:
+        return self.engine.row_steps
+
+    def place(self, params: Any) -> Any:
+        return self.engine.place(params)
+
+    def generate(self, *given: Any) -> Iterator[Sample]:
+        for sample in self.engine.generate(*given):
+            yield sample
+            if self.dropped.is_set():
+                raise _DroppedError
+
+
 class RolloutsAhead:
     """Collects the groups of steps.
 
@@ -56,6 +86,9 @@ class RolloutsAhead:
         self.collector, self.engine, self.max_staleness = collector, engine, max_staleness
         self._iterator = iterator
         self._executor = ThreadPoolExecutor(1, "rollout") if max_staleness else None
+        self._dropped = threading.Event()
+        if max_staleness:
+            self.collector.engine = _Droppable(engine, self._dropped)
         self._ahead: Future[_Result] | None = None
         self._position = _Position(None, 0)
 
@@ -73,8 +106,7 @@ class RolloutsAhead:
         if self._ahead is None:
             result = self._collect(step, *self._placed(params))
         else:
-            ahead, self._ahead = self._ahead, None
-            result = ahead.result()
+            result, self._ahead = self._ahead.result(), None
         waited = time.perf_counter() - began
         if result.collected is None:
             return None
@@ -114,9 +146,16 @@ class RolloutsAhead:
             wait([self._ahead])
 
     def close(self) -> None:
-        """Waits until nothing is sampled, and drops what was collected ahead."""
+        """Drops what was collected ahead; the data is then at the position after the last step that was taken.
+
+        What is being sampled ends with the next completion that is finished.
+        """
+        self._dropped.set()
         if self._executor is not None:
             self._executor.shutdown()
+        if self._ahead is not None:
+            self._ahead = None
+            self._return_to(self._position)
 
     def _placed(self, params: Any) -> tuple[Any, Clock]:
         clock = Clock()
@@ -127,13 +166,16 @@ class RolloutsAhead:
     def _here(self) -> _Position:
         return _Position(None if self._iterator is None else self._iterator.get_state(), self.collector.drawn)
 
+    def _return_to(self, position: _Position) -> None:
+        self.collector.drawn = position.drawn
+        if self._iterator is not None:
+            self._iterator.set_state(position.state)
+
     def _collect(self, step: int, params: Any, clock: Clock) -> _Result:
         before, row_steps = self._here(), self.engine.row_steps
         try:
             collected = self.collector(step, params, clock.lap)
         except EngineLost:
-            self.collector.drawn = before.drawn
-            if self._iterator is not None:
-                self._iterator.set_state(before.state)
+            self._return_to(before)
             raise
         return _Result(collected, clock.seconds, self.engine.row_steps - row_steps, time.perf_counter())

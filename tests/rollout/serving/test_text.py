@@ -9,7 +9,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunix_like.data import reverse_text
+from tunix_like.rollout.serving.answers import CompletionAnswer
 from tunix_like.rollout.serving.chat import CallStream, parsed_calls
+from tunix_like.rollout.serving.jobs import Job, JobSampling, Part
+from tunix_like.rollout.serving.requests import Request, Settings
 from tunix_like.rollout.serving.text import TextStream
 
 
@@ -105,3 +109,20 @@ def test_a_streamed_answer_is_the_parsed_one(name, size):
     rest, streamed = stream.finish()
     assert "".join(parts) + rest == content
     assert [call["function"] for call in streamed] == [call["function"] for call in calls]
+
+
+def test_each_token_of_a_stream_is_decoded_once_for_its_logprob(monkeypatch):
+    """The events of a long completion take as long as its whole answer."""
+    request = Request((Job([1], 1, JobSampling(100)),), stream=True, logprobs=True)
+    answer = CompletionAnswer(request, Settings("letters", "1", 20, 128, 100), reverse_text.tokenizer())
+    whole = CompletionAnswer(request, answer.settings, answer.tokenizer)
+    decoded, token_text = [], answer.token_text
+    monkeypatch.setattr(answer, "token_text", lambda token: decoded.append(token) or token_text(token))
+    (choice,), (complete,) = answer.choices.values(), whole.choices.values()
+    offsets, tokens = [], [4, 5, 6, 7, 8, 9, 4]
+    for place, token in enumerate(tokens):
+        text = choice.add(Part(0, [token], [0.0], None))
+        for found in answer.deltas(choice, text, slice(place, place + 1)):
+            offsets += found["logprobs"]["text_offset"]
+    complete.add(Part(0, tokens, [0.0] * len(tokens), "length"))
+    assert decoded == tokens and offsets == whole.choice(complete)["logprobs"]["text_offset"]

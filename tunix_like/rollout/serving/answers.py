@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -120,6 +121,10 @@ class CompletionAnswer(Answer):
 
     kind, prefix = "text_completion", "cmpl-"
 
+    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+        super().__init__(request, settings, tokenizer)
+        self._offsets: dict[Choice, int] = {}  # characters of the tokens whose log-probabilities were returned
+
     def choice(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
         return self._choice(choice, choice.text, slice(0, None))
@@ -143,15 +148,14 @@ class CompletionAnswer(Answer):
         return found
 
     def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
-        texts = [self.token_text(token) for token in choice.tokens[: tokens.stop]]
-        offsets = [0]
-        for text in texts:
-            offsets.append(offsets[-1] + len(text))
+        """Returns the tokens that follow those of the last call, with their log-probabilities."""
+        texts = [self.token_text(token) for token in choice.tokens[tokens]]
+        *offsets, self._offsets[choice] = itertools.accumulate(map(len, texts), initial=self._offsets.get(choice, 0))
         return {
-            "tokens": texts[tokens],
+            "tokens": texts,
             "token_logprobs": choice.logprobs[tokens],
             "top_logprobs": None,
-            "text_offset": offsets[:-1][tokens],
+            "text_offset": offsets,
         }
 
 
