@@ -73,8 +73,8 @@ def register_policy_loss_fn(
     per token)`. All arrays are `[.., T]`, except `advantages: [.., 1]`.
 
     Args:
-      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer's before the batch's first update) or
-        `"rollout"` (the sampler's).
+      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer, before the batch's first update) or `"rollout"`
+        (the sampler).
       extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
         the coefficient of such a term. If there is no such term (or its coefficient is 0), completions with advantage
         0 have no gradient and are skipped.

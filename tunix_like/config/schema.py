@@ -319,12 +319,12 @@ class RolloutConfig(_Checked):
     max_staleness: int = key(
         0,
         doc="number of updates by which the sampling weights may be older than the trained ones; 1: the completions of "
-        "the next step are sampled during the update, by servers or on the devices of `devices`",
+        "the next step are sampled during the update, by servers or on the devices of rollout.devices",
         at_least=0,
         at_most=1,
     )
     devices: int | None = key(
-        doc="number of devices that only sample (the last devices); the other devices train; unset: all devices do both",
+        doc="number of devices that only sample (the last devices); the others only train; unset: all devices do both",
         at_least=1,
     )
     engine: str = key(

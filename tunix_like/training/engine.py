@@ -47,7 +47,7 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
 
 
 def training_devices(rollout: RolloutConfig) -> list[Any] | None:
-    """Returns the devices of the training if `rollout.devices` are for sampling only; None: all.
+    """Returns the devices that train if `rollout.devices` reserves devices for sampling; None: all devices train.
 
     Raises:
       UserError: no device is left for the training.
@@ -70,7 +70,7 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
       elsewhere: whether an engine other than the in-process sampler generates them.
 
     Raises:
-      UserError: they would be sampled on the devices of the training, or there are several processes.
+      UserError: the completions would be sampled on the devices that train, or there are several processes.
     """
     if not rollout.max_staleness:
         return
@@ -94,7 +94,7 @@ class CheckedEngine:
     Args:
       engine: the engine of the user.
       model: the config of the model, which has the size of the vocabulary.
-      task: what completions are sampled for. It has the maximum number of tokens of a completion.
+      task: the settings of the rollout, with the maximum number of tokens of a completion.
     """
 
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):

@@ -61,7 +61,7 @@ class GapWatch:
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
-      own_engine: whether the sampler is an engine of the user. The error message then names its duty.
+      own_engine: whether the sampler is an engine of the user. The error message then states what it must return.
 
     Raises:
       UserError: the difference is larger (on call).

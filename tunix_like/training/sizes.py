@@ -111,7 +111,7 @@ class MemoryEstimate:
       chosen: whether each of these two was chosen by `auto`.
       phases: the peak of each phase.
       available: bytes of the device.
-      refused: errors of sizes for which a single completion does not fit.
+      refused: error messages of the sizes with which not even a single completion fits.
       known: whether the device reports its memory (`Device`).
     """
 

@@ -1,4 +1,4 @@
-"""Prepares the weights of an update: matrices in the compute dtype, layers stacked, an output matrix of its own.
+"""Prepares the weights of an update: matrices in the compute dtype, stacked layers, a separate output matrix.
 
 This is done once per update, so the passes over its chunks read and, on a mesh, exchange weights in the compute dtype.
 Gradients are taken with respect to the prepared weights and added up in float32; `gradients_of` converts the sums to
