@@ -60,8 +60,7 @@ class SamplerCorrection:
         return self.mode.endswith("_mask")
 
     def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
-        """Computes the ratio of each token, or of its completion for the modes by sequence; 1 where masked. No
-        gradient.
+        """Computes the ratio of each token, for modes by sequence that of its completion; 1 where masked. No gradient.
 
         Masked tokens do not count in the product of a completion: padding, and tokens of an environment.
         """
@@ -73,8 +72,7 @@ class SamplerCorrection:
         return jax.lax.stop_gradient(jnp.exp(difference))
 
     def weights(self, ratios: Tokens) -> Tokens:
-        """Truncates the ratios to the bounds, or replaces ratios outside the bounds by 0. A ratio equal to a bound is
-        inside."""
+        """Truncates the ratios to the bounds, or replaces ratios outside by 0. A ratio equal to a bound is inside."""
         if self.masks:
             return jnp.where((ratios < self.lower) | (ratios > self.upper), 0.0, ratios)
         upper = jnp.minimum(ratios, self.upper)

@@ -202,8 +202,8 @@ def _token_at(sums: Float[Array, "N B"], blocks: Float[Array, "N B 256"], target
 def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tuple[Array, Array]:
     """Returns the index of the first running sum above `target`, and `target` minus the sum before that index.
 
-    The index always has a positive weight. If rounding moves the target above the last sum, it is the last entry with a
-    positive weight; if below zero, the first.
+    The entry at the index always has a positive weight. If rounding moves the target above the last sum, the last entry
+    with a positive weight is returned. If rounding moves it below zero, the first such entry is returned.
     """
     running = jnp.cumsum(weights, axis=-1)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)

@@ -36,7 +36,8 @@ def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
 
 
 def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns the same function for weights on other devices: it casts them there and copies the result."""
+    """Returns the same function for weights on other devices: it casts the weights on those devices and copies the
+    result."""
     cast = jax.jit(decoding.cast_params, static_argnums=0)
     shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
     return lambda graphdef, params: jax.device_put(cast(graphdef, params), shardings)
@@ -53,8 +54,8 @@ class Sampler:
       mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.
 
     Attributes:
-      row_steps: number of rows times decode steps so far. The tokens sampled in a rollout, divided by its
-        increase, are the fraction of useful work.
+      row_steps: number of rows times decode steps so far. The number of tokens sampled in a rollout, divided by the
+        increase of `row_steps`, is the fraction of useful work.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Sampler:
     def place(self, params: Any) -> Any:
         """Lays the weights out for sampling: over the sampler's mesh, matrices in the compute dtype.
 
-        Without a mesh, `params` itself, which the programs cast.
+        Without a mesh it returns `params` itself, and the programs cast it.
         """
         if self.mesh is None:
             return params

@@ -61,7 +61,8 @@ class GapWatch:
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
-      own_engine: whether the sampler is an engine of the user. The error message then states what it must return.
+      own_engine: whether the sampler is an engine of the user. The error message then states what an engine must
+        return.
 
     Raises:
       UserError: the difference is larger (on call).

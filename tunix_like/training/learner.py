@@ -95,8 +95,8 @@ class Learner(Trainer):
         `tunix_like.rewards.pooled` run in worker processes, with a deadline.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
-      ref_model: reference model of the KL when `beta > 0`, quantised or not. Only weights that are shared with the
-        trained model are copied. Defaults to a copy of the initial weights. With newly initialised adapters it is the
+      ref_model: reference model of the KL when `beta > 0`, quantised or not. Only weights that it shares with the
+        trained weights are copied. Defaults to a copy of the initial weights. With newly initialised adapters it is the
         frozen weights, without a copy.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.

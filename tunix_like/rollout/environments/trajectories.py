@@ -85,7 +85,8 @@ class Player:
         return self._bridges[chat]
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
-        """Checks that prompts like that of the first row can have several turns; returns its first observation.
+        """Checks that prompts of the form of the first row can have several turns; returns the first observation of
+        this row.
 
         Raises:
           UserError: the chat template cannot be used for several turns, or the environment fails.

@@ -1,4 +1,4 @@
-"""What the batcher receives and returns: jobs, and parts of their completions."""
+"""Defines what the batcher receives and returns: jobs, and parts of their completions."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Part(NamedTuple):
     Attributes:
       sample: index of the completion among those of its job.
       reason: why the completion has ended: "stop" (an end-of-sequence token or one of `stop_ids`), "length" or "error";
-        None if it has not.
-      stop_id: the one of `stop_ids` that ended it.
+        None if it has not ended.
+      stop_id: the id of `stop_ids` that ended the completion; None if there is none.
     """
 
     sample: int
