@@ -92,8 +92,8 @@ class _Few(io.TextIOBase):
 
 @contextlib.contextmanager
 def few_lines() -> Iterator[None]:
-    """Redirects the output of reward functions and workers to standard error: the first lines and the number of further
-    lines."""
+    """Redirects the output of reward functions and workers to standard error. Only the first lines and the number of
+    further lines are written."""
     few = _Few()
     try:
         with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
@@ -112,7 +112,7 @@ def problem_of(number: int, source: DataSource) -> Problem:
 
 
 def other_answer(answers: Sequence[str], number: int) -> str:
-    """Returns the next answer that differs, cyclically; the same answer if all are equal."""
+    """Returns the next different answer, searching cyclically; the same answer if all answers are equal."""
     following = (*answers[number + 1 :], *answers[:number])
     return next((answer for answer in following if answer != answers[number]), answers[number])
 

@@ -44,7 +44,7 @@ class Person:
 
     Args:
       bridge: makes the tokens of a line.
-      conversation: with `environment.history=template`, the conversation and what renders it at each turn.
+      conversation: with `environment.history=template`, the conversation and the object that renders it at each turn.
     """
 
     lockstep = True

@@ -1,4 +1,4 @@
-"""The command `serve`: a model over HTTP."""
+"""The command `serve`: serves a model over HTTP."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 SECONDS_TO_FINISH = 25
-"""Time that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""
+"""Seconds that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""
 
 
 def serve(arguments: argparse.Namespace) -> None:
     """Serves a model until SIGTERM or Ctrl-C.
 
     Raises:
-      UserError: an option is invalid, the port is in use, the extra is not installed, or see `open_trained`.
+      UserError: an option is invalid, the port is in use, or the extra is not installed; also the errors of
+        `open_trained`.
     """
     _check(arguments)
     key = _api_key(arguments.host)
@@ -109,7 +110,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
-    """Returns the limits and defaults of requests. Raises UserError if the model has fewer positions."""
+    """Returns the limits and defaults of requests. Raises UserError if the model has fewer positions than a limit."""
     from tunix_like.rollout.serving.requests import Settings
 
     rollout, model = trained.config.rollout, trained.model_config

@@ -56,7 +56,7 @@ def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
 def drawn_estimators(
     group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
 ) -> list[tuple[str, str, GroupEstimator]]:
-    """Returns label, family and estimator of the computed curves, without those that the group size does not allow.
+    """Returns label, family and estimator of the computed curves, without curves that the group size does not allow.
 
     MaxRL of order `G - 1` is Algorithm 1 of the paper; the other orders are its truncations.
     """

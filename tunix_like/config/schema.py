@@ -385,7 +385,7 @@ class RewardsConfig(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(_Checked):
-    """Trajectories of several turns: the other side of the conversation, which runs in worker processes."""
+    """Settings of trajectories of several turns, and of the environment that answers the turns."""
 
     section = "environment"
     name: str | None = key(

@@ -67,8 +67,8 @@ class Number(NamedTuple):
 def parse_number(text: str) -> Number | None:
     """Parses a text that is one plain number; returns None for any other text, or one longer than 200 characters.
 
-    For an equation, its last side is parsed; several equations are not a number. A unit of any words may follow. Two
-    adjacent numbers are not a number.
+    Of an equation, the last side is parsed. A text with several equations is not a number. A unit of any words may
+    follow the number. Two adjacent numbers are not a number.
     """
     if len(text) > LONGEST:
         return None

@@ -56,7 +56,7 @@ def check_memory(parts: Parts) -> bool:
     """Returns whether the memory of this machine's devices is known.
 
     Raises:
-      UserError: it is known, and the run is estimated to need more.
+      UserError: the memory is known, and the run is estimated to need more.
     """
     estimate = _memory_estimate(parts)
     if problems := estimate.problems():

@@ -57,7 +57,7 @@ def claim(folder: Path, parts: Parts) -> None:
 
     Raises:
       UserError: the folder belongs to a run with another config (the message lists the keys that differ, and which of
-        them may), or it is not empty and is not a run folder.
+        them may differ), or it is not empty and is not a run folder.
     """
     begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
