@@ -27,7 +27,8 @@ _AT_ONCE = 64
 """Rows rendered per request."""
 
 _COUNTED = 100_000
-"""Tokens up to which (at most twice as many) an overlong prompt is counted for its error message."""
+"""Number of tokens up to which an overlong prompt is counted for its error message; at most twice as many are
+counted."""
 
 
 class Prompt(NamedTuple):
@@ -99,8 +100,8 @@ def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
 
 
 def unusable(length: int, limit: int, row: str, most: int) -> UserError:
-    """Returns the error for a prompt of `length` tokens, 0 or more than `limit`, under `data.overlong_prompts=error`.
-    `most` is the value that was passed to `render`; a longer prompt was truncated."""
+    """Returns the error under `data.overlong_prompts=error` for a prompt of `length` tokens, which is 0 or above
+    `limit`. `most` is the value that was passed to `render`; a longer prompt was truncated."""
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
     problem = too_long if length else "is empty. Remove the row"
@@ -155,8 +156,8 @@ def check_prompts(
     Rows that a grain filter removes from a `MapDataset` appear as None and are ignored.
 
     Raises:
-      UserError: there are no rows, no prompt is usable, or a prompt cannot be rendered or (with `overlong="error"`) is
-        not usable; the message names the row.
+      UserError: there are no rows; no prompt is usable; a prompt cannot be rendered; or, with `overlong="error"`, a
+        prompt is not usable. The message names the row.
     """
     check_overlong(overlong)
     if len(rows) == 0:
@@ -270,7 +271,8 @@ class SharedBatches(Iterator[list[Prompt]]):
       end: index at which the candidates end; None: they do not end.
 
     Raises:
-      UserError: no candidate of a whole `epoch` is usable; or one is not and `refuses` is set (names the row).
+      UserError: no candidate of a whole `epoch` is usable; or `refuses` is set and a candidate is not usable (the
+        message names the row).
     """
 
     def __init__(

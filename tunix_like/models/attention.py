@@ -27,7 +27,7 @@ gradient."""
 
 SCORES = 2**24
 """Maximum number of scores `B H N U` that `auto` materialises on a device without a kernel: 64 MB, stored per layer in
-training. Sequences for which blocks are faster exceed this at any practical batch size."""
+training. Sequences that are long enough for blocks to be faster exceed this at any practical batch size."""
 
 _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
@@ -149,8 +149,8 @@ def group_attention(
 
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
-    """Computes scaled, capped and masked scores. Heads precede positions, so this is a plain batched product; on the
-    CPU its gradient takes half the time of a product with batch axes in between."""
+    """Computes scaled, capped and masked scores. Heads precede positions, so this is a plain batched product. On the
+    CPU its gradient takes half the time that a product with batch axes between other axes takes."""
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]
     split = (q * width**-0.5).reshape(batch, count, key_heads, heads // key_heads, width)

@@ -88,7 +88,8 @@ class _Work(NamedTuple):
     Attributes:
       query_ids, key_ids: segments; a query sees keys of its own segment.
       starts: the first visible key of each query if there are windows, else None.
-      order, number: for each block of queries, the indices of the key blocks with its `number` visible ones first.
+      order, number: for each block of queries, the indices of the key blocks, and the number of visible key blocks,
+        which come first.
     """
 
     q: Float[Array, "B K R N h"]

@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Lengths(NamedTuple):
-    """A mask under which the queries of batch entry `i` see its first `lengths[i]` keys; with `starts`, a query sees
-    only those from its own start."""
+    """A mask under which the queries of batch entry `i` see its first `lengths[i]` keys. With `starts`, a query sees of
+    these only the keys from its own start on."""
 
     lengths: Int[Array, "B"]
     starts: Int[Array, "B N"] | None = None

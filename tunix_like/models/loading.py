@@ -54,7 +54,8 @@ def load_model(
     Args:
       path_or_hub_id: a model folder, a hub id `owner/name` (needs the extra `hub`), or with `init="random"` an HF
         config as a mapping.
-      init: "pretrained" reads the safetensors of the folder; "random" initialises weights at random and needs none.
+      init: "pretrained" reads the safetensors of the folder; "random" initialises weights at random and needs no
+        safetensors.
       seed: random seed of the weights.
       dtype: dtype of matrix products; None: float32 on CPU and bfloat16 on accelerators.
       param_dtype: dtype of the stored weights.

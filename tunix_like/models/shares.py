@@ -1,4 +1,4 @@
-"""Computes from shapes which part of the parameters of a model one device of a mesh holds."""
+"""Computes from shapes the part of a model's parameters that one device of a mesh holds."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
     Kernels are `[in, out]` here and `[out, in]` in HF; all other parameters have the same shape in both.
 
     Raises:
-      UserError: the leaf is not a weight of a plain decoder (but of an adapter, for example).
+      UserError: the leaf is not a weight of a plain decoder (for example, it belongs to an adapter).
     """
     if path[-1] not in _LEAVES:
         raise UserError(f"parameter {'.'.join(map(str, path))} has no Hugging Face name; merge adapters first.")

@@ -75,8 +75,8 @@ def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
 
     Both signatures of verl are supported: `compute_score(completion, ground_truth)` with positional arguments, and any
     of the keyword arguments `data_source, solution_str, ground_truth, extra_info`. The ground truth is taken from the
-    column `ground_truth`,
-    else `reward_model`, else `gold`, else `answer`. If the function returns a dict, its `score` is the reward.
+    column `ground_truth`, else `reward_model`, else `gold`, else `answer`. If the function returns a dict, its `score`
+    is the reward.
 
     The returned function raises a UserError if the rows have none of these columns.
 
