@@ -25,7 +25,8 @@ class Problem:
     """One row of the data stream with its rendered and tokenized prompt.
 
     Attributes:
-      number: running number in the data stream. It is unique within a run, so random keys derived from it are too.
+      number: running number in the data stream. It is unique within a run, so random keys derived from it are unique
+        too.
       text: the rendered prompt, as the model and the reward functions receive it.
       tokens: the token ids of the prompt.
       columns: all other columns of the row, passed to reward functions by name.
@@ -106,8 +107,8 @@ class Request(NamedTuple):
 
     Attributes:
       tokens: the token ids of the prompt.
-      number: distinguishes the requests of one call. The random numbers of a completion depend only on it, on the index
-        of the completion in its group and on the key of the call.
+      number: distinguishes the requests of one call. The random numbers of a completion depend only on this number, on
+        the index of the completion in its group and on the key of the call.
       samples: number of completions.
     """
 
@@ -206,7 +207,7 @@ class Responder(Protocol):
     def opening(self, group: int) -> Sequence[int]:
         """Returns the tokens between the prompt of a group and the first turn of its completions; often none.
 
-        They are part of each completion, as those of a reply.
+        These tokens are part of each completion, like the tokens of a reply.
         """
 
     def submit(self, turns: Sequence[Turn]) -> None:
@@ -236,7 +237,7 @@ class Engine(Protocol):
         """
 
     def place(self, params: Any) -> Any:
-        """Returns the trainer's weights in the form that `generate` takes; called once for several calls of it.
+        """Returns the trainer's weights in the form that `generate` takes; called once for several calls of `generate`.
 
         The result is freed before the next update.
         """

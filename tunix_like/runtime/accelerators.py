@@ -24,7 +24,7 @@ class Accelerator:
       operations: bfloat16 multiplications and additions per second, dense.
       memory_bytes: bytes per second of the main memory.
       network_bytes: bytes per second that a device receives from others, with all of its links in use.
-      between_nodes: the same between nodes; None if all devices are connected alike.
+      between_nodes: as `network_bytes`, between nodes; None if all devices are connected alike.
       clock: cycles per second of the unit that the TPU compiler's cycles count; None for a GPU.
       slices: number of chips to the shape of the slice; empty for a GPU.
       description: of a GPU, the fields that differ between kinds for XLA.

@@ -148,9 +148,9 @@ class Module:
             raise ValueError("the text of the compiled program has no ENTRY computation")
 
     def trip_count(self, parent: str, loop: Instruction) -> int | None:
-        """Returns how often a loop in the computation `parent` runs; None if data decides.
+        """Returns how often a loop in the computation `parent` runs; None if the number depends on data.
 
-        It is the compiler's `known_trip_count`, else it follows from a counter that a constant bounds.
+        The number is the compiler's `known_trip_count`, or else follows from a counter that a constant bounds.
         """
         if known := _KNOWN.search(loop.attributes):
             return int(known[1])
