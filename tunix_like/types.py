@@ -103,7 +103,7 @@ class SamplingParams:
 
 
 class Request(NamedTuple):
-    """A prompt, and the number of completions to sample for it, which form a group.
+    """A prompt, and the number of completions of its group.
 
     Attributes:
       tokens: the token ids of the prompt.

@@ -71,7 +71,7 @@ class Objective:
     """The resolved and checked objective of a learner.
 
     Attributes:
-      estimators: the run's estimator first, then those of individual data sources.
+      estimators: the run's estimator first, then the estimators of individual data sources.
       sources: data source to its index in `estimators`; other sources use the run's estimator.
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.

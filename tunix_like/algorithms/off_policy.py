@@ -60,7 +60,7 @@ class SamplerCorrection:
         return self.mode.endswith("_mask")
 
     def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
-        """Computes the ratio of each token, for modes by sequence that of its completion; 1 where masked. No gradient.
+        """Computes the ratio of each token (`token`) or of its completion (`sequence`); 1 where masked. No gradient.
 
         Masked tokens do not count in the product of a completion: padding, and tokens of an environment.
         """

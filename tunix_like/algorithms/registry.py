@@ -175,7 +175,7 @@ def own_parameters(function: Callable[..., Any], given: frozenset[str]) -> dict[
 
 
 def check_parameters(name: str, params: Params, group_size: int, key: str = "algorithm") -> dict[str, Any]:
-    """Checks an estimator's parameters against its signature and the group size, and returns those that are set.
+    """Checks an estimator's parameters against its signature and the group size, and returns the set parameters.
 
     Args:
       key: the config section of the parameters, for the messages.

@@ -183,7 +183,7 @@ def _mean(values: np.ndarray) -> str:
 
 
 def passed(scores: Scores, threshold: float) -> np.ndarray:
-    """Returns which completions succeed; unscored ones do not."""
+    """Returns which completions succeed; unscored completions do not succeed."""
     return scores.scored & succeeds(np.nan_to_num(scores.total, nan=-np.inf), threshold)
 
 

@@ -52,7 +52,7 @@ class Check:
     Attributes:
       name: what was checked.
       found: the result.
-      advice: what to do; empty if nothing is needed.
+      advice: the recommended action; empty if no action is needed.
       works: False if training cannot run without it.
     """
 

@@ -151,7 +151,7 @@ def complete(
 
 
 def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:
-    """Renders and tokenises a prompt. Raises UserError if it has no tokens, or more than `limit`."""
+    """Renders and tokenises a prompt. Raises UserError if it has no tokens or more than `limit` tokens."""
     from tunix_like.data.stream import render
 
     found = render({"prompt": prompt}, tokenizer, limit)

@@ -55,7 +55,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program. Bytes and operations are per device; `costs` are those of a training step.
+    """A compiled program. Bytes and operations are per device; `costs` are the costs per training step.
 
     Attributes:
       arguments: bytes of all inputs.
@@ -79,7 +79,7 @@ class Compiled:
         return self.arguments + self.temporaries
 
     def times(self, target: Target) -> Times | None:
-        """Returns the times of a step; None for a simulation, whose costs are those of another machine."""
+        """Returns the times of a step; None for a simulation, because its costs belong to another machine."""
         if target.kind is None or target.described is None or self.refusal:
             return None
         return times(self.costs, self.program.operations / target.number, target.kind, target.number)

@@ -90,8 +90,8 @@ def curves_of(
 
 
 def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
-    """Draws the figure, 1200 x 750 pixels as PNG. It does not use pyplot, so there is no global state and no display is
-    needed."""
+    """Draws the figure, 1200 x 750 pixels as PNG. It does not use pyplot, so it has no global state and needs no
+    display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
@@ -134,10 +134,10 @@ def _format_axes(figure: Figure, curves: Sequence[Curve], group_size: int, rates
 
 
 def save(figure: Figure, path: str) -> None:
-    """Writes the figure in the format of the path's ending (PNG without one).
+    """Writes the figure in the format of the file name extension; PNG if there is no extension.
 
     Raises:
-      UserError: the path cannot be written, or its ending is not a supported format.
+      UserError: the path cannot be written, or its extension is not a supported format.
     """
     kind = Path(path).suffix.removeprefix(".").lower() or "png"
     if kind not in figure.canvas.get_supported_filetypes():

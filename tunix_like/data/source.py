@@ -120,7 +120,7 @@ class PromptFormat:
         return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Checks that the prompt can be built from the row, and the answer too if it has a template.
+        """Checks that the prompt can be built from the row, and also the answer if there is an answer template.
 
         Raises:
           UserError: the prompt or the answer cannot be built; the message starts with `where`.

@@ -62,7 +62,7 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def fitting_batch(self, batch_size: int) -> int:
-        """Returns `batch_size`, or the number of usable rows if it is smaller; then logs a warning."""
+        """Returns `batch_size`. If there are fewer usable rows, logs a warning and returns their number."""
         usable_rows = self.rows - self.prompts
         if usable_rows < batch_size:
             logger.warning(

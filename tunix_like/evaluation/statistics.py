@@ -40,7 +40,7 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
 
     The most frequent answer wins. Its success is the fraction of the completions with that answer that succeed. Tied
     answers win with equal probability, which equals taking the first one in random order. None is not a vote; a vote
-    without any answer fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random ones,
+    without any answer fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random subsets,
     which are the same in every call.
 
     Args:
@@ -115,8 +115,8 @@ def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tupl
 
     Args:
       names: names of the metrics. The range of pass@k and maj@k is 0 to 1.
-      rewards: arrays of any shape; NaN is ignored. The range of avg@n is that of these rewards and 0. Include
-        `rewards.success_threshold`, because it is a possible reward.
+      rewards: arrays of any shape; NaN is ignored. The range of avg@n is the range of these rewards and 0 together.
+        Include `rewards.success_threshold`, because it is a possible reward.
     """
     flat = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
     seen = float(np.nanmin(flat)), float(np.nanmax(flat))

@@ -36,7 +36,7 @@ def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[An
     """Selects the attention implementation: `name`, or for "auto" the device's kernel if it supports this model.
 
     Args:
-      devices: the devices to select for; defaults to those of jax.
+      devices: the devices to select for; defaults to the devices of jax.
 
     Returns:
       one of `ATTENTIONS`; "auto" if the size of each call selects between the plain and the blocked implementation.

@@ -140,7 +140,7 @@ def part_backward(
     part: Part,
     cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
-    """Computes the gradients (float32) of queries, keys and values; `out` and `lse` are those of the whole softmax over
+    """Computes the gradients (float32) of queries, keys and values; `out` and `lse` belong to the whole softmax over
     all parts."""
     work, blocks = _plan(q, part, cap)
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)

@@ -76,7 +76,7 @@ def laid_out(k: Float[Array, "*B U K h"], v: Float[Array, "*B U K h"]) -> tuple[
 def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "B U"]]:
     """Returns the segments of the `count` queries and of the keys for a described mask.
 
-    A query sees the keys of its own segment (under `Causal`, only those at or before its position). Padding has segment
+    A query sees the keys of its own segment (under `Causal`, only keys at or before its position). Padding has segment
     -2 for queries and -1 for keys, so padding matches nothing.
     """
     batch, width = part.k.shape[0], part.k.shape[-1]

@@ -45,7 +45,7 @@ class DecoderConfig:
       activation: activation of the gated MLP, one of `ACTIVATIONS`.
       query_pre_attn_scalar: scores are divided by its square root; None: by the square root of `head_dim`.
       attention_cap, logits_cap: scores, or final logits, become `cap * tanh(x / cap)`; None: no cap.
-      windows: per layer, the number of positions that a query sees, including its own; None: all earlier ones.
+      windows: per layer, the number of positions that a query sees, including its own; None: all earlier positions.
       rotary: per layer, whether queries and keys are rotated.
       experts: the mixture of experts of the MLPs, or None.
       expert_layers: per layer, whether its MLP is a mixture of experts.
@@ -118,7 +118,7 @@ class DecoderConfig:
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
-        """Returns theta and scaling of this layer, or None if it has no rotary positions."""
+        """Returns theta and scaling of this layer, or None if the layer has no rotary positions."""
         if self.rotary and not self.rotary[layer]:
             return None
         if self.local_rope_theta is not None and self.window(layer) is not None:

@@ -161,7 +161,7 @@ NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the text decoder: all fields, or those of the `text_config` of a multimodal model."""
+    """Returns the fields of the text decoder: all fields, or for a multimodal model the fields of its `text_config`."""
     inner = _MULTIMODAL.get(str(fields.get("model_type")))
     if inner is None:
         return dict(fields)

@@ -163,7 +163,7 @@ def save_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | Non
 
     Args:
       params: the parameters of the decoder as a pure dict; they are written in their own dtype.
-      tokenizer: defines the end-of-sequence, beginning-of-sequence and padding ids; None: those of `config.source`.
+      tokenizer: defines the end-of-sequence, beginning-of-sequence and padding ids; None: the ids of `config.source`.
 
     Raises:
       UserError: the folder cannot be written, or the parameters do not match the config.

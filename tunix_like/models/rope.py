@@ -16,8 +16,8 @@ ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 class RopeScaling:
     """Llama 3 scaling of the rotary frequencies.
 
-    Wavelengths (in positions) above `original_max_positions / low_freq_factor` are multiplied by `factor`, those below
-    `original_max_positions / high_freq_factor` are unchanged, and those in between are interpolated.
+    Wavelengths (in positions) above `original_max_positions / low_freq_factor` are multiplied by `factor`. Wavelengths
+    below `original_max_positions / high_freq_factor` are unchanged. Wavelengths in between are interpolated.
 
     Raises:
       UserError: a value is not a positive number, or `high_freq_factor <= low_freq_factor`.

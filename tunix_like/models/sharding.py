@@ -1,7 +1,7 @@
 """Sharding over a device mesh: parameters by a table from names to mesh axes, prompts over `data` and `fsdp`.
 
-The compiler derives all other shardings from those of the inputs. Devices may belong to several processes; each of them
-must call these functions with the same values.
+The compiler derives all other shardings from the shardings of the inputs. Devices may belong to several processes; each
+of them must call these functions with the same values.
 """
 
 from __future__ import annotations

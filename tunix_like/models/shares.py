@@ -25,7 +25,7 @@ class Share(NamedTuple):
     """The part of the parameters of a model that one device holds.
 
     Attributes:
-      weights, trained: bytes of all parameters, and of the trained ones.
+      weights, trained: bytes of all parameters, and bytes of the trained parameters.
       plain: number of weights that are not quantised, without adapters.
       embedding: number of weights in the embedding.
       quantized: number of weights in each quantised matrix.

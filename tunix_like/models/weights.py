@@ -75,7 +75,7 @@ def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
 def load_weights(
     folder: str | Path, abstract_params: Params, config: DecoderConfig, quantized: str | None = None
 ) -> Params:
-    """Reads the weights of a model; for a multimodal model, those of its text decoder.
+    """Reads the weights of a model; for a multimodal model, the weights of its text decoder.
 
     Each shard of a parameter is read directly to its device, and the host holds one shard at a time.
 
@@ -165,8 +165,8 @@ def save_weights(
     """Writes `model.safetensors`, or shards with an index if the weights exceed `max_file_bytes` (a tensor is never
     split). A tied head is not written.
 
-    Files are renamed to their names when complete. Existing weights in the folder are replaced; a concurrent reader
-    sees the old weights, none, or the new ones, and never a mixture.
+    Files are renamed to their names when complete. Existing weights in the folder are replaced. A concurrent reader
+    sees the old weights, no weights or the new weights, and never a mixture.
 
     Raises:
       UserError: the folder cannot be written, or the tree does not match the config.

@@ -91,8 +91,8 @@ def score(
 ) -> Scores:
     """Scores every completion with every function and returns the weighted sums.
 
-    If a function fails, it is called again with fewer completions, down to one, to isolate the failing ones; these
-    stay unscored.
+    If a function fails, it is called again with fewer completions, down to one, to isolate the failing completions.
+    These stay unscored.
 
     Args:
       functions: (name, function, weight) triples; functions made by `pooled` run in workers, the others in this

@@ -40,7 +40,8 @@ def choose(
 
     Returns:
       the tokens, and their log-probabilities under `log_softmax(logits / temperature)` over the whole vocabulary (not
-      truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns those at temperature 1.
+      truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns the log-probabilities at
+      temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
     whole = params.temperature > 0 and params.top_k is None and params.top_p == 1.0
@@ -61,7 +62,7 @@ def choose(
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters of each row; the values are those of `SamplingParams`.
+    """Sampling parameters of each row, with the values of `SamplingParams`.
 
     Attributes:
       top_k: the size of the vocabulary keeps every token.

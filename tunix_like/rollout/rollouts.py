@@ -204,7 +204,7 @@ def repeat_columns(
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """Repeats prompts and columns for the `size` completions of each problem.
 
-    The columns are those of the problems and those named in `among`; a missing value is None.
+    The columns of the problems and the columns named in `among` are returned; a missing value is None.
     """
     names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}

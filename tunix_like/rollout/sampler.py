@@ -4,8 +4,8 @@ A prompt is prefilled once and placed in one or more slots, each with some of it
 filled with waiting completions of the slot's prompt, and an empty slot with the next prompt. When no completions wait,
 live rows are compacted into fewer rows. The cache is a ring buffer that grows by powers of two. The tokens of a
 completion do not depend on the schedule, because its random numbers are `fold_in(key, problem number, sample,
-position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer; on a mesh,
-`place` lays them out once for several calls.
+position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer. On a mesh,
+`place` lays the weights out once for several calls.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def has_environment(config: Config) -> bool:
 
 
 def environments_of(config: Config) -> Environments | None:
-    """Returns the environments of a config; None if it has none.
+    """Returns the environments of a config; None if the config sets no environment.
 
     Environments run in processes of their own. The environments of this library, except `openenv`, run in this process
     unless `environment.workers` is set. They neither hang nor crash, and starting a process takes longer than one of

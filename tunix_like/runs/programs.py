@@ -72,7 +72,7 @@ class Program:
         completions of full length. Recomputation and padding are not counted.
       calls: how often it runs in a training step.
       trips: number of iterations, for completions of full length, of the loops whose count is an input of the program.
-      estimate: the phase with the highest memory as estimated by `memory.py`; None if there is no phase for it.
+      estimate: the phase with the highest memory as estimated by `memory.py`; None if no phase belongs to the program.
       token_loop: the loop that samples a token of every row in each iteration.
     """
 
@@ -141,7 +141,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     """Resolves a config and builds its abstract model and mesh.
 
     Args:
-      device: the backend and memory to plan for; None: those of this machine's CPU.
+      device: the backend and memory to plan for; None: the CPU of this machine.
       devices: described devices to compile for; None: all devices of the current backend, as a simulation.
 
     Raises:

@@ -104,7 +104,7 @@ def train(
 
 @contextlib.contextmanager
 def server_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
-    """Connects to the servers of `rollout.urls`; yields None if this process samples.
+    """Connects to the servers of `rollout.urls` and yields the engine; yields None if this process samples.
 
     Raises:
       UserError: a server cannot be reached or used, or the package `aiohttp` is missing.

@@ -52,7 +52,7 @@ NODE = 8
 """GPUs of a node."""
 
 MOST_DEVICES = 256
-"""Maximum number of devices, that of the largest v5e slice."""
+"""Maximum number of devices: the size of the largest v5e slice."""
 
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
@@ -171,7 +171,8 @@ def compiler_of(kind: Accelerator) -> str | None:
 
 
 def cudnn_installed() -> bool:
-    """Returns whether cuDNN's package is installed, which jax needs to compile a program with a kernel of it."""
+    """Returns whether the package of cuDNN is installed, without which jax cannot compile a program with a cuDNN
+    kernel."""
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
 
 

@@ -60,7 +60,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it calls; those of a loop are in `attribute`."""
+        """Names of the computations that it calls; the computations of a loop are in `attribute`."""
         found = _CALLED.findall(self.attributes)
         for names in _BRANCHES.findall(self.attributes):
             found += [name.strip(" %") for name in names.split(",")]

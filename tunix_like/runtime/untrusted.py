@@ -2,8 +2,8 @@
 ordinary characters, never as the token.
 
 Text inserted by a template is marked with Unicode noncharacters (U+FDD0 to U+FDEF), which do not occur in valid text.
-Once the control tokens are known, those in inserted text are replaced by references, which pass through a chat template
-unchanged.
+Once the control tokens are known, control tokens in inserted text are replaced by references, which pass through a chat
+template unchanged.
 """
 
 from __future__ import annotations

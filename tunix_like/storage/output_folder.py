@@ -70,7 +70,7 @@ def _problem(target: Path, source: str | None) -> str | None:
 def written_whole(folder: str | Path, overwrite: bool, source: str | None = None) -> Iterator[Path]:
     """Yields an empty folder to write to, which replaces `folder` if the block ends without an exception.
 
-    The mode of the new folder is that of an existing `folder`, else given by the umask. If `folder` is a mount point,
+    The new folder has the mode of an existing `folder`, else the mode given by the umask. If `folder` is a mount point,
     or its parent is not writable, the files are moved into it one by one instead.
 
     Raises:

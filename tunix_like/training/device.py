@@ -47,7 +47,7 @@ class Device:
     Attributes:
       backend: name of the jax backend.
       memory: bytes of one device.
-      known: False if the device does not report its memory; `memory` is then that of the host.
+      known: False if the device does not report its memory; `memory` is then the memory of the host.
     """
 
     backend: str

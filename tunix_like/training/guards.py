@@ -160,7 +160,7 @@ def remove_files_after(folder: Path, step: int) -> None:
 
 
 def read_skipped(file: Path) -> Skipped:
-    """Reads a file that `write_skipped` wrote. Raises UserError if it is another file."""
+    """Reads a file that `write_skipped` wrote. Raises UserError if the file is not such a file."""
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

@@ -91,7 +91,7 @@ class Learner(Trainer):
       tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       reward_fns: one function or several (a mapping gives them names),
         `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum is the reward. None, NaN or an
-        exception means that a completion could not be scored. Functions run in this process; those of
+        exception means that a completion could not be scored. Functions run in this process; functions of
         `tunix_like.rewards.pooled` run in worker processes, with a deadline.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
@@ -102,7 +102,7 @@ class Learner(Trainer):
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) when its total reward reaches this value.
       source_estimators: `{data source: {"advantage_estimator": ..., <its parameters>}}`: the estimator of groups with
-        that source in their column `data_source`. Loss and aggregation are those of the run.
+        that source in their column `data_source`. Loss and aggregation are the same for all groups.
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
         every step; `aggregation` reduces the value over completions.
       engine: generates completions; defaults to the in-process sampler of this model.

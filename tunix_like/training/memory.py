@@ -27,9 +27,9 @@ FIRST_CACHE = 128
 """Initial number of columns of the sampler's cache, which then doubles (`rollout/shapes.py`)."""
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
-"""Number of arrays per token that a layer saves for its backward pass, for each of four widths: that of the MLP, of the
-model, of all query heads and of all key heads. Measured by doubling each width: 4.9, 4.6 (plus 1 that does not grow),
-4.7 and 3.1. The MLP saves its two products, the sigmoid, the activation and the input of the last product."""
+"""Number of arrays per token that a layer saves for its backward pass, for each of four widths: the MLP, the model, all
+query heads, and all key heads. Measured by doubling each width: 4.9, 4.6 (plus 1 that does not grow), 4.7 and 3.1. The
+MLP saves its two products, the sigmoid, the activation and the input of the last product."""
 
 KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
 """As `KEPT_PER_TOKEN`, with recomputation on CPU. There XLA removes the optimization barriers around a recomputed
@@ -250,7 +250,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     into half as many.
 
     Args:
-      held: bytes by component of the arrays that are held all the time; by default those of a trainer.
+      held: bytes by component of the arrays that are held all the time; by default the arrays of a trainer.
     """
     parts, tp = work.rollout_parts or (work.parts, 1)
     rows, slots = -(-rows // parts), -(-slots // parts)

@@ -42,7 +42,7 @@ def rollout_mesh(
 ) -> Mesh | None:
     """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`; None without a mesh.
 
-    It has the same devices as `mesh`, or those of `rollout.devices`.
+    It has the same devices as `mesh`, or the devices of `rollout.devices`.
 
     `rollout.mesh: auto` replicates the weights if they fit beside the trainer's arrays and the cache: sampling then
     needs no communication. Otherwise it splits them along `tp` over the fewest devices on which they fit. If that is

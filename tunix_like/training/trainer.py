@@ -243,7 +243,7 @@ class Trainer:
 
 
 def write_description(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the description of a model, and for adapters that of their base model."""
+    """Writes the description of a model, and for adapters the description of their base model."""
     save_description(model.config, tokenizer, folder, model.param_dtype.name)
     if model.adapters is not None:
         save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)

@@ -136,7 +136,7 @@ class Adapted:
         return _tunix_tools(environment)
 
     def start(self, columns: Mapping[str, Any]) -> Trajectory:
-        """Makes the environment of one trajectory; `columns` are those of its row.
+        """Makes the environment of one trajectory; `columns` are the columns of its row.
 
         Raises:
           UserError: the factory returned an object that is not an environment.

@@ -54,7 +54,7 @@ class Calculator:
     """
 
     def reset(self) -> None:
-        """Starts an episode; the prompt is that of the row."""
+        """Starts an episode; the prompt of the row stays unchanged."""
 
     def calculator(self, expression: str) -> str:
         """Evaluates an arithmetic expression with numbers, + - * / // % ** and parentheses.

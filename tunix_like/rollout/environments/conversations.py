@@ -2,11 +2,11 @@
 
 Some chat templates rewrite earlier turns when new messages come (Qwen3 removes their `<think>` blocks). Here the model
 sees at each turn what the template renders. If the rendering begins with the tokens that the model has seen and sampled
-so far, only the rest is appended. Otherwise the row is restarted: the rewritten history follows the prompt of the
-group, which stays in the cache. Some templates end a prompt with tokens that they remove later (an opened or empty
-thought); these tokens are in the rows, and not in the prompt of the group.
+so far, only the rest is appended. Otherwise the row is restarted: the rewritten history follows the group's prompt. The
+prompt stays in the cache. Some templates end a prompt with tokens that they remove later (an opened or empty thought);
+these tokens are in the rows, and not in the prompt of the group.
 
-A sampled turn is the content of its message as the tokenizer decodes it, with tool calls and `<think>` blocks in the
+The content of a turn's message is the decoded text of its sampled tokens. Tool calls and `<think>` blocks stay in the
 model's own format, so that a malformed call is rendered too. These rendered tokens are never trained on.
 """
 

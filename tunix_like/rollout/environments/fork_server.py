@@ -50,7 +50,7 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal
 
 
 def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Returns what `load` takes for an environment, by name or location, or for tools.
+    """Returns the argument `places` of `load` for an environment, given by name or location, or for tools.
 
     Raises:
       UserError: a name cannot be imported, the arguments cannot be written as JSON, or tools have arguments.
@@ -93,7 +93,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
 
     Args:
       number: file descriptor of the socket to the run.
-      places: what `load` takes.
+      places: the argument of `load`.
       parent: id of the process that started this one.
     """
     die_with(parent)

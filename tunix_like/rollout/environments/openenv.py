@@ -42,9 +42,9 @@ class ActionForm(NamedTuple):
 class OpenEnv:
     """One trajectory with an OpenEnv server.
 
-    `reset` sends all columns of the row; the server passes on those that its environment accepts. The schema of the
-    server's actions determines how a turn becomes an action (see `action_form`). A turn that is not such an action does
-    not reach the environment. Like a wrong tool call, it is answered by a text that begins with "error:".
+    `reset` sends all columns of the row; the server passes on the columns that its environment accepts. The schema of
+    the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not such an action
+    does not reach the environment. Like a wrong tool call, it is answered by a text that begins with "error:".
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
@@ -226,8 +226,8 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
 def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
     """Returns an observation as text or messages; None if it has no content.
 
-    `metadata` and fields that are null or empty are left out. A single field becomes its value, and messages if it is a
-    list of messages. Several fields become a JSON object.
+    `metadata` and fields that are null or empty are left out. A single field becomes its value; a list of messages
+    becomes these messages. Several fields become a JSON object.
     """
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})

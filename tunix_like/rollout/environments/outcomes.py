@@ -47,7 +47,7 @@ class Environments(Protocol):
         """Starts one step of a trajectory."""
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready; with `wait`, at least one if a call is unanswered."""
+        """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
 
     def finish(self, number: int) -> None:
         """Starts to end a trajectory; its environment is freed afterwards.

@@ -141,7 +141,7 @@ class EnvironmentPool:
             self._submit(self._callers[number], "finish", pickle.dumps(("finish", None)))
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready; with `wait`, at least one if a call is unanswered."""
+        """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
         while True:
             self._look()
             self._hand_out()

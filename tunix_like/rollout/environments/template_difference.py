@@ -48,7 +48,7 @@ class TemplateDifference:
             the tokenizer only.
 
         Raises:
-          UserError: there is no chat template, or see `check_tools` and `check`.
+          UserError: there is no chat template; also the errors of `check_tools` and `check`.
         """
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]

@@ -22,7 +22,7 @@ class Choice:
       tokens, logprobs: the tokens so far and their log-probabilities; with a stop string, up to the token that
         completes it.
       text: the final part of the text so far.
-      reason: "stop" or "length"; None if it has not ended.
+      reason: "stop" or "length"; None if the completion has not ended.
       stopped_by: the stop string or the further stop id that ended it.
     """
 

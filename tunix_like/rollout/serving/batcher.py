@@ -78,7 +78,7 @@ class Batcher:
             self._changed.notify()
 
     def cancel(self, job: Job, sample: int | None = None) -> None:
-        """Cancels one completion of a job, or all of them; those that have ended are not affected."""
+        """Cancels one or all completions of a job. Completions that have ended are not affected."""
         with self._changed:
             self._cancelled.append((job, sample))
             self._changed.notify()

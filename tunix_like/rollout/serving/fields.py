@@ -119,7 +119,7 @@ class Fields:
                 raise self.error(name, "this parameter is not supported")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Refuses fields that were not read, except those that have no effect on the answer."""
+        """Refuses fields that were not read, except fields without an effect on the answer."""
         for name in self._left:
             if name not in ignored:
                 raise self.error(name[:64], "there is no such parameter")

@@ -18,7 +18,7 @@ class JobSampling:
       max_tokens: maximum number of tokens of a completion, end-of-sequence token included.
       top_k: None keeps every token.
       seed: from 0 to 2**64 - 1.
-      stop_ids: token ids that end a completion, in addition to those of the model.
+      stop_ids: token ids that end a completion, in addition to the ids of the model.
     """
 
     max_tokens: int
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     """Further tokens of a completion.
 
     Attributes:
-      sample: index of the completion among those of its job.
+      sample: index of the completion in its job.
       reason: why the completion has ended: "stop" (an end-of-sequence token or one of `stop_ids`), "length" or "error";
         None if it has not ended.
       stop_id: the id of `stop_ids` that ended the completion; None if there is none.
