@@ -183,8 +183,8 @@ class Reply(NamedTuple):
 
     Attributes:
       tokens: the tokens to append before the policy goes on sampling; None ends the trajectory.
-      restart: whether these tokens follow the prompt directly. They and the tokens after them do not see the earlier
-        tokens of the row, which stay in the result and count in its length.
+      restart: whether these tokens follow the prompt directly. These tokens and all later tokens do not see the earlier
+        tokens of the row. The earlier tokens stay in the result and count in its length.
     """
 
     group: int

@@ -101,7 +101,7 @@ def pretend(number: int) -> None:
 
 
 def find_target(text: str) -> Target:
-    """Parses `--devices` and finds the compiler of the devices; without it, simulates them on the CPU, with a note.
+    """Parses `--devices` and finds the compiler of the devices; without a compiler, simulates the devices on the CPU.
 
     Raises:
       UserError: as `parse_devices` and `pretend`.

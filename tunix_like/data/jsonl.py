@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_EVAL = 256
 
 MOST_COLUMNS = 1000
-"""Maximum number of distinct columns in a file. Every row has all of them."""
+"""Maximum number of distinct columns in a file. Every row has all columns."""
 
 MOST_NESTED = 100
 """Maximum nesting of lists and objects in a row. Rows are passed to reward functions and other processes, where they

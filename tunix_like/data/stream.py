@@ -240,7 +240,8 @@ def prompt_batches(
 
 
 def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
-    """Makes `SharedBatches` follow `data.overlong_prompts`, and returns them; other iterators always skip."""
+    """Makes an iterator of type `SharedBatches` follow `data.overlong_prompts`, and returns it. Other iterators always
+    skip."""
     if isinstance(batches, SharedBatches):
         batches.refuses = overlong == "error"
     return batches

@@ -253,8 +253,8 @@ class Tokenizer:
     ) -> Iterator[str | UserError]:
         """Yields the rendering of each conversation, or its error. Sends one request for all conversations.
 
-        All texts of the messages count as data. Control tokens in them are replaced by references, which
-        `encode_guarded` encodes as plain text, so control tokens in the result come from the template.
+        All texts of the messages count as data. Control tokens in these texts are replaced by references, which
+        `encode_guarded` encodes as plain text. All control tokens in the result therefore come from the template.
 
         Args: see `render`.
         """
@@ -320,7 +320,7 @@ class Tokenizer:
         every text are removed, since the completion follows the prompt.
 
         Control tokens that are written in a field of a message, or in a column that a prompt template inserted, are
-        encoded as plain text. In a string that is the whole prompt, they are encoded as control tokens.
+        encoded as plain text. In a string that is the whole prompt, control tokens are encoded as control tokens.
 
         Args:
           most: a prompt with more ids than this may be truncated to somewhat more than this. This bounds the time:

@@ -108,7 +108,7 @@ def attention(
 def group_attention(
     q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "P G T H h"]:
-    """Attends from completions to the keys of their prompt (stored once per group) and their own, under ONE softmax.
+    """Attends from completions to their prompt's keys (stored once per group) and to their own keys, in ONE softmax.
 
     Args:
       q: queries of every completion of every prompt.

@@ -114,7 +114,7 @@ class DecoderConfig:
             object.__setattr__(self, name, () if all(entry is plain for entry in entries) else entries)
 
     def window(self, layer: int) -> int | None:
-        """Returns the number of positions that a query of this layer sees, or None for all."""
+        """Returns the number of positions that a query of this layer sees; None: it sees all earlier positions."""
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:

@@ -198,8 +198,8 @@ def prompt_parts(mesh: Mesh | None) -> int:
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Places arrays on the mesh with dimension `axis` (prompts) sharded over `data` and `fsdp`; replicated if they do
-    not divide it."""
+    """Places arrays on the mesh with dimension `axis` (prompts) sharded over `data` and `fsdp`; replicated if these
+    axes do not divide the dimension."""
     if mesh is None:
         return tree
     arrays = jax.tree.map(np.asarray, tree)

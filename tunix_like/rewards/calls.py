@@ -160,8 +160,8 @@ def call_in_process(
     """Scores `count` completions in this process and isolates the completions for which the function fails.
 
     The function is called once with all completions. If that call fails, it is called once per group. If the call of a
-    group fails, it is called once per completion of the group. Only completions that fail on their own stay unscored.
-    If the function returns a wrong number of values for a group, the whole group stays unscored.
+    group fails, it is called once per completion of the group. Only completions that fail in a call of their own stay
+    unscored. If the function returns a wrong number of values for a group, the whole group stays unscored.
     """
     results = FunctionRewards(np.full(count, np.nan), {})
 

@@ -48,7 +48,7 @@ class Sampler:
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)`).
-      eos_ids: end-of-sequence token ids; a completion includes the first of them and ends there.
+      eos_ids: end-of-sequence token ids; a completion ends with the first of these tokens, which is part of it.
       max_prompt_length, max_tokens: limits of prompt and completion, in tokens.
       max_concurrent_rows: maximum number of completions that are sampled at the same time; None means no limit.
       mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.

@@ -23,7 +23,7 @@ class Times(NamedTuple):
 
     @property
     def predicted(self) -> float:
-        """Seconds of the device or of the network, the larger: this assumes that they work at the same time."""
+        """The larger of the seconds of device and network. This assumes that both work at the same time."""
         return max(self.device, self.network)
 
     @property

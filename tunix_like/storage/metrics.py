@@ -23,8 +23,8 @@ FILE = "metrics.jsonl"
 class MetricsLog:
     """Appends rows to `metrics.jsonl` in `folder`; with folder None it writes nothing.
 
-    If rows cannot be written (a full disk), one warning is logged, and they are kept and written with the next row that
-    can be written.
+    If rows cannot be written (a full disk), one warning is logged. The rows are kept, and written with the next row
+    that can be written.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -109,7 +109,8 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of a run folder in the order of writing, without an incomplete last line; none without a file.
+    """Returns all rows of a run folder in the order of writing, without an incomplete last line; no rows without a
+    file.
 
     Raises:
       UserError: a line before the last is not a JSON object (file and line are named).

@@ -27,8 +27,8 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
       source: path (or hub id) of the model to export.
 
     Raises:
-      UserError: `folder` is a file, a run, a checkpoint, the source, or another folder that is neither empty nor an
-        export of files only; or it is an export and `overwrite` is False.
+      UserError: `folder` is a file, a run, a checkpoint or the source; it is an export and `overwrite` is False; or it
+        is any other folder that is not empty (also an export that contains folders or links).
     """
     target = Path(folder).resolve()
     if problem := _problem(target, source):

@@ -65,7 +65,8 @@ def device_memory() -> int:
     """Returns the bytes of one device.
 
     If the device does not report its memory, this is the host's memory or its cgroup limit, divided by the number of
-    local devices. With several processes it is the minimum over them, because all must choose the same sizes.
+    local devices. With several processes, the minimum over all processes is returned, because all must choose the same
+    sizes.
     """
     return min(gather(_own_memory()))
 

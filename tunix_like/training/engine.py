@@ -67,7 +67,7 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
     """Checks that completions can be sampled during an update if `rollout.max_staleness` is 1.
 
     Args:
-      elsewhere: whether an engine other than the in-process sampler generates them.
+      elsewhere: whether an engine other than the in-process sampler generates the completions.
 
     Raises:
       UserError: the completions would be sampled on the devices that train, or there are several processes.
@@ -89,7 +89,7 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
 
 
 class CheckedEngine:
-    """Checks the samples of another engine, which generates them.
+    """Wraps an engine of the user, and checks its samples.
 
     Args:
       engine: the engine of the user.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 SETS, CHUNKS = "sets", "chunks"
-"""Names of the loops over sets and chunks in a compiled program. The program does not state how often they run, so a
-reader of its text needs the names to tell them apart."""
+"""Names of the loops over sets and chunks in a compiled program. The program does not state how often these loops run,
+so a reader of its text identifies them by their names."""
 
 
 class ForwardOptions(NamedTuple):

@@ -53,35 +53,35 @@ class MaxRLConfig(GRPOConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaxPOConfig(MaxRLConfig):
-    """Defaults of MaxPO: those of MaxRL. `k` must be set."""
+    """Defaults of MaxPO, equal to those of MaxRL. `k` must be set."""
 
     advantage_estimator: str | None = "maxpo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PKPOConfig(MaxRLConfig):
-    """Defaults of PKPO: those of MaxRL. `k` must be set."""
+    """Defaults of PKPO, equal to those of MaxRL. `k` must be set."""
 
     advantage_estimator: str | None = "pkpo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassKConfig(MaxRLConfig):
-    """Defaults of pass@k training: those of MaxRL. `k` must be set."""
+    """Defaults of pass@k training, equal to those of MaxRL. `k` must be set."""
 
     advantage_estimator: str | None = "passk"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OPOConfig(MaxRLConfig):
-    """Defaults of OPO: those of MaxRL."""
+    """Defaults of OPO, equal to those of MaxRL."""
 
     advantage_estimator: str | None = "opo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcePPConfig(MaxRLConfig):
-    """Defaults of REINFORCE++: those of MaxRL."""
+    """Defaults of REINFORCE++, equal to those of MaxRL."""
 
     advantage_estimator: str | None = "reinforce_pp"
 

@@ -48,7 +48,7 @@ class Probe:
         """Compares the log-probabilities of a server that has these weights.
 
         Raises:
-          UserError: they differ by more than `max_gap` nats on average.
+          UserError: the log-probabilities differ by more than `max_gap` nats on average.
         """
         if self.max_gap is None or self.expected is None:
             return

@@ -216,8 +216,8 @@ def make_bridge(
       eos_ids: the ids that end a turn.
       tools: JSON schemas of the tools; if given, the template gets them as `tools`, as for the prompts.
       most_tokens: maximum number of tokens to append, those of the chat template included.
-      overlong: for observations that need more, `cut` shortens the text and marks the place, `unscored` returns no
-        tokens.
+      overlong: what happens to observations that need more tokens: `cut` shortens the text and marks the place,
+        `unscored` returns no tokens.
 
     Raises:
       UserError: the chat template has no consistent addition (`TemplateDifference`), there are tools without a chat

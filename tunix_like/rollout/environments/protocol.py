@@ -31,7 +31,7 @@ class EnvStepResult(NamedTuple):
 
 @runtime_checkable
 class Environment(Protocol):
-    """The other side of one trajectory: it answers the turns of the policy and gives rewards.
+    """The environment of one trajectory: it answers the turns of the policy and gives rewards.
 
     A factory (a class or a function without required parameters) makes one object per trajectory. Environments of
     google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (`rollout/environments`).

@@ -26,7 +26,7 @@ SECONDS_OF_CALL = 0.04
 started."""
 
 FEWEST_STEPS = 4
-"""Minimum number of steps of a call, even if they take longer, because each call copies the caches and waits for the
+"""Minimum number of steps of a call, even above the target time, because each call copies the caches and waits for the
 host."""
 
 STEPS_BESIDE_WAITING = 4
