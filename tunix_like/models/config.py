@@ -156,8 +156,8 @@ class DecoderConfig:
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` with which transformers loads this decoder.
 
-        Fields of `source` that do not define the model are kept; all others come from this object. An id that is None
-        keeps its value in `source`. The caller that writes the weights adds `torch_dtype`.
+        Fields of `source` that do not define the model are kept; all others come from this object. If an id is None,
+        the value in `source` is kept. The caller that writes the weights adds `torch_dtype`.
 
         Raises:
           UserError: no family has this combination of options.

@@ -41,8 +41,8 @@ class Share(NamedTuple):
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
-    """Returns the abstract parameters of a decoder. Layers differ only in having experts, so only one layer of each
-    kind is traced."""
+    """Returns the abstract parameters of a decoder. Layers differ only in whether they have experts, so only one layer
+    of each kind is traced."""
     trees: dict[bool, Params] = {}
     for kind in set(map(model.has_experts, range(model.num_layers))):
         experts = model.experts if kind else None

@@ -65,7 +65,7 @@ class RowSampling(NamedTuple):
     """Sampling parameters of each row, with the values of `SamplingParams`.
 
     Attributes:
-      top_k: the size of the vocabulary keeps every token.
+      top_k: number of tokens to keep; the vocabulary size keeps every token.
     """
 
     temperature: Float[AnyArray, "N"]

@@ -122,8 +122,8 @@ def beginnings(value: Any, size: int) -> Any:
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """Splits a text at its references. Returns the pieces, each with whether it is a control token from data (or empty,
-    for a cut)."""
+    """Splits a text at its references. Returns pairs of a piece and whether it is a control token from data. The piece
+    of a cut is empty."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
         (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)

@@ -106,7 +106,7 @@ class GRPOLearner(Learner):
 class DrGRPOLearner(Learner):
     """Dr. GRPO (arXiv 2503.20783): `A_i = r_i - m`, divided by a constant length.
 
-    The expected gradient is `(G-1)/G` times the gradient of p.
+    The expected gradient is `(G-1)/G` times the gradient of the expected reward.
     """
 
     config_class = DrGRPOConfig
