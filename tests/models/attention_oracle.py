@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunix_like.models.attention_parts import Lengths
+from tunix_like.models.attention_parts import Lengths, Positions
 
 
 def oracle(q, k, v, mask, cotangent, cap=None):
@@ -33,10 +33,13 @@ def oracle(q, k, v, mask, cotangent, cap=None):
 def seen_of(mask, batch: int, count: int, width: int) -> np.ndarray:
     """Which query sees which key, position by position."""
     out = np.zeros((batch, count, width), bool)
-    starts = np.asarray(mask.starts) if isinstance(mask, Lengths) and mask.starts is not None else None
+    starts = np.asarray(mask.starts) if getattr(mask, "starts", None) is not None else None
     for b, n, u in np.ndindex(*out.shape):
         if isinstance(mask, Lengths):
             out[b, n, u] = u < mask.lengths[b] and (starts is None or starts[b, n] <= u)
+            continue
+        if isinstance(mask, Positions):
+            out[b, n, u] = mask.positions[b, u] >= max(0, 0 if starts is None else starts[b, n])
             continue
         out[b, n, u] = u <= n and (mask.window is None or n - u < mask.window)
         if mask.segments is not None:

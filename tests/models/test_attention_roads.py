@@ -22,7 +22,7 @@ from tunix_like.errors import UserError
 from tunix_like.models import attention as roads
 from tunix_like.models import attention_blocked, attention_kernels
 from tunix_like.models.attention import attention, group_attention, resolve_attention
-from tunix_like.models.attention_parts import Causal, Lengths, part_of
+from tunix_like.models.attention_parts import Causal, Lengths, Positions, part_of
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_model
@@ -36,6 +36,7 @@ KINDS = ("plain", "blocked", "cudnn", "splash")
 LENGTHS = np.array([6, 3], np.int32)
 EMPTY = np.array([4, 0], np.int32)
 BINS = np.array([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, -1, -1, -1], [-1] * 7], np.int32)
+COLUMNS = np.array([[4, 5, -1, -1, 0, 2, 3], [-1, -1, -1, 9, -1, -1, -1], [-1] * 7, [6, 0, 5, 1, 4, 2, 3]], np.int32)
 PADDED = np.where(np.array([[0] * 7, [1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1], [1] * 7]) == 1, -1, 0)
 
 
@@ -87,6 +88,8 @@ SINGLE = {
     "windows": Causal(window=3),
     "windows in bins": Causal(BINS, window=2),
     "starts": Lengths(np.array([7, 1, 3, 5], np.int32), jnp.arange(-3, 25).reshape(4, 7) % 6),
+    "positions": Positions(COLUMNS),
+    "starts of positions": Positions(COLUMNS, jnp.arange(28).reshape(4, 7) % 6),
 }
 
 
@@ -199,16 +202,25 @@ def test_only_blocks_that_meet_are_visited():
     out what lies behind."""
     blocks = attention_blocked._Blocks(2, 2, True)
     ids = jnp.asarray([[0, 0, 1, 1, 1, 2, 2, -1]])
-    order, number = attention_blocked._meetings(jnp.where(ids < 0, -2, ids), ids, blocks)
+    order, number = attention_blocked._meetings(jnp.where(ids < 0, -2, ids), ids, blocks, jnp.arange(8)[None], None)
     visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
     assert visited == [[0], [1], [1, 2], [2, 3]]
     keys = jnp.asarray([[0, 0, 0, -1, -1, -1], [0, -1, -1, -1, -1, -1]])
     zeros = jnp.zeros((2, 4), jnp.int32)
     starts = jnp.arange(8)[None] - 2  # windows of 3
-    order, number = attention_blocked._meetings(jnp.zeros_like(ids), jnp.zeros_like(ids), blocks, starts)
+    order, number = attention_blocked._meetings(
+        jnp.zeros_like(ids), jnp.zeros_like(ids), blocks, jnp.arange(8)[None], starts
+    )
     visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
     assert visited == [[0], [0, 1], [1, 2], [2, 3]]
-    assert attention_blocked._meetings(zeros, keys, blocks._replace(causal=False))[1].tolist() == [2, 2]
+    backwards = jnp.arange(8)[None, ::-1]
+    order, number = attention_blocked._meetings(
+        jnp.zeros_like(ids), jnp.zeros_like(ids), blocks._replace(causal=False), backwards, starts
+    )
+    visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
+    assert visited == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2], [0, 1]]
+    found = attention_blocked._meetings(zeros, keys, blocks._replace(causal=False), jnp.arange(6)[None], None)
+    assert found[1].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["causal", "two parts"])

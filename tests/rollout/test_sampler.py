@@ -113,9 +113,10 @@ def test_cached_decode_is_the_full_forward(endless, room):
 
         def one(cache, step):
             column = (first_column + step) % room
-            seen = jnp.broadcast_to((column - jnp.arange(room)) % room <= step, (3, SIZE, room))
+            distance = ((column - jnp.arange(room)) % room)[None, None]
             positions = jnp.broadcast_to(lengths[:, None] + step, (3, SIZE))
-            hidden, cache = model.decode(tokens[:, :, step], positions, mask, prompt_cache, cache, column, seen)
+            columns = jnp.where(distance <= step, positions[..., None] - distance, -1)
+            hidden, cache = model.decode(tokens[:, :, step], positions, mask, prompt_cache, cache, column, columns)
             return cache, hidden
 
         _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))

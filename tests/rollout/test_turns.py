@@ -141,10 +141,18 @@ def test_a_row_is_what_was_sampled_and_what_was_replied(steps):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_cache_of_several_turns_is_the_full_forward(monkeypatch, model):
-    """The cache grows under rows that wait; replies take several blocks, which see the keys of the turns before."""
+    """The cache grows while rows wait, and loses columns without tokens; replies take several blocks, which see the
+    keys of the turns before."""
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
     monkeypatch.setattr(turns, "MOST_APPENDED", 16)
+    moves = []
+    for name in ("grow", "compact_columns"):
+        run = getattr(decoding, name)
+        counted = lambda *a, name=name, run=run, **k: moves.append((name, a[0].room)) or run(*a, **k)  # noqa: E731
+        monkeypatch.setattr(decoding, name, counted)
     found = play(Scripted(), model)
+    assert ("grow", MOST) in moves, "a block of replies needs more columns than the longest completion"
+    assert [name for name, _ in moves].count("compact_columns") > 2
     gap = np.abs(found.logprobs - expected_logprobs(found, model))
     assert gap[found.token_mask].max() < 1e-4
     assert found.token_mask.sum() > 300 and (~found.token_mask[found.lengths > 30]).any()

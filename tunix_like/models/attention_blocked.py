@@ -2,7 +2,7 @@
 arXiv 2307.08691).
 
 Several parts share one softmax. In the forward pass, each part gives its output and log-sum-exp, which are combined. In
-the backward pass, each part needs only the log-sum-exp over all parts. Masks must be described (`Lengths`, `Causal`).
+the backward pass, each part needs only the log-sum-exp over all parts. Masks must be described (not an array).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.models.attention_parts import Causal, Part, first_keys, segment_ids
+from tunix_like.models.attention_parts import Causal, Part, first_keys, key_positions, segment_ids
 
 BLOCK = 256
 """Maximum number of queries and keys per block. On a CPU, blocks match the speed of the plain implementation at this
@@ -87,7 +87,8 @@ class _Work(NamedTuple):
 
     Attributes:
       query_ids, key_ids: segments; a query sees keys of its own segment.
-      starts: the first visible key of each query if there are windows, else None.
+      positions: positions of the keys, which are compared with `starts`.
+      starts: the first position that each query sees if there are windows, else None.
       order, number: for each block of queries, the indices of the key blocks, and the number of visible key blocks,
         which come first.
     """
@@ -97,6 +98,7 @@ class _Work(NamedTuple):
     v: Float[Array, "B K U h"]
     query_ids: Int[Array, "B N"]
     key_ids: Int[Array, "B U"]
+    positions: Int[Array, "#B U"]
     starts: Int[Array, "B N"] | None
     order: Int[Array, "n m"]
     number: Int[Array, "n"]
@@ -204,7 +206,7 @@ class _Blocks(NamedTuple):
         seen = query_ids[:, :, None] == self.keys(work.key_ids, j, 1)[:, None]
         if work.starts is not None:
             starts = jax.lax.dynamic_slice_in_dim(work.starts, i * self.query, self.query, axis=1)
-            seen &= (j * self.key + jnp.arange(self.key))[None, None] >= starts[:, :, None]
+            seen &= self.keys(work.positions, j, 1)[:, None] >= starts[:, :, None]
         if self.causal:
             rows, columns = i * self.query + jnp.arange(self.query), j * self.key + jnp.arange(self.key)
             seen &= (rows[:, None] >= columns[None])[None]
@@ -217,15 +219,20 @@ def _plan(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> tuple[_W
     queries, keys = segment_ids(part, count)
     queries, keys = padded(queries, 1, blocks.query, -2), padded(keys, 1, blocks.key, -1)
     if (starts := first_keys(part, count)) is not None:
-        starts = padded(starts, 1, blocks.query, width)
-    order, number = _meetings(queries, keys, blocks, starts)
+        starts = padded(starts, 1, blocks.query, jnp.iinfo(jnp.int32).max)
+    positions = padded(key_positions(part), 1, blocks.key, -1)
+    order, number = _meetings(queries, keys, blocks, positions, starts)
     folded = padded(_fold(q * q.shape[-1] ** -0.5, part.k.shape[1]), 3, blocks.query)
     k, v = padded(part.k, 3, blocks.key), padded(part.v, 2, blocks.key)
-    return _Work(folded, k, v, queries, keys, starts, order, number), blocks
+    return _Work(folded, k, v, queries, keys, positions, starts, order, number), blocks
 
 
 def _meetings(
-    queries: Int[Array, "B N"], keys: Int[Array, "B U"], blocks: _Blocks, starts: Int[Array, "B N"] | None = None
+    queries: Int[Array, "B N"],
+    keys: Int[Array, "B U"],
+    blocks: _Blocks,
+    positions: Int[Array, "#B U"],
+    starts: Int[Array, "B N"] | None,
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
     """Selects the key blocks that each query block must process.
 
@@ -240,8 +247,8 @@ def _meetings(
     (first, last), (key_first, key_last) = ranges(queries, blocks.query), ranges(keys, blocks.key)
     meet = (first[:, :, None] <= key_last[:, None]) & (key_first[:, None] <= last[:, :, None])
     if starts is not None:
-        ends = (jnp.arange(meet.shape[2]) + 1) * blocks.key
-        meet &= starts.reshape(starts.shape[0], -1, blocks.query).min(-1)[:, :, None] < ends[None, None]
+        last_keys = positions.reshape(positions.shape[0], -1, blocks.key).max(-1)
+        meet &= starts.reshape(starts.shape[0], -1, blocks.query).min(-1)[:, :, None] <= last_keys[:, None]
     meet = meet.any(0)
     if blocks.causal:
         ends, starts = (jnp.arange(meet.shape[0]) + 1) * blocks.query, jnp.arange(meet.shape[1]) * blocks.key

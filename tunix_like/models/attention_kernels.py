@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Shaped
 
 from tunix_like.models.attention_blocked import joined_attention, padded
-from tunix_like.models.attention_parts import Causal, Lengths, Part, dense_mask, segment_ids
+from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, dense_mask, segment_ids
 from tunix_like.models.sharding import row_axes
 
 MASK_ELEMENTS = 2**28
@@ -198,7 +198,7 @@ def _positions_first(part: Part) -> tuple[Float[Array, "B U K h"], Float[Array, 
 def _mask(part: Part, batch: int, count: int) -> Bool[Array, "R #N U"]:
     """Returns the mask of a part for `batch` rows of `count` queries; several rows may use one entry of the part."""
     mask = dense_mask(part, batch * count // part.k.shape[0])
-    if isinstance(part.mask, Lengths) and part.mask.starts is not None:
+    if isinstance(part.mask, Lengths | Positions) and part.mask.starts is not None:
         return mask.reshape(batch, count, -1)
     return _repeat(mask, batch)
 

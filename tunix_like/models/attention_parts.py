@@ -16,6 +16,16 @@ class Lengths(NamedTuple):
     starts: Int[Array, "B N"] | None = None
 
 
+class Positions(NamedTuple):
+    """A mask under which a query sees the keys whose position is at least its start, or at least 0 without `starts`.
+
+    The keys are in any order; a key with position -1 is not seen.
+    """
+
+    positions: Int[Array, "B U"]
+    starts: Int[Array, "B N"] | None = None
+
+
 class Causal(NamedTuple):
     """A causal mask: each position sees itself and earlier positions.
 
@@ -28,7 +38,7 @@ class Causal(NamedTuple):
     window: int | Int[Array, ""] | None = None
 
 
-Mask = Bool[Array, "#B #N U"] | Lengths | Causal
+Mask = Bool[Array, "#B #N U"] | Lengths | Positions | Causal
 """The keys that a query sees: an array, or a description without `N * U` elements."""
 
 
@@ -48,7 +58,7 @@ class Part(NamedTuple):
     @property
     def described(self) -> bool:
         """Whether the mask is a description, as the blocked implementation and the kernels need it."""
-        return isinstance(self.mask, Lengths | Causal)
+        return isinstance(self.mask, Lengths | Positions | Causal)
 
     @property
     def only_causal(self) -> bool:
@@ -60,7 +70,7 @@ class Part(NamedTuple):
         """Whether some query does not see the earliest keys."""
         if isinstance(self.mask, Causal):
             return self.mask.window is not None
-        return isinstance(self.mask, Lengths) and self.mask.starts is not None
+        return isinstance(self.mask, Lengths | Positions) and self.mask.starts is not None
 
 
 def part_of(k: Float[Array, "... U K h"], v: Float[Array, "... U K h"], mask: Mask) -> Part:
@@ -86,23 +96,30 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
     keys = jnp.zeros((batch, width), jnp.int32)
     if isinstance(part.mask, Lengths):
         keys = jnp.where(jnp.arange(width)[None] < part.mask.lengths[:, None], keys, -1)
+    if isinstance(part.mask, Positions):
+        keys = jnp.where(part.mask.positions < 0, -1, keys)
     return jnp.zeros((batch, count), jnp.int32), keys
 
 
 def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
-    """Returns the first visible key of each of the `count` queries for a described mask; None without windows."""
-    if isinstance(part.mask, Lengths):
+    """Returns the first position that each of the `count` queries sees under a described mask; None without windows."""
+    if isinstance(part.mask, Lengths | Positions):
         return part.mask.starts
     if not isinstance(part.mask, Causal) or part.mask.window is None:
         return None
     return jnp.broadcast_to(jnp.arange(count) - part.mask.window + 1, (part.k.shape[0], count))
 
 
+def key_positions(part: Part) -> Int[Array, "#B U"]:
+    """Returns the positions of the keys, with which those of `first_keys` are compared: by default their indices."""
+    return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
+
+
 def dense_mask(part: Part, count: int) -> Bool[Array, "#B #N U"]:
     """Returns the mask of a part as an array, for `count` queries."""
     if not part.described:
         return part.mask  # type: ignore[return-value]
-    if isinstance(part.mask, Lengths):
+    if isinstance(part.mask, Lengths | Positions):
         seen = segment_ids(part, 1)[1][:, None] == 0
     else:
         seen = jnp.tril(jnp.ones((count, count), bool))[None]
@@ -111,4 +128,4 @@ def dense_mask(part: Part, count: int) -> Bool[Array, "#B #N U"]:
             seen &= queries[:, :, None] == keys[:, None]
     if (starts := first_keys(part, count)) is None:
         return seen
-    return seen & (jnp.arange(part.k.shape[-1])[None, None] >= starts[:, :, None])
+    return seen & (key_positions(part)[:, None] >= starts[:, :, None])

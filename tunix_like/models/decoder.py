@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
-from tunix_like.models.attention_parts import Causal, Lengths, Part, laid_out, part_of
+from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out, part_of
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.layer_stack import Segment, single_segments
@@ -216,27 +216,28 @@ class Decoder(nnx.Module):
         prompt_cache: list[KeyValue],
         cache: list[KeyValue],
         column: Int[Array, ""],
-        seen: Bool[Array, "P G U"],
+        columns: Int[Array, "P G U"],
     ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
         """Runs one decoding step: one token of every completion.
 
         Args:
-          positions: position of each token in its sequence, prompt included.
+          positions: position of each token in its sequence, prompt included; the results of a row with -1 have no
+            meaning.
           prompt_cache: from `prefill`, shared by the group.
           cache: keys `[R K h U]` and values `[R K U h]` of the completions per layer, `R = P G`.
           column: index in `U` at which the keys and values of this token are written, the same for all rows.
-          seen: the columns that each row attends to, including `column`.
+          columns: the position of the token in each column of the cache, with this one in `column`; a row attends to
+            columns with a position of at least 0.
 
         Returns:
           normalised hidden states that predict the next token, and the cache with `column` written.
         """
         ropes = self._ropes(positions[:, :, None])
-        masks: dict[int | None, tuple[Array, Array]] = {None: (prompt_mask, seen)}
-        age = (column - jnp.arange(seen.shape[-1])) % seen.shape[-1]  # number of steps since a column was written
+        masks: dict[int | None, tuple[Array, Array]] = {None: (prompt_mask, columns >= 0)}
         prompt_positions = jnp.arange(prompt_mask.shape[-1])[None, None]
         for window in {window for window in self.config.windows if window is not None}:
-            near = prompt_positions > positions[..., None] - window
-            masks[window] = prompt_mask & near, seen & (age < window)[None, None]
+            start = jnp.maximum(positions[..., None] - window + 1, 0)
+            masks[window] = prompt_mask & (prompt_positions >= start), columns >= start
         x = self.embed_tokens(tokens[:, :, None])
         filled: list[KeyValue] = []
         for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
@@ -248,40 +249,37 @@ class Decoder(nnx.Module):
     def extend(
         self,
         tokens: Int[Array, "P G N"],
-        counts: Int[Array, "P G"],
-        ages: Int[Array, "P G"],
+        positions: Int[Array, "P G N"],
         prompt_lengths: Int[Array, "P"],
         prompt_cache: list[KeyValue],
         cache: list[KeyValue],
+        column: Int[Array, ""],
+        columns: Int[Array, "P G U"],
     ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
         """Runs the model on several further tokens of every completion, given the keys and values of the earlier ones.
 
         Args:
           tokens: padded on the left.
-          counts: number of tokens of each completion, at most `N`; may be 0.
-          ages: number of earlier tokens of each completion.
+          positions: position of each token in its sequence, prompt included; -1 for padding.
           prompt_cache: from `prefill`, shared by the group.
-          cache: as in `decode`. The earlier tokens are in the columns `[U - count - age, U - count)`.
+          cache: as in `decode`.
+          column: index in `U` of the first of the `N` columns to which keys and values are written.
+          columns: the position of the earlier token in each column of the cache; -1 if there is none.
 
         Returns:
-          normalised hidden states that predict the token after the last one, undefined where `counts` is 0; and the
-          cache with the new tokens in the last columns.
+          normalised hidden states that predict the token after the last one, undefined for a completion without new
+          tokens; and the cache with the new columns.
         """
-        width, room = tokens.shape[-1], cache[0][1].shape[2]
-        number = jnp.arange(width)[None, None] - (width - counts[..., None])  # negative for padding
-        real, places = number >= 0, ages[..., None] + number
-        positions = prompt_lengths[:, None, None] + jnp.maximum(places, 0)
-        segments, new = to_rows(jnp.where(real, 0, -1)), to_rows(real)
+        segments = to_rows(jnp.where(positions >= 0, 0, -1))
         ropes = self._ropes(positions)
-        ends = (room - counts).reshape(-1)
         x = self.embed_tokens(tokens)
         filled: list[KeyValue] = []
         for index, (layer, prompt, (keys, values)) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
             window = self.config.window(index)
-            first = jnp.zeros_like(places) if window is None else jnp.clip(places - window + 1, 0)
-            starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
-            of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
-            earlier = Lengths(ends, to_rows(first + (room - counts - ages)[..., None]))
+            starts = None if window is None else jnp.maximum(positions - window + 1, 0)
+            by_prompt = None if starts is None else starts.reshape(len(starts), -1)
+            of_prompt = Part(*prompt, Lengths(prompt_lengths, by_prompt))
+            earlier = Positions(to_rows(columns), None if starts is None else to_rows(starts))
 
             def attend(
                 q: Array,
@@ -289,11 +287,12 @@ class Decoder(nnx.Module):
                 v: Array,
                 of_prompt: Part = of_prompt,
                 old: KeyValue = (keys, values),
-                earlier: Lengths = earlier,
+                earlier: Positions = earlier,
                 window: Any = window,
             ) -> Array:
                 block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
-                filled.append((_with_end(old[0], block.k, new, 3), _with_end(old[1], block.v, new, 2)))
+                write = jax.lax.dynamic_update_slice_in_dim
+                filled.append((write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)))
                 # The updated cache is read, whose new columns `earlier` excludes: the update needs no copy then.
                 own = Part(*filled[-1], earlier)
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=self.config.attention_cap)
@@ -350,14 +349,6 @@ def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
 def check_decoder(name: str, value: Any) -> None:
     """Raises a UserError if the argument `name` of a Python call is not a `Decoder`."""
     check_type(name, value, Decoder, "give a Decoder; tunix_like.load_model(folder) returns one, and its tokenizer")
-
-
-def _with_end(x: Array, new: Array, real: Bool[Array, "R N"], axis: int) -> Array:
-    """Replaces the last columns (along `axis`) of cached keys or values where `real`."""
-    shape, start = [1] * x.ndim, x.shape[axis] - real.shape[1]
-    shape[0], shape[axis] = real.shape
-    last = jax.lax.slice_in_dim(x, start, None, axis=axis)
-    return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(real.reshape(shape), new, last), start, axis)
 
 
 def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:

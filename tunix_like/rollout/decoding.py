@@ -1,11 +1,11 @@
 """The compiled programs of sampling: prefill, decode loop, and moves of rows between slots.
 
 Each of the `A` slots holds one prompt and `g` rows, one completion per row. All rows write their keys and values into
-the same column of a ring buffer with `U` columns, so the write is a single slice even if rows have different ages. A
-row attends only to the columns written since it started. A row that waits for a reply (completions of several turns)
-keeps its columns, while other rows go on; `append` moves them to the current column again. A row may be restarted: its
-next tokens follow the prompt, and its earlier tokens leave the cache. `schedule.py` and `turns.py` schedule these
-programs.
+the same column of a ring buffer with `U` columns, so the write is a single slice even if rows have different ages. The
+position of the token in each column of a row is stored, and a row attends only to the columns that have one. A row that
+waits for a reply (completions of several turns) keeps its columns while other rows go on, so it has columns without a
+token; `compact_columns` removes them when the buffer is full. A row may be restarted: its next tokens follow the
+prompt, and its earlier tokens leave the cache. `schedule.py` and `turns.py` schedule these programs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tunix_like.models.decoder import Decoder, KeyValue, prompt_mask
+from tunix_like.models.decoder import Decoder, KeyValue, prompt_mask, to_rows
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.rollout.logits import SamplingParams, choose
 
@@ -40,23 +39,26 @@ class Rows(NamedTuple):
 
     Attributes:
       column: index of the cache column for the next keys and values.
+      positions: position in its sequence (prompt included) of the token in each column; -1 if the column has no token
+        of the row.
+      span: number of columns that were written since the first token of each row in the cache.
       steps: number of decode steps so far; each step processes all rows, live or not.
       age: number of tokens of each row.
       first: number of tokens of each row before it was last restarted; they are not in the cache.
       live: False once a row has `ended` or reached the length limit.
       ended: whether the row ended with an end-of-sequence token.
-      gap: number of columns that were written since the last token of a row that is not live.
       held: True for rows whose columns must be kept even if they are not live, because they may continue.
       keys: random key data of each row.
     """
 
     column: Int[Array, ""]
+    positions: Int[Array, "A g U"]
+    span: Int[Array, "A g"]
     steps: Int[Array, ""]
     age: Int[Array, "A g"]
     first: Int[Array, "A g"]
     live: Bool[Array, "A g"]
     ended: Bool[Array, "A g"]
-    gap: Int[Array, "A g"]
     held: Bool[Array, "A g"]
     keys: UInt32[Array, "A g W"]
     hidden: Float[Array, "A g D"]
@@ -107,12 +109,13 @@ def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_word
     count = shape[0] * size
     return Rows(
         column=jnp.int32(0),
+        positions=jnp.full((*shape, room), -1, jnp.int32),
+        span=jnp.zeros(shape, jnp.int32),
         steps=jnp.int32(0),
         age=jnp.zeros(shape, jnp.int32),
         first=jnp.zeros(shape, jnp.int32),
         live=jnp.zeros(shape, bool),
         ended=jnp.zeros(shape, bool),
-        gap=jnp.zeros(shape, jnp.int32),
         held=jnp.zeros(shape, bool),
         keys=jnp.zeros((*shape, key_words), jnp.uint32),
         hidden=jnp.zeros((*shape, prompts.hidden.shape[-1]), prompts.hidden.dtype),
@@ -144,15 +147,20 @@ def fill(
     """
     row_key = lambda number, sample: jax.random.fold_in(jax.random.fold_in(key, number), sample)  # noqa: E731
     fresh = jax.vmap(jax.vmap(row_key, (None, 0)))(numbers, samples)
-    return rows._replace(
+    return without_columns(rows, take)._replace(
         age=jnp.where(take, 0, rows.age),
         first=jnp.where(take, 0, rows.first),
         live=rows.live | take,
         ended=rows.ended & ~take,
-        gap=jnp.where(take, 0, rows.gap),
         keys=jnp.where(take[..., None], jax.random.key_data(fresh), rows.keys),
         hidden=jnp.where(take[..., None], prompts.hidden[:, None], rows.hidden),
     )
+
+
+def without_columns(rows: Rows, chosen: Bool[Array, "A g"]) -> Rows:
+    """Removes the tokens of the `chosen` rows from the cache."""
+    positions = jnp.where(chosen[..., None], -1, rows.positions)
+    return rows._replace(positions=positions, span=jnp.where(chosen, 0, rows.span))
 
 
 @jax.jit
@@ -195,7 +203,7 @@ def advance(
     held row needs."""
     model = _merge(graphdef, params)
     head = model.head()  # outside the loop, because a tied head is a transpose
-    room, (slots, size), limit = rows.room, rows.live.shape, rows.tokens.shape[-1]
+    (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, prompts.cache[0][1].shape[2])
     row_index = _row_index(rows)
@@ -206,70 +214,65 @@ def advance(
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
         written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range: dropped
-        hidden, cache = decode(model, prompts, rows, mask, tokens)
-        age, ended = rows.age + rows.live, rows.ended | (rows.live & jnp.isin(tokens, eos))
+        rows, ended = decode(model, prompts, rows, mask, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
-            column=(rows.column + 1) % room,
-            steps=rows.steps + 1,
-            age=age,
-            live=rows.live & ~ended & (age < limit),
+            live=rows.live & ~ended & (rows.age < limit),
             ended=ended,
-            gap=jnp.where(rows.live, 0, rows.gap + 1),
-            hidden=jnp.where(rows.live[..., None], hidden, rows.hidden),
             tokens=rows.tokens.at[written].set(tokens, mode="drop"),
             logprobs=rows.logprobs.at[written].set(logprobs, mode="drop"),
-            cache=cache,
         )
 
     def more(rows: Rows) -> Array:
-        used = jnp.where(rows.live | rows.held, rows.cached + rows.gap, 0).max()
-        return (rows.live.sum() > stop_at) & (used < room)
+        used = jnp.where(rows.live | rows.held, rows.span, 0).max()
+        return (rows.live.sum() > stop_at) & (used < rows.room)
 
     with jax.named_scope(TOKENS):
         return jax.lax.while_loop(more, body, rows)
 
 
-def decode(
-    model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: Int[Array, "A g"]
-) -> tuple[Float[Array, "A g D"], list[KeyValue]]:
-    """Runs the model on the next token of every row. Returns the hidden states and the caches with the new column.
+def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: Int[Array, "A g"]) -> Rows:
+    """Runs the model on the next token of every row, and writes a column of the cache.
 
     Args:
       mask: that of the prompts, from `prompt_mask`.
+
+    Returns:
+      the rows, of which those that are live have another token and hidden state.
     """
-    distance = ((rows.column - jnp.arange(rows.room)) % rows.room)[None, None]
-    return model.decode(
-        tokens,
-        prompts.lengths[:, None] + rows.cached,
-        mask,
-        prompts.cache,
-        rows.cache,
-        rows.column,
-        distance <= rows.cached[..., None],
+    new = jnp.where(rows.live, prompts.lengths[:, None] + rows.cached, -1)
+    positions = jax.lax.dynamic_update_slice_in_dim(rows.positions, new[..., None], rows.column, axis=2)
+    hidden, cache = model.decode(tokens, new, mask, prompts.cache, rows.cache, rows.column, positions)
+    return rows._replace(
+        column=(rows.column + 1) % rows.room,
+        positions=positions,
+        span=rows.span + 1,
+        steps=rows.steps + 1,
+        age=rows.age + rows.live,
+        hidden=jnp.where(rows.live[..., None], hidden, rows.hidden),
+        cache=cache,
     )
 
 
-def align(rows: Rows, counts: Int[np.ndarray, "A g"]) -> Rows:
-    """Moves the columns of every row, so that no row has a gap and its last `counts` columns are free.
+def compact_columns(rows: Rows) -> Rows:
+    """Moves the tokens of every row to the last columns of the cache, without columns between them.
 
     The arrays of `rows` are donated. Each layer is moved by a program of its own, because one program for all would
     hold a second cache.
     """
-    first = ((rows.column - rows.gap + counts) % rows.room).reshape(-1)
-    cache = [_rolled_layer(k, v, first) for k, v in rows.cache]
-    return rows._replace(column=jnp.zeros_like(rows.column), gap=jnp.zeros_like(rows.gap), cache=cache)
+    positions, order = _order(rows.positions)
+    cache = [_moved_layer(k, v, order) for k, v in rows.cache]
+    return rows._replace(column=jnp.zeros_like(rows.column), positions=positions, span=rows.cached, cache=cache)
+
+
+@jax.jit
+def _order(positions: Int[Array, "A g U"]) -> tuple[Int[Array, "A g U"], Int[Array, "R U"]]:
+    """Returns the sorted positions of each row, and the columns that they had."""
+    return jnp.sort(positions, axis=-1), to_rows(jnp.argsort(positions, axis=-1))
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
-def _rolled_layer(k: Array, v: Array, first: Int[Array, "R"]) -> KeyValue:
-    return _rolled(k, first, 3), _rolled(v, first, 2)
-
-
-def _rolled(x: Array, first: Int[Array, "R"], axis: int) -> Array:
-    """Rolls each row along `axis`, so that its column `first` becomes column 0."""
-    twice = jnp.concatenate([x, x], axis)
-    roll = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=x.shape[axis], axis=axis - 1)
-    return jax.vmap(roll)(twice, first)
+def _moved_layer(k: Float[Array, "R K h U"], v: Float[Array, "R K U h"], order: Int[Array, "R U"]) -> KeyValue:
+    return jnp.take_along_axis(k, order[:, None, None], 3), jnp.take_along_axis(v, order[:, None, :, None], 2)
 
 
 def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
@@ -281,21 +284,20 @@ def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
 def grow(rows: Rows, room: int) -> Rows:
     """Enlarges the cache: unrolls the ring buffer (oldest column first) and appends empty columns."""
 
-    def wider(x: Array, axis: int) -> Array:
+    def wider(x: Array, axis: int, empty: int = 0) -> Array:
         width = [(0, 0)] * x.ndim
         width[axis] = (0, room - rows.room)
-        return jnp.pad(jnp.roll(x, -rows.column, axis=axis), width)
+        return jnp.pad(jnp.roll(x, -rows.column, axis=axis), width, constant_values=empty)
 
     cache = [(wider(k, 3), wider(v, 2)) for k, v in rows.cache]
-    return rows._replace(column=jnp.int32(rows.room), cache=cache)
+    return rows._replace(column=jnp.int32(rows.room), positions=wider(rows.positions, 2, empty=-1), cache=cache)
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def restart(rows: Rows, prompts: Prompts, chosen: Bool[Array, "A g"]) -> Rows:
     """Restarts the `chosen` rows: their next tokens follow the prompt."""
-    return rows._replace(
+    return without_columns(rows, chosen)._replace(
         first=jnp.where(chosen, rows.age, rows.first),
-        gap=jnp.where(chosen, 0, rows.gap),
         hidden=jnp.where(chosen[..., None], prompts.hidden[:, None], rows.hidden),
     )
 
@@ -311,7 +313,8 @@ def regroup(
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
-        for name in ("age", "first", "live", "ended", "gap", "held", "keys", "hidden", "tokens", "logprobs")
+        for name in Rows._fields
+        if name not in ("column", "steps", "cache")
     }
     moved["cache"] = jax.tree.map(lambda x: x[picked.reshape(-1)], rows.cache)
     moved["live"] &= real
@@ -324,20 +327,24 @@ def append(
 ) -> Rows:
     """Appends tokens that the policy did not sample to rows, with one forward pass over these tokens only.
 
-    `align` has made space for them: the last `counts` columns of each row.
-
     Args:
-      tokens: padded on the left; `N` is at most the number of columns of the cache.
-      counts: number of tokens of each row; may be 0. `cached + counts` is at most the number of columns.
+      rows: the next `N` columns, up to the last one of the cache at most, have no token of a row that is kept.
+      tokens: padded on the left.
+      counts: number of tokens of each row; may be 0.
     """
     model, width = _merge(graphdef, params), tokens.shape[-1]
-    hidden, cache = model.extend(tokens, counts, rows.cached, prompts.lengths, prompts.cache, rows.cache)
     number = jnp.arange(width)[None, None] - (width - counts[..., None])
-    place, real = rows.age[..., None] + number, number >= 0
+    real = number >= 0
+    new = jnp.where(real, prompts.lengths[:, None, None] + rows.cached[..., None] + number, -1)
+    given = prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions
+    hidden, cache = model.extend(tokens, new, *given)
     slots, samples = _row_index(rows)
-    place = jnp.where(real, place, rows.tokens.shape[-1])  # out of range: dropped
+    place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # out of range: dropped
     written = slots[..., None], samples[..., None], place
     return rows._replace(
+        column=(rows.column + width) % rows.room,
+        positions=jax.lax.dynamic_update_slice_in_dim(rows.positions, new, rows.column, axis=2),
+        span=rows.span + width,
         age=rows.age + counts,
         hidden=jnp.where((counts > 0)[..., None], hidden, rows.hidden),
         tokens=rows.tokens.at[written].set(tokens, mode="drop"),

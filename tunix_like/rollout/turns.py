@@ -61,21 +61,39 @@ class TurnSchedule(Schedule):
         """Returns the values `[p, i]` of the completions in the rows; undefined for free rows."""
         return values[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
 
-    def _cached(self) -> int:
-        """Returns the largest number of tokens that a row has in the cache."""
-        return int(np.where(self.row_sample >= 0, self.ages - self._of_rows(self.first), 0).max())
-
     def _make_room(self) -> None:
-        """Makes the cache large enough for another token of every live row, without overwriting rows that wait."""
-        ages, gaps = fetch((self.rows.age, self.rows.gap), self.sampler.mesh)
-        held = (self.row_sample >= 0) & (ages < self.sampler.max_tokens)  # full rows take no more tokens
+        """Makes space in the cache for another token of every live row, without overwriting rows that wait."""
+        self._free_columns(1)
+        held = self._kept(fetch(self.rows.age, self.sampler.mesh))
         self.rows = self._placed(self.rows._replace(held=jnp.asarray(held)))
-        if np.where(held, ages - self._of_rows(self.first) + gaps, 0).max() < self.rows.room:
-            return
-        if self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * self._cached():
-            self._grow()
+
+    def _kept(self, ages: Int[np.ndarray, "A g"]) -> Bool[np.ndarray, "A g"]:
+        """Returns which rows continue: those with a completion that may get more tokens."""
+        return (self.row_sample >= 0) & (ages < self.sampler.max_tokens)
+
+    def _grow(self) -> None:
+        """Enlarges the cache; a block of replies may need more columns than the longest completion."""
+        if self.rows.room < self.sampler.max_tokens:
+            super()._grow()
         else:
-            self._align(np.zeros(self.ages.shape, np.int32))
+            self.rows = self._placed(decoding.grow(self.rows, self.sampler.max_tokens + MOST_APPENDED))
+
+    def _free_columns(self, count: int) -> None:
+        """Makes the next `count` columns of the cache free in all rows that continue.
+
+        It enlarges the cache if more than half of it has tokens, and otherwise removes columns without tokens.
+        """
+        rows = self.rows
+        ages, firsts, spans, column = fetch((rows.age, rows.first, rows.span, rows.column), self.sampler.mesh)
+        kept = self._kept(ages)
+        used, most = (int(np.where(kept, each, 0).max()) for each in (spans, ages - firsts))
+        if used + count <= self.rows.room and column + count <= self.rows.room:
+            return
+        if most + count > self.rows.room or (self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * most):
+            self._grow()
+            self._free_columns(count)
+        else:
+            self.rows = self._placed(decoding.compact_columns(self.rows))
 
     def _fill(self) -> None:
         """Starts waiting completions, and appends what precedes their first turn."""
@@ -163,27 +181,20 @@ class TurnSchedule(Schedule):
             self.segment_start[index][first:] = first
         self.rows = self._placed(decoding.restart(self.rows, self.prompts, chosen))
 
-    def _align(self, counts: Int[np.ndarray, "A g"]) -> None:
-        self.rows = self._placed(decoding.align(self.rows, counts))
-
     def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
         """Appends tokens to rows, by slot and row, and continues these rows."""
         for place, tokens in replies.items():
             self.ages[place] += len(tokens)
-        while self.rows.room < self._cached():
-            self._grow()
         longest = max(map(len, replies.values()))
         short = max(-(-longest // 4) * 4, 4)  # below the smallest bucket, padding is a large part of the block
-        width = min(short, length_bucket(min(longest, MOST_APPENDED), self.rows.room), self.rows.room)
-        if not longest:
-            self._align(np.zeros(self.ages.shape, np.int32))
+        width = min(short, length_bucket(min(longest, MOST_APPENDED)))
         for start in range(0, longest, width):
             block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)
             for place, tokens in replies.items():
                 part = tokens[start : start + width]
                 counts[place] = len(part)
                 block[place][width - len(part) :] = part
-            self._align(counts)
+            self._free_columns(width)
             given = self.sampler.graphdef, self.params, self.prompts, self.rows
             self.rows = self._placed(decoding.append(*given, block, counts))
             self.sampler.row_steps += block.size

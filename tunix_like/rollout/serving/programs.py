@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tunix_like.models.decoder import KeyValue, prompt_mask
-from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, decode, empty_rows, prefill
+from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, decode, empty_rows, prefill, without_columns
 from tunix_like.rollout.logits import RowSampling, choose_each
 
 if TYPE_CHECKING:
@@ -153,11 +153,10 @@ def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
     new = take[:, None]
     hidden = jnp.where(new, fresh.hidden[starts.source], state.prompts.hidden)
     lengths = jnp.where(take, fresh.lengths[starts.source], state.prompts.lengths)
-    rows = rows._replace(
+    rows = without_columns(rows, new)._replace(
         age=jnp.where(new, 0, rows.age),
         live=rows.live | new,
         ended=rows.ended & ~new,
-        gap=jnp.where(new, 0, rows.gap),
         keys=jnp.where(new[..., None], keys, rows.keys),
         hidden=jnp.where(new[..., None], hidden[:, None], rows.hidden),
     )
@@ -190,7 +189,7 @@ def advance(
       as its age increased.
     """
     model = nnx.merge(graphdef, params)
-    prompts, width = state.prompts, state.width
+    prompts = state.prompts
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, state.prompt_width)
     live_at_start = state.rows.live & keep[:, None]
@@ -207,24 +206,18 @@ def advance(
 
         uniform = jax.vmap(draw)(rows.keys[:, 0], rows.age[:, 0])
         tokens, logprobs = (x[:, None] for x in choose_each(logits, uniform, sampling))
-        hidden, cache = decode(model, prompts, rows, mask, tokens)
-        age, ended = rows.age + rows.live, rows.ended | (rows.live & jnp.isin(tokens, eos))
+        rows, ended = decode(model, prompts, rows, mask, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
         return step + 1, rows._replace(
-            column=(rows.column + 1) % width,
-            steps=rows.steps + 1,
-            age=age,
-            live=rows.live & ~ended & (age < state.limits[:, None]),
+            live=rows.live & ~ended & (rows.age < state.limits[:, None]),
             ended=ended,
-            hidden=jnp.where(rows.live[..., None], hidden, rows.hidden),
             tokens=jax.lax.dynamic_update_slice_in_dim(rows.tokens, tokens[..., None], step, axis=2),
             logprobs=jax.lax.dynamic_update_slice_in_dim(rows.logprobs, logprobs[..., None], step, axis=2),
-            cache=cache,
         )
 
     def more(carry: tuple[Array, Rows]) -> Array:
         step, rows = carry
-        used = jnp.where(rows.live, rows.age, 0).max()
-        return (rows.live.sum() > until[0]) & (step < until[1]) & (used < width)
+        used = jnp.where(rows.live, rows.span, 0).max()
+        return (rows.live.sum() > until[0]) & (step < until[1]) & (used < state.width)
 
     with jax.named_scope(TOKENS):
         _, rows = jax.lax.while_loop(more, body, (jnp.int32(0), state.rows._replace(live=live_at_start)))
@@ -242,8 +235,7 @@ def resized(state: State, prompt_width: int, width: int) -> State:
         lengths = jnp.minimum(prompts.lengths, prompt_width)
         prompts = prompts._replace(cache=_resized_prompts(prompts.cache, prompt_width), lengths=lengths)
     if width != state.width:
-        cache, column = _resized_rows(rows.cache, rows.column, width)
-        rows = rows._replace(cache=cache, column=column)
+        rows = rows._replace(**_resized_rows(rows.cache, rows.positions, rows.column, width))
     return state._replace(prompts=prompts, rows=rows)
 
 
@@ -253,21 +245,31 @@ def _resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
 
 
 @functools.partial(jax.jit, static_argnames=("width",))
-def _resized_rows(cache: list[KeyValue], column: Int[Array, ""], width: int) -> tuple[list[KeyValue], Array]:
-    """Unrolls the ring buffer (oldest column first); drops the oldest columns, or appends empty ones."""
-    old = cache[0][1].shape[2]
+def _resized_rows(
+    cache: list[KeyValue], positions: Int[Array, "A 1 U"], column: Int[Array, ""], width: int
+) -> dict[str, Any]:
+    """Unrolls the ring buffer (oldest column first); drops the oldest columns, or appends empty ones.
 
-    def unrolled(x: Array, axis: int) -> Array:
+    Returns:
+      the fields of `Rows` that change.
+    """
+    old = positions.shape[2]
+
+    def unrolled(x: Array, axis: int, empty: int = 0) -> Array:
         x = jnp.roll(x, -column, axis=axis)
-        return _fitted(jax.lax.slice_in_dim(x, max(old - width, 0), old, axis=axis), axis, width)
+        return _fitted(jax.lax.slice_in_dim(x, max(old - width, 0), old, axis=axis), axis, width, empty)
 
-    return [(unrolled(k, 3), unrolled(v, 2)) for k, v in cache], jnp.int32(old if width > old else 0)
+    return {
+        "cache": [(unrolled(k, 3), unrolled(v, 2)) for k, v in cache],
+        "positions": unrolled(positions, 2, empty=-1),
+        "column": jnp.int32(old if width > old else 0),
+    }
 
 
-def _fitted(x: Array, axis: int, width: int) -> Array:
-    """Appends empty columns, or drops the last ones."""
+def _fitted(x: Array, axis: int, width: int, empty: int = 0) -> Array:
+    """Appends columns with the value `empty`, or drops the last ones."""
     if width <= x.shape[axis]:
         return jax.lax.slice_in_dim(x, 0, width, axis=axis)
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, width - x.shape[axis])
-    return jnp.pad(x, padding)
+    return jnp.pad(x, padding, constant_values=empty)
