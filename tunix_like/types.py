@@ -129,8 +129,8 @@ class Sample(NamedTuple):
       finished: False if the token limit truncated the completion.
       token_mask: True for the tokens that the policy sampled, False for those of a `Responder` (None: the policy
         sampled every token).
-      segment_start: index of the first token of each token's segment: 0 until a `Reply` restarts the row, then the
-        index of the first token of that reply (None: the row was not restarted).
+      segment_start: index of the first token of each token's segment. It is 0 until a `Reply` restarts the row, then
+        the index of the first token of that reply (None: the row was not restarted).
     """
 
     request: int
@@ -250,7 +250,7 @@ class Engine(Protocol):
         sampling: SamplingParams,
         responder: Responder | None = None,
     ) -> Iterator[Sample]:
-        """Samples the completions of all requests, and yields each as soon as it is finished, in any order.
+        """Samples the completions of all requests, and yields each completion as soon as it is finished, in any order.
 
         Args:
           params: the weights, from `place`.

@@ -35,9 +35,9 @@ class SamplerCorrection:
     - `sequence_mask` gives completions outside the bounds weight 0. The expectation is the sum of `p(y) g(y)` over the
       completions inside. With the same upper bound it removes at least the probability that truncation removes.
     - `token` truncates the ratio of each token by itself. If no ratio is outside the bounds, the expectation is the
-      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`: tokens `a` of the policy, at prefixes `s` of the sampler,
-      with advantages `Q_mu` of completions that the sampler continued. It has no bias for completions of one token. For
-      longer completions it has a bias of the order of `pi - mu`, with any bounds.
+      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. Tokens `a` follow the policy. Prefixes `s` follow the
+      sampler. `Q_mu` is the advantage if the sampler continues. It has no bias for completions of one token. For longer
+      completions it has a bias of the order of `pi - mu`, with any bounds.
     - `token_mask` gives tokens outside the bounds weight 0. It has the bias of `token` without bounds, and the gradient
       of the masked tokens is missing.
 

@@ -51,8 +51,8 @@ class Tried(NamedTuple):
 def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, float]]:
     """Scores completions of several kinds for the first training rows.
 
-    The kinds are: the `answer` of the row (if all rows have one), a different answer of another row, an empty text, the
-    prompt itself, and a nonsense sentence. Returns the problems, the scores and the weights of the functions.
+    The kinds are: the `answer` of the row (if all rows have an answer), a different answer of another row, an empty
+    text, the prompt itself, and a nonsense sentence. Returns the problems, the scores and the weights of the functions.
 
     Raises:
       UserError: the data or the functions are invalid, as in `tunix-like train`.

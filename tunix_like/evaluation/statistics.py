@@ -128,12 +128,12 @@ def intervals(
 ) -> dict[str, tuple[float, float]]:
     """Computes 95 % confidence intervals of means over problems, also valid for rare events and few problems.
 
-    The low end is the 2.5 % quantile of the weighted mean of the values and one more value at the low end of the range,
-    over weights from the Dirichlet distribution whose parameters are all 1. The high end is the 97.5 % quantile with
-    one more value at the high end of the range (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and
-    Thomas, arXiv 1905.06208). If all values are at the ends of the range, this is the Clopper-Pearson interval, which
-    is computed exactly and whose coverage is at least nominal. For other values the coverage is a conjecture of these
-    authors; the tests simulate it.
+    For the low end, the lowest value of the range is added to the values. Their weighted mean is computed with random
+    weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 % quantile of this mean.
+    For the high end, the highest value of the range is added instead, and the quantile is 97.5 % (Gaffke, Mathematical
+    Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values are at the ends of the
+    range, this is the Clopper-Pearson interval, which is computed exactly and whose coverage is at least nominal. For
+    other values the coverage is a conjecture of these authors; the tests simulate it.
 
     Args:
       values: value of each problem, by name; NaN is ignored. The weights are the same for all names and calls.

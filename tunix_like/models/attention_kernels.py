@@ -2,7 +2,7 @@
 
 The kernels compute causal attention over one part and its gradient. They cannot describe the mask of completions (their
 prompt, and their own segment of a bin), so each function below handles this mask in its own way. Neither kernel
-supports caps, and splash attention supports no windows; the caller must not pass such calls.
+supports caps, and splash attention supports no windows; the caller must not use a kernel for these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Defines the inputs of attention: keys and values with a mask, which is an array or a compact description of one."""
+"""Defines the inputs of attention: keys and values with a mask. A mask is an array or a compact description of an
+array."""
 
 from __future__ import annotations
 

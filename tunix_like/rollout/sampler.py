@@ -78,9 +78,10 @@ class Sampler:
         self._place: Any = None
 
     def place(self, params: Any) -> Any:
-        """Lays the weights out for sampling: over the sampler's mesh, matrices in the compute dtype.
+        """Converts the weights for sampling: matrices to the compute dtype, and all weights to the layout of the
+        sampler's mesh.
 
-        Without a mesh it returns `params` itself, and the programs cast it.
+        Without a mesh it returns `params` unchanged, and the programs cast the matrices.
         """
         if self.mesh is None:
             return params

@@ -129,7 +129,7 @@ class Module:
 
     Attributes:
       computations: all computations by name.
-      entry: the name of the first one to run.
+      entry: the name of the computation that runs first.
     """
 
     def __init__(self, text: str):

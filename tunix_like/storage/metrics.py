@@ -62,11 +62,11 @@ class MetricsLog:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """Returns the rows on disk whose `key` is `step`; none without a folder."""
+        """Returns the rows on disk whose `key` is `step`; no rows without a folder."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows on disk; none without a folder."""
+        """Returns all rows on disk; no rows without a folder."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:

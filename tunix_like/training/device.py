@@ -29,8 +29,8 @@ SHARE = {"cpu": 0.8}
 ACCELERATOR_SHARE = 0.9
 """Fraction of a device's memory that `auto` may use, by backend (`ACCELERATOR_SHARE`: other backends).
 
-The estimate of an update is accurate to about 20 % on a CPU, whose memory other programs use too, and to 8 % on most
-programs that were compiled for accelerators."""
+The estimate of an update is accurate to about 20 % on a CPU, and to 8 % on most programs that were compiled for
+accelerators. The memory of a CPU is also used by other programs."""
 
 LOWER = {
     "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",

@@ -206,12 +206,12 @@ class Learner(Trainer):
             are always dropped.
 
         Returns:
-          the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
-          there, and a second call resumes. Without it, a second call continues after the first for another `max_steps`
-          (or one epoch), with consecutive step numbers, random numbers and optimizer state. On the same data (the same
-          object, batch size and shuffling) it continues with the next prompts. Learners with equal settings share
-          compiled programs, and so do the calls of one learner; a `linear` or `cosine` schedule is compiled again when
-          the number of the last step changes.
+          the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written to
+          this folder, and a second call resumes the run. Without it, a second call continues after the first for
+          another `max_steps` (or one epoch), with consecutive step numbers, random numbers and optimizer state. On the
+          same data (the same object, batch size and shuffling) it continues with the next prompts. Learners with equal
+          settings, and all calls of one learner, share compiled programs. A `linear` or `cosine` schedule is compiled
+          again when the number of the last step changes.
 
         Raises:
           UserError: the data is wrong; the reward functions failed for every completion of the first step (these are

@@ -161,8 +161,8 @@ class OPOLearner(Learner):
     """On-Policy RL with Optimal reward baseline (arXiv 2505.23585): `A_i = r_i - sum_j l_j r_j / sum_j l_j`.
 
     `l_j` are the completions' lengths. It assumes that the variance of a completion's gradient grows with its length.
-    The baseline includes the completion's own reward: with equal lengths the expected gradient is exactly `(G-1)/G`
-    times the gradient of the expected reward; unequal lengths add a term of order 1/G in another direction.
+    The baseline includes the completion's own reward. With equal lengths the expected gradient is therefore exactly
+    `(G-1)/G` times the gradient of the expected reward. Unequal lengths add a term of order 1/G in another direction.
     """
 
     config_class = OPOConfig

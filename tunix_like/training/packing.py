@@ -30,8 +30,8 @@ class Layout(NamedTuple):
       prompts: `p`, number of prompts per set.
       lanes: `A`, number of lanes per chunk; a lane has the completions of one prompt.
       bins: `b`, number of bins per lane.
-      own_lanes: if True, lane `i` belongs to prompt `i` of its set (then `lanes == prompts`), so that prompts need not
-        move between devices; else a lane may have any prompt of its set.
+      own_lanes: if True, lane `i` belongs to prompt `i` of its set, and `lanes == prompts`. Prompts then need not move
+        between devices. If False, a lane may have any prompt of its set.
     """
 
     prompts: int

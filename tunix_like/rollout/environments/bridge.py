@@ -71,7 +71,7 @@ class Bridge:
         or an empty text is only the start of the next turn.
 
         The end token that the policy sampled stays in the row. If the template writes another end token there, it is
-        not added; only the tokens after it are.
+        not added; only the tokens after it are added.
 
         Args:
           observations: one per trajectory, as the environments returned them: text, messages or None.

@@ -41,9 +41,9 @@ class Environment(Protocol):
         """Starts an episode from the columns of a row, without its prompt.
 
         Returns:
-          the first observation, which is added to the row's prompt: text is appended to its last message (or to the
-          text prompt), messages are appended as messages; None leaves the prompt as it is. The first observation must
-          be the same for all trajectories of a row, because they share the prompt.
+          the first observation, which is added to the row's prompt. Text is appended to the last message (or to the
+          text prompt). Messages are appended as messages. None adds nothing. The first observation must be the same for
+          all trajectories of a row, because they share the prompt.
         """
 
     def step(self, completion: str) -> EnvStepResult:
