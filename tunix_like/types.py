@@ -81,7 +81,8 @@ class GroupBatch(NamedTuple):
 
 
 class ById:
-    """A key that is equal for the same object only; the object needs no hash, and lives as long as the key."""
+    """A key that identifies one object. Keys are equal only for the same object. The object needs no hash, and lives as
+    long as the key."""
 
     def __init__(self, value: Any):
         self.value = value

@@ -172,7 +172,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
     """Compiles the programs of a config for `devices` and prints their memory, network and predicted times.
 
     Args:
-      file: JSON file to write too; None for none.
+      file: JSON file to write in addition; None writes no file.
 
     Returns:
       the exit status: 1 if a program does not fit into the devices (by estimate if their compiler is missing), else 0.

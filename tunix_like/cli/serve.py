@@ -27,7 +27,7 @@ KEY = "TUNIX_LIKE_API_KEY"
 """Environment variable with the API key."""
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 
 SECONDS_TO_FINISH = 25
 """Seconds that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""

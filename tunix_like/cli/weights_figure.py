@@ -47,7 +47,8 @@ class Curve:
 
 
 def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
-    """Returns the pass rates of the curves: dense at both ends, and down to below 1/G, one success in a group."""
+    """Returns the pass rates of the curves, dense at both ends. The lowest is below 1/G, the rate of one success in a
+    group."""
     end = min(0.01, 0.1 / group_size)
     logits = np.linspace(np.log(end / (1 - end)), np.log(0.99 / 0.01), 400)
     return 1 / (1 + np.exp(-logits))

@@ -1,6 +1,7 @@
 """Turns rows into batches of tokenised prompts: shuffled by seed (with grain), resumable, without overlong prompts.
 
-In a run of several processes, each loads and tokenises a part of the batch, and all receive the whole batch.
+In a run of several processes, each process loads and tokenises a part of the batch. All processes receive the whole
+batch.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
-    """Returns the positions of the keys, with which those of `first_keys` are compared: by default their indices."""
+    """Returns the positions of the keys, by default their indices. They are compared with the positions of
+    `first_keys`."""
     return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
 
 

@@ -103,7 +103,7 @@ FAMILIES = {
     ),
 }
 _WINDOWED = {"mistral": 0, "gemma2": 2, "gemma3_text": 6}
-"""Families with windows, and their default pattern n: every n-th layer has no window; 0: every layer has one.
+"""Families with windows, and their default pattern n: every n-th layer has no window; 0: every layer has a window.
 `layer_types` overrides it."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")

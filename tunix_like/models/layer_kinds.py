@@ -67,7 +67,7 @@ def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int
     """Returns the window of every layer, in positions; None for a layer without a window.
 
     If there is a field `layer_types`, it names the layers with a window. Otherwise every `pattern`-th layer has no
-    window, and all others have one. With `pattern` 0 every layer has one.
+    window, and all others have a window. With `pattern` 0 all layers have one.
     """
     size = fields.get("sliding_window")
     if not pattern:

@@ -21,7 +21,7 @@ Activation = Callable[[Array], Array]
 
 
 class Kernel(nnx.Module):
-    """Holds a weight matrix; with `number`, one per expert."""
+    """Holds a weight matrix, or with `number` one matrix per expert."""
 
     def __init__(
         self, inputs: int, outputs: int, number: int | None = None, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any

@@ -118,8 +118,8 @@ def _is_projection(path: tuple[Any, ...]) -> bool:
 
 
 def check_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> str:
-    """Compares names, shapes and types in the safetensors headers of a folder with those that `load_weights` needs,
-    without reading weights. If files that the index names are missing, only the names in the index are compared.
+    """Checks, without reading weights, that the safetensors headers of a folder have the names, shapes and types that
+    `load_weights` needs. If files that the index names are missing, only the names in the index are compared.
 
     Returns:
       a description of what was compared.

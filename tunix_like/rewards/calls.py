@@ -48,7 +48,8 @@ class FunctionRewards(NamedTuple):
 
     Attributes:
       rewards: [n]; NaN where the function returned None or NaN, or failed.
-      failures: by index of the completion. A NaN reward without an entry here was returned as None or NaN.
+      failures: the failures by index of the completion. If a NaN reward has no entry here, the function returned None
+        or NaN.
     """
 
     rewards: NDArray[np.float64]

@@ -65,7 +65,7 @@ class Number(NamedTuple):
 
 
 def parse_number(text: str) -> Number | None:
-    """Parses a text that is one plain number; returns None for any other text, or one longer than 200 characters.
+    """Parses a text that is one plain number; returns None for any other text, also if it has over 200 characters.
 
     Of an equation, the last side is parsed. A text with several equations is not a number. A unit of any words may
     follow the number. Two adjacent numbers are not a number.

@@ -20,7 +20,7 @@ REWARDS: dict[str, RewardFunction] = {}
 
 ANSWERS: dict[str, Callable[[str], Hashable | None]] = {}
 """Answer extractors by the name of a reward: each maps a completion to a hashable answer for majority votes (maj@k).
-Equal answers are one vote option; None is no vote."""
+Equal answers vote together; a completion with the answer None does not vote."""
 
 
 def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | None = None) -> Callable[[_F], _F]:

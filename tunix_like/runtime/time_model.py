@@ -18,7 +18,8 @@ class Times(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Seconds without the network: the compiler's own estimate, but not less than arithmetic and memory need."""
+        """Seconds without the network: the largest of the compiler's estimate and the times of arithmetic and
+        memory."""
         return max(self.arithmetic, self.memory, self.cycles or 0.0)
 
     @property

@@ -37,7 +37,7 @@ class Trajectory(Protocol):
         """Answers one turn."""
 
     def finish(self) -> float:
-        """Returns the reward at the end of the trajectory; 0 for none."""
+        """Returns the reward at the end of the trajectory; 0 if there is none."""
 
 
 def kind_of(kind: type) -> Kind | None:

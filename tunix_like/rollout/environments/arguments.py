@@ -20,7 +20,7 @@ from tunix_like.types import Engine
 def make_player(
     environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
 ) -> Player | None:
-    """Returns the player for the argument `environment` of a learner, or for environments; None without any.
+    """Returns the player for the argument `environment` of a learner, or for environments; None if there are none.
 
     Its tokenizer passes the schemas of the tools to the chat template.
 

@@ -95,7 +95,7 @@ class Conversations:
     def begin(self, prompts: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> list[Conversation]:
         """Returns conversations that are only a prompt, given by its messages and its tokens.
 
-        One request to the process that renders.
+        Sends one request to the template process.
         """
         rendered = self._tokenizer.render_guarded([[*messages, *_NEXT] for messages, _ in prompts], True)
         return [
@@ -114,7 +114,7 @@ class Conversations:
     def continued(self, given: Sequence[tuple[Conversation, Sequence[Message]]]) -> list[Continued]:
         """Adds new messages to conversations whose turn has ended, and returns how their rows continue.
 
-        One request to the process that renders. A conversation that cannot continue stays as it is.
+        Sends one request to the template process. A conversation that cannot continue stays as it is.
         """
         chats = [[*conversation.messages, *new] for conversation, new in given]
         rendered = self._tokenizer.render_guarded(chats, True)

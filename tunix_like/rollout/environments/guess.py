@@ -10,7 +10,7 @@ NUMBERS = 64
 """The hidden number is one of 0, 1, ..., NUMBERS - 1."""
 
 MOST_GUESSES = 7
-"""The game is lost after this many turns. Bisection needs at most as many."""
+"""The game is lost after this many turns. Bisection needs at most this many turns."""
 
 HIGHER, LOWER, INVALID = "HIGHER", "LOWER", "INVALID"
 

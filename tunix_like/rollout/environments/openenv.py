@@ -43,7 +43,7 @@ class OpenEnv:
     """One trajectory with an OpenEnv server.
 
     `reset` sends all columns of the row; the server passes on the columns that its environment accepts. The schema of
-    the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not such an action
+    the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid action
     does not reach the environment. Like a wrong tool call, it is answered by a text that begins with "error:".
 
     Args:

@@ -3,7 +3,7 @@
 New messages are rendered after a short conversation whose last answer is known. The text after the end of that answer
 is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. A
 template may therefore render earlier turns in another way once messages follow (Qwen3 removes their `<think>` blocks).
-Only the addition must depend on nothing but the new messages. This is checked once for each role.
+The addition, however, must depend on the new messages only. This is checked once for each role.
 """
 
 from __future__ import annotations
