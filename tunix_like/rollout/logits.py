@@ -24,8 +24,8 @@ BLOCK = 256
 
 
 LOWEST_LOGIT = -80.0
-"""Tokens with a scaled logit this far below the maximum get weight 0 instead of at most `exp(-80)`, which no draw can
-distinguish. Denormal numbers, which start below -87.3, would make the sums several times slower on CPU."""
+"""Tokens with a scaled logit this far below the maximum get weight 0 instead of at most `exp(-80)`. No draw can
+distinguish the two. Denormal numbers, which start below -87.3, would make the sums several times slower on CPU."""
 
 
 def choose(

@@ -99,7 +99,7 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
     An engine may return arrays as wide as its longest completion, and no mask.
 
     Args:
-      segments: whether to set `segment_start` too, since an engine returns none if it restarted no row.
+      segments: whether to set `segment_start` too. An engine that restarted no row returns no `segment_start`.
     """
 
     def fit(values: np.ndarray) -> np.ndarray:

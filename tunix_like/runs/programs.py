@@ -209,7 +209,7 @@ def update_program(plan: Plan) -> Program:
 def logprobs_program(plan: Plan) -> Program | None:
     """Describes the log-probabilities of a batch without gradient, as in `training/updates.py`; None if not needed.
 
-    They are computed for several updates of a batch, for the KL, and once more for a KL in the reward.
+    These are computed if a batch has several updates, for the KL, and once more for a KL in the reward.
     """
     config, algorithm = plan.config, plan.config.algorithm
     calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)

@@ -173,7 +173,7 @@ def make_learner(
 def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
     """Runs SFT on the run's model in place, with checkpoints in the run's folder.
 
-    If the last checkpoint cannot be written, the run continues and the error is returned. A signal raises.
+    If the last checkpoint cannot be written, the run continues and the error is returned. A signal raises an exception.
     """
     config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SHARE = {"cpu": 0.8}
 ACCELERATOR_SHARE = 0.9
-"""Fraction of a device's memory that `auto` may use, by backend (`ACCELERATOR_SHARE`: other backends).
+"""Fraction of a device's memory that `auto` may use, by backend; for all other backends it is `ACCELERATOR_SHARE`.
 
 The estimate of an update is accurate to about 20 % on a CPU, and to 8 % on most programs that were compiled for
 accelerators. The memory of a CPU is also used by other programs."""

@@ -198,7 +198,7 @@ LEARNERS: dict[str, type[Learner]] = {
         ReinforcePPLearner,
     )
 }
-"""`algorithm.advantage_estimator` to the learner class with its default loss and aggregation."""
+"""Maps `algorithm.advantage_estimator` to the learner class with its default loss and aggregation."""
 
 
 def find_learner(name: str | None) -> type[Learner]:

@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 class Interrupted(KeyboardInterrupt):
     """Raised after SIGINT (Ctrl-C), at the same point as `Stopped`.
 
-    As a KeyboardInterrupt it does not end the process of a notebook.
+    It is a KeyboardInterrupt, so it does not end the process of a notebook.
     """
 
     def __init__(self, step: int, saved: bool) -> None:
@@ -71,7 +71,7 @@ def run(
 
     Args:
       on_row: called with each row after it is written.
-      before_save: called before each checkpoint; raises if none may be written.
+      before_save: called before each checkpoint; raises if no checkpoint may be written.
       another_follows: whether another trainer runs after this one. If so, a signal in the last step also raises; else
         the run ends after that step anyway and the signal is ignored.
 

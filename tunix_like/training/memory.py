@@ -38,8 +38,8 @@ scores). On other backends a layer saves only its input (`_with_stacked_layers`)
 
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
 """Number of float32 arrays `[heads, queries, keys]` that a layer saves: the exponentials (1.21 times the scores at 96
-keys, 1.03 at 1056). Blocked attention saves none. If all keys are in one block, however, there is no loop over blocks,
-and XLA on CPU keeps the arrays that would be recomputed."""
+keys, 1.03 at 1056). Blocked attention saves no such arrays. If all keys are in one block, however, there is no loop
+over blocks, and XLA on CPU keeps the arrays that would be recomputed."""
 
 WORKING_SCORES = 2
 """Number of arrays `[heads, queries, keys]` during attention or its backward pass; the arrays of the layer's MLP are

@@ -114,7 +114,7 @@ class Player:
 class Trajectories:
     """The environments of one rollout; the `Responder` of its completions.
 
-    With several processes, each one runs the environments of its share of the problems, and replies are exchanged.
+    With several processes, each process runs the environments of its share of the problems, and replies are exchanged.
 
     Attributes:
       problems: the problems, with the first observations in their prompts.

@@ -48,7 +48,7 @@ OF_GENERATE: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a server is started with.
+    """The settings with which a server is started.
 
     Attributes:
       name: the model's name in requests and answers.

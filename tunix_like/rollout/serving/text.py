@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come, and finds stop strings."""
+"""Turns tokens into text as the tokens arrive, and finds stop strings."""
 
 from __future__ import annotations
 
