@@ -62,7 +62,7 @@ class SamplerCorrection:
     def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
         """Computes the ratio of each token (`token`) or of its completion (`sequence`); 1 where masked. No gradient.
 
-        Masked tokens do not count in the product of a completion: padding, and tokens of an environment.
+        Masked tokens (padding and tokens of an environment) do not count in the product of a completion.
         """
         if self.by_sequence:
             total = jnp.where(mask, logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)

@@ -53,7 +53,7 @@ class Check:
       name: what was checked.
       found: the result.
       advice: the recommended action; empty if no action is needed.
-      works: False if training cannot run without it.
+      works: False if the checked item is missing or broken, and training cannot run without it.
     """
 
     name: str
