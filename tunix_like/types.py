@@ -25,7 +25,8 @@ class Problem:
     """One row of the data stream with its rendered and tokenized prompt.
 
     Attributes:
-      number: running number in the data stream. It is unique within a run, so random keys derived from it are too.
+      number: running number in the data stream. It is unique within a run, so random keys derived from it are unique
+        too.
       text: the rendered prompt, as the model and the reward functions receive it.
       tokens: the token ids of the prompt.
       columns: all other columns of the row, passed to reward functions by name.
@@ -80,7 +81,8 @@ class GroupBatch(NamedTuple):
 
 
 class ById:
-    """A key that is equal for the same object only; the object needs no hash, and lives as long as the key."""
+    """A key that identifies one object. Keys are equal only for the same object. The object needs no hash, and lives as
+    long as the key."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -102,12 +104,12 @@ class SamplingParams:
 
 
 class Request(NamedTuple):
-    """A prompt, and the number of completions to sample for it, which form a group.
+    """A prompt, and the number of completions of its group.
 
     Attributes:
       tokens: the token ids of the prompt.
-      number: distinguishes the requests of one call. The random numbers of a completion depend only on it, on the index
-        of the completion in its group and on the key of the call.
+      number: distinguishes the requests of one call. The random numbers of a completion depend only on this number, on
+        the index of the completion in its group and on the key of the call.
       samples: number of completions.
     """
 
@@ -128,8 +130,8 @@ class Sample(NamedTuple):
       finished: False if the token limit truncated the completion.
       token_mask: True for the tokens that the policy sampled, False for those of a `Responder` (None: the policy
         sampled every token).
-      segment_start: index of the first token of each token's segment: 0 until a `Reply` restarts the row, then the
-        index of the first token of that reply (None: the row was not restarted).
+      segment_start: index of the first token of each token's segment. It is 0 until a `Reply` restarts the row, then
+        the index of the first token of that reply (None: the row was not restarted).
     """
 
     request: int
@@ -182,8 +184,8 @@ class Reply(NamedTuple):
 
     Attributes:
       tokens: the tokens to append before the policy goes on sampling; None ends the trajectory.
-      restart: whether these tokens follow the prompt directly. They and the tokens after them do not see the earlier
-        tokens of the row, which stay in the result and count in its length.
+      restart: whether these tokens follow the prompt directly. These tokens and all later tokens do not see the earlier
+        tokens of the row. The earlier tokens stay in the result and count in its length.
     """
 
     group: int
@@ -206,7 +208,7 @@ class Responder(Protocol):
     def opening(self, group: int) -> Sequence[int]:
         """Returns the tokens between the prompt of a group and the first turn of its completions; often none.
 
-        They are part of each completion, as those of a reply.
+        These tokens are part of each completion, like the tokens of a reply.
         """
 
     def submit(self, turns: Sequence[Turn]) -> None:
@@ -236,7 +238,7 @@ class Engine(Protocol):
         """
 
     def place(self, params: Any) -> Any:
-        """Returns the trainer's weights in the form that `generate` takes; called once for several calls of it.
+        """Returns the trainer's weights in the form that `generate` takes; called once for several calls of `generate`.
 
         The result is freed before the next update.
         """
@@ -249,7 +251,7 @@ class Engine(Protocol):
         sampling: SamplingParams,
         responder: Responder | None = None,
     ) -> Iterator[Sample]:
-        """Samples the completions of all requests, and yields each as soon as it is finished, in any order.
+        """Samples the completions of all requests, and yields each completion as soon as it is finished, in any order.
 
         Args:
           params: the weights, from `place`.

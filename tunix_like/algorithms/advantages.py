@@ -91,8 +91,8 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
     success.
 
     With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`, where `L_k` is the Leave-Two-Out
-    advantage of max@k (`maxpo` without its factor k). This is unbiased for order `T`. It accepts any real rewards and
-    ascends `sum_{k<=T} max@k / k`.
+    advantage of max@k (`maxpo` without its factor k). This is unbiased for order `T`. It accepts any real rewards; its
+    objective is `sum_{k<=T} max@k / k`.
     """
     if truncation_order is not None:
         return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))

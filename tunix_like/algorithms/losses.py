@@ -73,8 +73,8 @@ def register_policy_loss_fn(
     per token)`. All arrays are `[.., T]`, except `advantages: [.., 1]`.
 
     Args:
-      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer's before the batch's first update) or
-        `"rollout"` (the sampler's).
+      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer, before the batch's first update) or `"rollout"`
+        (the sampler).
       extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
         the coefficient of such a term. If there is no such term (or its coefficient is 0), completions with advantage
         0 have no gradient and are skipped.
@@ -232,10 +232,10 @@ def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) 
 
     Modes: `kl` = k1 = `d`, `mse_kl` = k2 = `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`.
 
-    As an on-policy loss, the expected gradient of k1 is zero, that of k2 is the gradient of KL(pi || ref) and that of
-    k3 the gradient of KL(ref || pi), for the next-token distributions at the sampled prefixes. None of them is the
-    gradient of the KL of whole completions, because the loss ignores how a token changes later prefixes. k1 in the
-    reward gives the gradient of the KL of whole completions.
+    As an on-policy loss, k1 has the expected gradient zero. The expected gradient of k2 is the gradient of KL(pi ||
+    ref), and that of k3 is the gradient of KL(ref || pi), for the next-token distributions at the sampled prefixes. No
+    mode has the gradient of the KL of whole completions, because the loss ignores how a token changes later prefixes.
+    k1 in the reward gives the gradient of the KL of whole completions.
     """
     d = log_ratio(logprobs, ref_logprobs, mask)
     return {"kl": d, "mse_kl": 0.5 * d**2, "low_var_kl": jnp.exp(-d) + d - 1}[mode]

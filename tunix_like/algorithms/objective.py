@@ -71,7 +71,7 @@ class Objective:
     """The resolved and checked objective of a learner.
 
     Attributes:
-      estimators: the run's estimator first, then those of individual data sources.
+      estimators: the run's estimator first, then the estimators of individual data sources.
       sources: data source to its index in `estimators`; other sources use the run's estimator.
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
@@ -282,7 +282,8 @@ def build_objective(
       source_estimators: data source to `{advantage_estimator: ..., <its parameters>}`, for groups of that source.
 
     Raises:
-      UserError: a key is set that neither reads, a required key is unset, a value is out of range, or keys conflict.
+      UserError: a key is set that neither the estimators nor the loss read, a required key is unset, a value is out of
+        range, or keys conflict.
     """
     params = {key: value for key in ESTIMATOR_KEYS if (value := getattr(config, key)) is not None}
     by_source = source_estimators or {}

@@ -18,7 +18,7 @@ from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 
 DEFAULT_UPPER = {"token": 2.0, "sequence": 2.0, "token_mask": 3.0, "sequence_mask": 3.0}
-"""Mode to its upper bound if `sampler_is_threshold` is unset: that of Tunix for truncation, that of TRL for masks."""
+"""The upper bound of each mode if `sampler_is_threshold` is unset: Tunix's for truncation, TRL's for masks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +31,15 @@ class SamplerCorrection:
 
     - `sequence` truncates the ratio of the completion, the product over its sampled tokens. The expectation is
       `sum_y clip(p, lower m, upper m) g(y)`: there is no bias if no ratio is outside the bounds. Else completions with
-      a ratio above `upper` count too little, and those below `lower` too much.
+      a ratio above `upper` get too little weight, and completions below `lower` too much.
     - `sequence_mask` gives completions outside the bounds weight 0. The expectation is the sum of `p(y) g(y)` over the
       completions inside. With the same upper bound it removes at least the probability that truncation removes.
     - `token` truncates the ratio of each token by itself. If no ratio is outside the bounds, the expectation is the
-      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`: tokens `a` of the policy, at prefixes `s` of the sampler,
-      with advantages `Q_mu` of completions that the sampler continued. It has no bias for completions of one token. For
-      longer ones it has a bias of the order of `pi - mu`, with any bounds.
-    - `token_mask` gives tokens outside the bounds weight 0. Its bias is that of `token` without bounds, less the
-      gradient of the masked tokens.
+      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. Tokens `a` follow the policy. Prefixes `s` follow the
+      sampler. `Q_mu` is the advantage if the sampler continues. It has no bias for completions of one token. For longer
+      completions it has a bias of the order of `pi - mu`, with any bounds.
+    - `token_mask` gives tokens outside the bounds weight 0. It has the bias of `token` without bounds, and the gradient
+      of the masked tokens is missing.
 
     Attributes:
       mode: `token`, `sequence`, `token_mask` or `sequence_mask`.
@@ -60,9 +60,9 @@ class SamplerCorrection:
         return self.mode.endswith("_mask")
 
     def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
-        """Computes the ratio of each token, or at each token that of its completion; 1 where masked. No gradient.
+        """Computes the ratio of each token (`token`) or of its completion (`sequence`); 1 where masked. No gradient.
 
-        Masked tokens do not count in the product of a completion: padding, and tokens of an environment.
+        Masked tokens (padding and tokens of an environment) do not count in the product of a completion.
         """
         if self.by_sequence:
             total = jnp.where(mask, logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)
@@ -72,7 +72,7 @@ class SamplerCorrection:
         return jax.lax.stop_gradient(jnp.exp(difference))
 
     def weights(self, ratios: Tokens) -> Tokens:
-        """Truncates the ratios to the bounds, or replaces those outside the bounds by 0. A bound itself is inside."""
+        """Truncates the ratios to the bounds, or replaces ratios outside by 0. A ratio equal to a bound is inside."""
         if self.masks:
             return jnp.where((ratios < self.lower) | (ratios > self.upper), 0.0, ratios)
         upper = jnp.minimum(ratios, self.upper)
@@ -108,7 +108,8 @@ def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
 
 
 def sampler_correction(config: AlgorithmConfig) -> SamplerCorrection | None:
-    """Returns the correction that `algorithm.sampler_is` selects, with default bounds where unset; None if unset."""
+    """Returns the correction that `algorithm.sampler_is` selects, with defaults for unset bounds; None if it selects
+    none."""
     if config.sampler_is is None:
         return None
     upper = DEFAULT_UPPER[config.sampler_is] if config.sampler_is_threshold is None else config.sampler_is_threshold
@@ -119,7 +120,7 @@ def check_correction(config: AlgorithmConfig, behaviour: str) -> None:
     """Raises if the keys `sampler_is*` conflict with each other, with the loss or with the KL.
 
     Args:
-      behaviour: whose log-probabilities the loss takes as old ones, as in `PolicyLoss`.
+      behaviour: the source of the loss's `old_logprobs`, as in `PolicyLoss`.
 
     Raises:
       UserError: names the key and the remedy.

@@ -1,6 +1,6 @@
 """Advantages of max@K: linear functions of a group's sorted rewards, with weights that do not depend on the data.
 
-Let `x` be the rewards in ascending order with the largest reward subtracted. Every member of the family is
+Let `x` be the rewards in ascending order with the largest reward subtracted. Every advantage of this family is
 
     A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)
 

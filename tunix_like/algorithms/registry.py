@@ -31,8 +31,8 @@ class Estimator:
 
     Attributes:
       function: maps rewards to advantages, see `types.AdvantageEstimator`.
-      zero_when_constant: given the parameters, whether a group of equal rewards gets zeros and can be skipped.
-      takes: given the parameters, the rewards that the estimator accepts: one of `REWARD_KINDS`.
+      zero_when_constant: maps the parameters to whether a group of equal rewards gets zeros and can be skipped.
+      takes: maps the parameters to the rewards that the estimator accepts: one of `REWARD_KINDS`.
       headroom: parameter name to h; the largest value of the parameter is the group size minus h.
       scored_beyond_k: a group needs at least `k` plus this many scored completions, else it is dropped.
       sparse: whether groups with different rewards often have advantages of 0 too, so that it is worth computing the
@@ -123,7 +123,7 @@ def find_estimator(name: str) -> Estimator:
 
 
 def find_registered(name: str, registry: dict[str, Any], unknown: str, unregistered: Callable[[Any], Any]) -> Any:
-    """Returns the entry of a registered name, or of a function given by its place, such as `file.py:function`.
+    """Returns the entry of a registered name, or of a function given by its location, such as `file.py:function`.
 
     Args:
       unknown: start of the error message for an unknown name: the config key and the kind of entry.
@@ -175,7 +175,7 @@ def own_parameters(function: Callable[..., Any], given: frozenset[str]) -> dict[
 
 
 def check_parameters(name: str, params: Params, group_size: int, key: str = "algorithm") -> dict[str, Any]:
-    """Checks an estimator's parameters against its signature and the group size, and returns those that are set.
+    """Checks an estimator's parameters against its signature and the group size, and returns the set parameters.
 
     Args:
       key: the config section of the parameters, for the messages.

@@ -56,7 +56,7 @@ class Request:
 
     @property
     def k(self) -> int:
-        """Returns `k`; if it was not given, 2, or 1 for a group that is too small."""
+        """Returns the given `k`, else 2, or 1 if the group is too small for 2."""
         return self.numbers.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
 
 

@@ -27,7 +27,7 @@ from tunix_like.runtime import console
 from tunix_like.types import Problem
 
 ROWS = 8
-"""Number of training rows to play, from the first. An environment that hangs costs its time limit for each of them."""
+"""Number of training rows to play, from the first. An environment that hangs takes its time limit for each row."""
 
 WORDS = "gold answer, a word a turn"
 NONSENSE = {
@@ -40,7 +40,8 @@ NONSENSE = {
 
 @dataclasses.dataclass
 class Game:
-    """An episode of a script: its observations, as `Episode` its messages, and whether the environment ended it."""
+    """An episode of a script: its observations, its messages (as in `Episode`), and whether the environment ended
+    it."""
 
     first: Any = None
     answer: Any = None
@@ -71,8 +72,8 @@ Script = Callable[[int], str]
 def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tuple[Mapping[str, Any], Outcome]]]:
     """Plays episodes of several kinds with the first training rows, and calls each tool once.
 
-    The kinds are: the `answer` of the row as every turn and, if it has several words, one word per turn, the last one
-    again and again (if all rows have an answer); a different answer of another row; texts of `NONSENSE`.
+    If all rows have an answer, the kinds are: the row's `answer` in every turn; its words, one per turn, with the last
+    word repeated (if it has several words); a different answer of another row. Texts of `NONSENSE` are always played.
 
     Returns:
       the problems, the episodes, and each tool's schema with the outcome of its call.
@@ -330,7 +331,7 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
 def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
     """Returns notes on gold answers, and whether all fail.
 
-    A failure does not change the exit status, because an answer need not be what a turn should be.
+    A failure does not change the exit status, because the column `answer` need not be a correct turn.
     """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:

@@ -51,8 +51,8 @@ class Tried(NamedTuple):
 def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, float]]:
     """Scores completions of several kinds for the first training rows.
 
-    The kinds are: the `answer` of the row (if all rows have one), a different answer of another row, an empty text, the
-    prompt itself, and a nonsense sentence. Returns the problems, the scores and the weights of the functions.
+    The kinds are: the `answer` of the row (if all rows have an answer), a different answer of another row, an empty
+    text, the prompt itself, and a nonsense sentence. Returns the problems, the scores and the weights of the functions.
 
     Raises:
       UserError: the data or the functions are invalid, as in `tunix-like train`.
@@ -92,8 +92,8 @@ class _Few(io.TextIOBase):
 
 @contextlib.contextmanager
 def few_lines() -> Iterator[None]:
-    """Redirects the output of reward functions and workers to standard error: the first lines and the number of further
-    lines."""
+    """Redirects the output of reward functions and workers to standard error. Only the first lines and the number of
+    further lines are written."""
     few = _Few()
     try:
         with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
@@ -112,7 +112,7 @@ def problem_of(number: int, source: DataSource) -> Problem:
 
 
 def other_answer(answers: Sequence[str], number: int) -> str:
-    """Returns the next answer that differs, cyclically; the same answer if all are equal."""
+    """Returns the next different answer, searching cyclically; the same answer if all answers are equal."""
     following = (*answers[number + 1 :], *answers[:number])
     return next((answer for answer in following if answer != answers[number]), answers[number])
 
@@ -183,7 +183,7 @@ def _mean(values: np.ndarray) -> str:
 
 
 def passed(scores: Scores, threshold: float) -> np.ndarray:
-    """Returns which completions succeed; unscored ones do not."""
+    """Returns which completions succeed; unscored completions do not succeed."""
     return scores.scored & succeeds(np.nan_to_num(scores.total, nan=-np.inf), threshold)
 
 

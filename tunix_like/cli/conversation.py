@@ -44,7 +44,7 @@ class Person:
 
     Args:
       bridge: makes the tokens of a line.
-      conversation: with `environment.history=template`, the conversation and what renders it at each turn.
+      conversation: with `environment.history=template`, the conversation and the object that renders it at each turn.
     """
 
     lockstep = True
@@ -56,7 +56,7 @@ class Person:
         self._turn: Turn | None = None
 
     def opening(self, group: int) -> Sequence[int]:
-        """Returns what the chat template writes before the first turn only."""
+        """Returns the tokens that the chat template writes before the first turn and before no other turn."""
         return () if self._conversation is None else self._conversation[1].opening
 
     def submit(self, turns: Sequence[Turn]) -> None:
@@ -74,7 +74,7 @@ class Person:
         self._turn = None if turn.truncated else turn
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Reads the answer to the turn. A line that cannot be sent is reported, and another one is read."""
+        """Reads the answer to the turn. A line that cannot be sent is reported, and another line is read."""
         turn, self._turn = self._turn, None
         while turn is not None:
             with progress.paused():

@@ -52,8 +52,8 @@ class Check:
     Attributes:
       name: what was checked.
       found: the result.
-      advice: what to do; empty if nothing is needed.
-      works: False if training cannot run without it.
+      advice: the recommended action; empty if no action is needed.
+      works: False if the checked item is missing or broken, and training cannot run without it.
     """
 
     name: str

@@ -91,7 +91,8 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
 
 
 def measured(source: str, overrides: Sequence[str]) -> Measured:
-    """Opens and evaluates a source; the override `data.split=NAME` selects the rows, the held-out rows if unset."""
+    """Opens and evaluates a source. The override `data.split=NAME` selects the rows; the default is the held-out
+    rows."""
     splits = [word.removeprefix(SPLIT) for word in overrides if word.startswith(SPLIT)]
     others = [word for word in overrides if not word.startswith(SPLIT)]
     trained = _with_fitting_k(open_trained(source, others, need_data=True), others)

@@ -37,7 +37,7 @@ def generate(arguments: argparse.Namespace) -> None:
     """Completes one prompt and prints the completion; with an environment or a person, prints all turns.
 
     Raises:
-      UserError: the options do not fit together, or see `play` and `talk`.
+      UserError: the options conflict; also the errors of `play` and `talk`.
     """
     _check_options(arguments)
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
@@ -73,7 +73,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Checks that there is one prompt; of a conversation, the first line may be the prompt."""
+    """Checks that there is one prompt. In a conversation, the first line may be the prompt."""
     given = [f"--{name}" for name in ("prompt", "row") if getattr(arguments, name) is not None]
     if len(given) > 1:
         raise UserError("generate: --prompt and --row both set the prompt; give one of them.")
@@ -87,7 +87,7 @@ def _prompt(config: Config, text: str | None) -> Any:
     """Returns the prompt for a text, or for the first line that a person writes: text, or messages for a chat.
 
     Raises:
-      UserError: there is no line.
+      UserError: the standard input has no line.
     """
     if text is None:
         from tunix_like.cli.conversation import read_line
@@ -151,7 +151,7 @@ def complete(
 
 
 def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:
-    """Renders and tokenises a prompt. Raises UserError if it has no tokens, or more than `limit`."""
+    """Renders and tokenises a prompt. Raises UserError if it has no tokens or more than `limit` tokens."""
     from tunix_like.data.stream import render
 
     found = render({"prompt": prompt}, tokenizer, limit)

@@ -96,7 +96,8 @@ def _started_by_scheduler() -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the arguments. Overrides may come before or after options; argparse alone does not parse those after."""
+    """Parses the arguments. Overrides may come before or after options; argparse alone does not accept overrides after
+    options."""
     parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["advantages"]:  # the space keeps argparse from parsing a negative first reward as an option

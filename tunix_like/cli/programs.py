@@ -1,7 +1,7 @@
 """`doctor --config`: compiles the programs of a run for devices that this machine does not have, and reports on them.
 
-The compiler is that of the devices if it is installed (XLA:TPU comes with `libtpu`, XLA:GPU with a CUDA plugin), else
-that of the CPU for as many simulated devices.
+The compiler of the devices is used if it is installed (XLA:TPU comes with `libtpu`, XLA:GPU with a CUDA plugin).
+Otherwise the CPU compiler is used, for as many simulated devices.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FAR = 1.25
 """A run whose weights, gradients and optimizer are estimated at more than this multiple of a device is not compiled."""
 
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w)|\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)")
-"""What the TPU compiler needs and has, in its two messages for programs that do not fit."""
+"""Patterns of the required and available memory in the TPU compiler's two messages for programs that do not fit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What programs are compiled for.
+    """The devices that programs are compiled for.
 
     Attributes:
       devices: as `--devices`.
@@ -55,13 +55,13 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program. Bytes and operations are per device; `costs` are those of a training step.
+    """A compiled program. Bytes and operations are per device; `costs` are the costs per training step.
 
     Attributes:
       arguments: bytes of all inputs.
       temporaries: bytes of temporary buffers, and of outputs that are not aliased to an input.
       costs, token: costs of all calls of a step, and of one trip of the loop over tokens, if there is one.
-      unknown: loops that count once because their number of trips is data.
+      unknown: loops that count once because their number of trips is an input of the program.
       refusal: why the compiler refused the program for its memory; the other fields are 0 then.
     """
 
@@ -79,7 +79,7 @@ class Compiled:
         return self.arguments + self.temporaries
 
     def times(self, target: Target) -> Times | None:
-        """Returns the times of a step; None for a simulation, whose costs are those of another machine."""
+        """Returns the times of a step; None for a simulation, because its costs belong to another machine."""
         if target.kind is None or target.described is None or self.refusal:
             return None
         return times(self.costs, self.program.operations / target.number, target.kind, target.number)
@@ -101,7 +101,7 @@ def pretend(number: int) -> None:
 
 
 def find_target(text: str) -> Target:
-    """Parses `--devices` and finds the compiler of the devices; without it, simulates them on the CPU, with a note.
+    """Parses `--devices` and finds the compiler of the devices; without a compiler, simulates the devices on the CPU.
 
     Raises:
       UserError: as `parse_devices` and `pretend`.
@@ -172,10 +172,10 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
     """Compiles the programs of a config for `devices` and prints their memory, network and predicted times.
 
     Args:
-      file: JSON file to write too; None for none.
+      file: JSON file to write in addition; None writes no file.
 
     Returns:
-      the exit status: 0, or 1 if a program does not fit into the devices, or by estimate if their compiler is missing.
+      the exit status: 1 if a program does not fit into the devices (by estimate if their compiler is missing), else 0.
 
     Raises:
       UserError: as `find_target`, `make_plan` and `check_size`, or the file cannot be written.
@@ -216,7 +216,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
 
 
 def too_large(compiled: Compiled, target: Target) -> bool:
-    """Returns whether the real compiler needs more than a device has; a GPU's does not refuse such programs."""
+    """Returns whether a program needs more memory than a device has. The GPU compiler does not refuse such programs."""
     return target.kind is not None and target.described is not None and compiled.bytes > target.kind.memory
 
 
@@ -274,7 +274,7 @@ def _seconds(found: Times | None, name: str) -> str:
 
 
 def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:
-    """Returns what a reader of the table has to know."""
+    """Returns the notes that explain the table."""
     lines = [
         "a step: for completions of full length; needed: by arithmetic, without recomputation and padding; compiled: "
         "the matrix products of the program, without those of kernels",

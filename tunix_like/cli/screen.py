@@ -20,7 +20,8 @@ from tunix_like.types import SamplingParams
 
 
 def announce(parts: Parts, folder: Path) -> None:
-    """Prints a summary of the run and the first prompt as the model receives it, and what an environment adds to it."""
+    """Prints a summary of the run, the first prompt as the model receives it, and what an environment adds to this
+    prompt."""
     for name, value in [*describe(parts), ("folder", str(folder))]:
         console.print_text(f"{name:>9}: {value}")
     config = parts.config
@@ -50,7 +51,7 @@ class StepLines:
     """Prints a line for each row of metrics, with the samples of a step below its line.
 
     Attributes:
-      phases: the phases (`sft`, `train`) of the rows so far; a phase that was finished before has none.
+      phases: the phases (`sft`, `train`) of the rows so far; a phase that was finished before this call has no rows.
     """
 
     def __init__(self) -> None:

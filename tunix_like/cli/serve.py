@@ -1,4 +1,4 @@
-"""The command `serve`: a model over HTTP."""
+"""The command `serve`: serves a model over HTTP."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ KEY = "TUNIX_LIKE_API_KEY"
 """Environment variable with the API key."""
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 
 SECONDS_TO_FINISH = 25
-"""Time that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""
+"""Seconds that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""
 
 
 def serve(arguments: argparse.Namespace) -> None:
     """Serves a model until SIGTERM or Ctrl-C.
 
     Raises:
-      UserError: an option is invalid, the port is in use, the extra is not installed, or see `open_trained`.
+      UserError: an option is invalid, the port is in use, or the extra is not installed; also the errors of
+        `open_trained`.
     """
     _check(arguments)
     key = _api_key(arguments.host)
@@ -116,7 +117,7 @@ def _refused(host: str, port: int, error: OSError) -> UserError:
 
 
 def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
-    """Returns the limits and defaults of requests. Raises UserError if the model has fewer positions."""
+    """Returns the limits and defaults of requests. Raises UserError if the model has fewer positions than a limit."""
     from tunix_like.rollout.serving.requests import Settings
 
     rollout, model = trained.config.rollout, trained.model_config

@@ -47,7 +47,8 @@ class Curve:
 
 
 def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
-    """Returns the pass rates of the curves: dense at both ends, and down to below 1/G, one success in a group."""
+    """Returns the pass rates of the curves, dense at both ends. The lowest is below 1/G, the rate of one success in a
+    group."""
     end = min(0.01, 0.1 / group_size)
     logits = np.linspace(np.log(end / (1 - end)), np.log(0.99 / 0.01), 400)
     return 1 / (1 + np.exp(-logits))
@@ -56,7 +57,7 @@ def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
 def drawn_estimators(
     group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
 ) -> list[tuple[str, str, GroupEstimator]]:
-    """Returns label, family and estimator of the computed curves, without those that the group size does not allow.
+    """Returns label, family and estimator of the computed curves, without curves that the group size does not allow.
 
     MaxRL of order `G - 1` is Algorithm 1 of the paper; the other orders are its truncations.
     """
@@ -90,8 +91,8 @@ def curves_of(
 
 
 def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
-    """Draws the figure, 1200 x 750 pixels as PNG. It does not use pyplot, so there is no global state and no display is
-    needed."""
+    """Draws the figure, 1200 x 750 pixels as PNG. It does not use pyplot, so it has no global state and needs no
+    display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
@@ -134,10 +135,10 @@ def _format_axes(figure: Figure, curves: Sequence[Curve], group_size: int, rates
 
 
 def save(figure: Figure, path: str) -> None:
-    """Writes the figure in the format of the path's ending (PNG without one).
+    """Writes the figure in the format of the file name extension; PNG if there is no extension.
 
     Raises:
-      UserError: the path cannot be written, or its ending is not a supported format.
+      UserError: the path cannot be written, or its extension is not a supported format.
     """
     kind = Path(path).suffix.removeprefix(".").lower() or "png"
     if kind not in figure.canvas.get_supported_filetypes():

@@ -226,7 +226,8 @@ def _converted(value: Any, hint: Any, name: str) -> Any:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """Returns `value` as a `hint` (a plain type, list[...] or dict[...]); raises TypeError if it is not one."""
+    """Returns `value` as the type `hint` (a plain type, list[...] or dict[...]); raises TypeError if it has another
+    type."""
     origin = typing.get_origin(hint) or hint
     if origin is float:
         return _number(value)

@@ -142,7 +142,7 @@ class ModelConfig(_Checked):
     )
     param_dtype: str = key(
         "float32",
-        doc="dtype of the weights; trained weights need float32, a base that lora.rank freezes does not",
+        doc="dtype of the weights; trained weights need float32; frozen weights (lora.rank) do not",
         choices=("float32", "bfloat16"),
     )
     attention: str = key(
@@ -232,7 +232,7 @@ class AlgorithmConfig(_Checked):
         doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or FILE.py:function"
     )
     num_generations: int = key(8, doc="completions per prompt (group size G)", at_least=2)
-    num_iterations: int = key(1, doc="how often the updates of one rollout batch are repeated", at_least=1)
+    num_iterations: int = key(1, doc="number of passes over one rollout batch", at_least=1)
     k: int | None = key(doc="maxpo, passk: K of max@K, 1..G-1; pkpo: 1..G", at_least=1)
     truncation_order: int | None = key(
         doc="maxrl: order of the truncated likelihood, 1..G-1; unset: Algorithm 1 of the paper, order G-1", at_least=1
@@ -267,8 +267,8 @@ class AlgorithmConfig(_Checked):
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
     entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
     sampler_is: str | None = key(
-        doc="correct for completions of another policy than the trained one by importance weights; token, sequence: "
-        "truncated ratios; token_mask, sequence_mask: 0 outside the bounds (unset: off)",
+        doc="importance weights for completions that another policy than the trained one sampled; token, sequence: "
+        "ratios truncated to the bounds; token_mask, sequence_mask: weight 0 outside the bounds (unset: off)",
         choices=("token", "sequence", "token_mask", "sequence_mask"),
     )
     sampler_is_threshold: float | None = key(
@@ -311,8 +311,8 @@ class RolloutConfig(_Checked):
     )
     mesh: list[int] | str = key(
         "auto",
-        doc="devices along data, fsdp and tp while sampling, e.g. [8, 1, 1]; auto: every device has all weights, or, "
-        "if they do not fit, as few as possible share them along tp, then fsdp",
+        doc="devices along data, fsdp and tp while sampling, e.g. [8, 1, 1]; auto: every device has all weights; if "
+        "they do not fit, they are split over as few devices as possible, along tp, then fsdp",
     )
     eos_tokens: list[int] | None = key(
         doc="token ids that end a completion; unset: those of the tokenizer and of generation_config.json"
@@ -320,12 +320,12 @@ class RolloutConfig(_Checked):
     max_staleness: int = key(
         0,
         doc="number of updates by which the sampling weights may be older than the trained ones; 1: the completions of "
-        "the next step are sampled during the update, by servers or on devices of their own",
+        "the next step are sampled during the update, by servers or on the devices of rollout.devices",
         at_least=0,
         at_most=1,
     )
     devices: int | None = key(
-        doc="number of devices that only sample, the last ones; the training uses the others; unset: all do both",
+        doc="number of devices that only sample (the last devices); the others only train; unset: all devices do both",
         at_least=1,
     )
     engine: str = key(
@@ -388,7 +388,7 @@ class RewardsConfig(_Checked):
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(_Checked):
-    """Trajectories of several turns: the other side of the conversation, which runs in worker processes."""
+    """Settings of trajectories of several turns, and of the environment that answers the turns."""
 
     section = "environment"
     name: str | None = key(
@@ -410,7 +410,7 @@ class EnvironmentConfig(_Checked):
     )
     overlong_observation: str = key(
         "cut",
-        doc="longer observations: cut shortens the text and marks the place, unscored ends the trajectory unscored",
+        doc="for longer observations; cut: shorten the text and mark the place; unscored: end the trajectory unscored",
         choices=("cut", "unscored"),
     )
     history: str = key(
@@ -426,11 +426,11 @@ class EnvironmentConfig(_Checked):
         choices=("lockstep", "eager"),
     )
     workers: int | None = key(
-        doc="number of steps that run at the same time, each trajectory in a process of its own; unset: up to 4, "
-        "32 for openenv, but maze_steps, guess and calculator run in the training process",
+        doc="number of steps that run at the same time; each trajectory has its own process; unset: up to 4 (openenv: "
+        "32), except that maze_steps, guess and calculator run in the training process",
         at_least=1,
     )
-    timeout_seconds: float = key(20.0, doc="time limit of one step; the trajectory is unscored after it", above=0)
+    timeout_seconds: float = key(20.0, doc="time limit of one step; a trajectory that exceeds it is unscored", above=0)
     memory_gb: float = key(4.0, doc="an environment that uses more than this many GB of memory is stopped", above=0)
 
 

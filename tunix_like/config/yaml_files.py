@@ -114,7 +114,7 @@ def _problem(error: Exception) -> str:
 
 
 def parse_override(text: str, name: str) -> Any:
-    """Parses the value of the override `name=text`. Raises UserError naming it."""
+    """Parses the value of the override `name=text`. Raises UserError with the name of the override."""
     try:
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -127,8 +127,8 @@ def parse_override(text: str, name: str) -> Any:
 
 
 def text_of(text: str) -> str | None:
-    """Parses the value of a text key. The text is taken as typed, so '{question}' needs no quotes; null and YAML quotes
-    are recognised."""
+    """Parses the value of a text key. The text is used as it is typed, so '{question}' needs no quotes. null and YAML
+    quotes are recognised."""
     try:
         value = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

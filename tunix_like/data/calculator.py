@@ -1,8 +1,8 @@
 """Generates products of two numbers of three digits, as chats with a tool that calculates.
 
 A tiny model cannot learn these products, but it can learn to copy digits into a call and out of its result. The answers
-for SFT show both ways: most give the product at once, one in `CALLS` is a call. Some training rows are chats that
-continue after the result of a call, so that SFT also shows what follows.
+for SFT show both ways: most answers give the product at once, one in `CALLS` is a call. Some training rows are chats
+that continue after the result of a call, so that SFT also shows what follows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 SMALLEST, LARGEST = 100, 999
 CALLS = 6
-"""One in so many answers to a question is a call."""
+"""One in `CALLS` answers to a question is a call."""
 
 CONTINUED = 3
-"""One in so many training rows continues after the result of a call."""
+"""One in `CONTINUED` training rows continues after the result of a call."""
 
 DEFAULT_TRAIN, DEFAULT_EVAL = 8000, 128
 
@@ -57,7 +57,7 @@ _CHAT_TEMPLATE = (
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates questions from `data.seed`; the held-out ones come first, and no training row has one of them.
+    """Generates questions from `data.seed`. Held-out questions are generated first and are in no training row.
 
     Raises:
       UserError: more rows are held out than half of the possible questions.
@@ -91,7 +91,7 @@ def record(drawn: tuple[int, int, bool, bool]) -> Record:
     """Returns the row of two factors: `prompt` (messages), `answer` (for SFT) and `gold` (the product, for the reward).
 
     Args:
-      drawn: the factors; whether `answer` is a call; whether the chat already contains the call and its result.
+      drawn: the two factors, whether `answer` is a call, and whether the chat already contains the call and its result.
     """
     first, second, calls, continued = drawn
     question, product = f"{first} * {second}", str(first * second)
@@ -105,8 +105,8 @@ def record(drawn: tuple[int, int, bool, bool]) -> Record:
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer: one token for each string of the format, else one per character.
 
-    Its chat template is that of ChatML with tools in the form of Hermes; it writes only the names of a tool and of its
-    parameters.
+    Its chat template is ChatML with tools in the form of Hermes. Of a tool, the template writes only the name and the
+    names of the parameters.
     """
     import tokenizers
 

@@ -23,10 +23,10 @@ _GAME_BYTES = 100  # of the answer
 def load(config: DataConfig) -> DataSource:
     """Generates training games with random numbers from `data.seed`; the held-out rows are all numbers in their order.
 
-    The prompt is the same in all rows, and all numbers occur in training: what is learned is how to find them.
+    The prompt is the same in all rows, and all numbers occur in training: the model learns how to find them.
 
     Raises:
-      UserError: `data.eval_size` exceeds the number of numbers.
+      UserError: `data.eval_size` is larger than the number of possible hidden numbers.
     """
     eval_size = NUMBERS if config.eval_size is None else config.eval_size
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 DEFAULT_EVAL = 256
 
 MOST_COLUMNS = 1000
-"""Maximum number of distinct columns in a file. Every row has all of them."""
+"""Maximum number of distinct columns in a file. Every row has all columns."""
 
 MOST_NESTED = 100
-"""Maximum nesting of lists and objects in a row. Rows are passed to reward functions and other processes, and must not
-reach the recursion limit of Python there."""
+"""Maximum nesting of lists and objects in a row. Rows are passed to reward functions and other processes, where they
+must not exceed the recursion limit of Python."""
 
 LONG_FILE = 32
 """File size in MiB from which progress is shown while reading."""

@@ -57,8 +57,8 @@ def load(config: DataConfig) -> DataSource:
 
 
 def grids(config: DataConfig) -> tuple[list[str], list[str]]:
-    """Generates the training and the held-out grids of `data.seed`; the latter come first, and no training grid equals
-    one of them.
+    """Generates the training and the held-out grids of `data.seed`. Held-out grids are generated first, and no training
+    grid equals a held-out grid.
 
     Raises:
       UserError: the size is even or below 5, or has fewer distinct mazes than requested.

@@ -28,13 +28,14 @@ def load(config: DataConfig) -> DataSource:
 def record(grid: str) -> Record:
     """Returns the row of a maze: `prompt`, `answer` (a random walk, for SFT) and the grid in the column `hidden`.
 
-    The environment adds the first view to the prompt. The prompt of SFT lacks it, so the walk begins with it.
+    The environment adds the first view to the prompt. The prompt of SFT lacks this view, so the walk begins with it.
     """
     return {"prompt": PROMPT, "answer": random_walk(grid), HIDDEN_COLUMN: grid}
 
 
 def random_walk(grid: str) -> str:
-    """Returns the turns and views of a walk whose moves are uniform among the open ones; it is the same for a grid."""
+    """Returns the turns and views of a walk whose moves are uniform among the open moves; equal grids give equal
+    walks."""
     rng = random.Random(grid)
     rows, row, column = grid.split("\n"), 1, 1
     words = []

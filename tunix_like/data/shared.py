@@ -99,7 +99,7 @@ def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
 
 
 def _key(rows: Any, place: int) -> int | None:
-    """Returns a 64-bit hash of the prompt of a row and of what is hidden; None for a row without a prompt."""
+    """Returns a 64-bit hash of the prompt and of `HIDDEN_COLUMN` of a row; None for a row without a prompt."""
     try:
         row = rows[place]
     except UserError:

@@ -28,8 +28,8 @@ REWARD_COLUMN = "source_reward"
 """The column with the name of the default reward function of a row's source, in a mix of several sources."""
 
 HIDDEN_COLUMN = "hidden"
-"""The column with what an environment knows of a row and its prompt does not show. Rows with the same prompt and
-different values here are different rows."""
+"""The column with data of a row that an environment knows and the prompt does not show. Rows with the same prompt and
+different values in this column are different rows."""
 
 MOST_GENERATED = 10**9
 """Maximum bytes of rows that a source generates and keeps in memory."""
@@ -120,10 +120,10 @@ class PromptFormat:
         return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Checks that the prompt can be built from the row, and the answer too if it has a template.
+        """Checks that the prompt can be built from the row, and also the answer if there is an answer template.
 
         Raises:
-          UserError: one of them cannot be built; the message starts with `where`.
+          UserError: the prompt or the answer cannot be built; the message starts with `where`.
         """
         if self.template is None:
             _check_columns(row, ["prompt"], f"{where}: without data.prompt_template a row needs")
@@ -188,7 +188,7 @@ def _head(field: str) -> str:
 
 
 def _check_columns(row: Record, fields: Collection[str], what: str) -> None:
-    """Raises a UserError if a field is not a column of the row, or an attribute or item of one."""
+    """Raises a UserError if a field is not a column of the row, or an attribute or item of a column."""
     for field in fields:
         if row.get(field) is None and row.get(_head(field)) is None:
             present = sorted(name for name in row if row[name] is not None)
@@ -205,7 +205,7 @@ def _filled(template: str, row: Record, key: str) -> Filled:
 
 
 def take(rows: Sequence[Any], size: int | None, key: str) -> Sequence[Any]:
-    """Returns the first `size` rows; all rows if it is None.
+    """Returns the first `size` rows; all rows if `size` is None.
 
     Raises:
       UserError: there are fewer rows than `size`; the message names `key`.

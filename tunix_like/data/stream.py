@@ -1,6 +1,7 @@
 """Turns rows into batches of tokenised prompts: shuffled by seed (with grain), resumable, without overlong prompts.
 
-In a run of several processes, each loads and tokenises a part of the batch, and all receive the whole batch.
+In a run of several processes, each process loads and tokenises a part of the batch. All processes receive the whole
+batch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _AT_ONCE = 64
 """Rows rendered per request."""
 
 _COUNTED = 100_000
-"""Tokens up to which (at most twice as many) an overlong prompt is counted for its error message."""
+"""Number of tokens up to which an overlong prompt is counted for its error message; at most twice as many are
+counted."""
 
 
 class Prompt(NamedTuple):
@@ -61,7 +63,7 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def fitting_batch(self, batch_size: int) -> int:
-        """Returns `batch_size`, or the number of usable rows if it is smaller; then logs a warning."""
+        """Returns `batch_size`. If there are fewer usable rows, logs a warning and returns their number."""
         usable_rows = self.rows - self.prompts
         if usable_rows < batch_size:
             logger.warning(
@@ -99,8 +101,8 @@ def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
 
 
 def unusable(length: int, limit: int, row: str, most: int) -> UserError:
-    """Returns the error for a prompt of `length` tokens, 0 or more than `limit`, under `data.overlong_prompts=error`.
-    `most` is the value that was passed to `render`; a longer prompt was truncated."""
+    """Returns the error under `data.overlong_prompts=error` for a prompt of `length` tokens, which is 0 or above
+    `limit`. `most` is the value that was passed to `render`; a longer prompt was truncated."""
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
     problem = too_long if length else "is empty. Remove the row"
@@ -155,8 +157,8 @@ def check_prompts(
     Rows that a grain filter removes from a `MapDataset` appear as None and are ignored.
 
     Raises:
-      UserError: there are no rows, no prompt is usable, or a prompt cannot be rendered or (with `overlong="error"`) is
-        not usable; the message names the row.
+      UserError: there are no rows; no prompt is usable; a prompt cannot be rendered; or, with `overlong="error"`, a
+        prompt is not usable. The message names the row.
     """
     check_overlong(overlong)
     if len(rows) == 0:
@@ -239,7 +241,8 @@ def prompt_batches(
 
 
 def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
-    """Makes `SharedBatches` follow `data.overlong_prompts`, and returns them; other iterators always skip."""
+    """Makes an iterator of type `SharedBatches` follow `data.overlong_prompts`, and returns it. Other iterators always
+    skip."""
     if isinstance(batches, SharedBatches):
         batches.refuses = overlong == "error"
     return batches
@@ -270,7 +273,8 @@ class SharedBatches(Iterator[list[Prompt]]):
       end: index at which the candidates end; None: they do not end.
 
     Raises:
-      UserError: no candidate of a whole `epoch` is usable; or one is not and `refuses` is set (names the row).
+      UserError: no candidate of a whole `epoch` is usable; or `refuses` is set and a candidate is not usable (the
+        message names the row).
     """
 
     def __init__(

@@ -144,7 +144,8 @@ class Tokenizer:
         )
 
     def with_eos_ids(self, ids: Sequence[int]) -> Tokenizer:
-        """Returns a copy in which these ids (from generation_config.json) and its own `eos_id` end a completion."""
+        """Returns a copy in which these ids (from generation_config.json) and the tokenizer's own `eos_id` end a
+        completion."""
         return self._copy(eos_ids=ids)
 
     def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
@@ -169,7 +170,7 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id used for padding: that of the pad token, else of the end-of-sequence token, else 0."""
+        """Id used for padding: the id of the pad token, else of the end-of-sequence token, else 0."""
         return self._pad_id
 
     @property
@@ -250,10 +251,10 @@ class Tokenizer:
     def render_guarded(
         self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool, **template_variables: Any
     ) -> Iterator[str | UserError]:
-        """Yields the rendering of each conversation, or its error; one request for all of them.
+        """Yields the rendering of each conversation, or its error. Sends one request for all conversations.
 
-        All texts of the messages count as data. Control tokens in them are replaced by references, which
-        `encode_guarded` encodes as plain text, so control tokens in the result come from the template.
+        All texts of the messages count as data. Control tokens in these texts are replaced by references, which
+        `encode_guarded` encodes as plain text. All control tokens in the result therefore come from the template.
 
         Args: see `render`.
         """
@@ -267,8 +268,8 @@ class Tokenizer:
         """Encodes a text of `render_guarded`, or a part of it, without adding special tokens.
 
         Args:
-          most: of a text with more ids than this, only the beginning may be encoded, with more ids than this. It
-            bounds the time.
+          most: if a text has more ids than this, the result may contain only its first ids, but more than this number.
+            This bounds the time.
 
         Raises:
           UserError: see `encode`.
@@ -313,16 +314,16 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """Returns the text and the token ids of a prompt, as the model receives them.
 
-        A list of messages is always rendered. A string is wrapped as a user message and rendered if
-        `apply_chat_template`, else it is encoded unchanged. Rendered text contains its own special tokens, so none are
+        A list of messages is always rendered. If `apply_chat_template` is True, a string is wrapped as a user message
+        and rendered. Otherwise it is encoded unchanged. Rendered text contains its own special tokens, so none are
         added. There is at most one beginning-of-sequence token. End-of-sequence tokens that the tokenizer appends to
         every text are removed, since the completion follows the prompt.
 
         Control tokens that are written in a field of a message, or in a column that a prompt template inserted, are
-        encoded as plain text. In a string that is the whole prompt, they are encoded as control tokens.
+        encoded as plain text. In a string that is the whole prompt, control tokens are encoded as control tokens.
 
         Args:
-          most: a prompt with more ids than this may be truncated to somewhat more than this. It bounds the time:
+          most: a prompt with more ids than this may be truncated to somewhat more than this. This bounds the time:
             100,000 characters would take up to a second.
 
         Raises:
@@ -370,7 +371,7 @@ class Tokenizer:
 
     def _enough(self, prompt: Any, most: int) -> Any:
         """Returns the prompt. If one of its texts has more than twice `most` tokens, the texts are truncated to a
-        length that shows this. It bounds the time: encoding a text of 30 MB takes a minute."""
+        length that still exceeds `most` tokens. This bounds the time: encoding a text of 30 MB takes a minute."""
         longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
         while size < len(longest):
             if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:

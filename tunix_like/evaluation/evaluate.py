@@ -92,7 +92,7 @@ def eval_problems(
       overlong: `data.overlong_prompts`; "skip" drops empty and overlong prompts, "error" raises.
 
     Raises:
-      UserError: no prompt is usable, a prompt cannot be rendered, or one is overlong with "error" (names the row).
+      UserError: no prompt is usable, a prompt cannot be rendered, or a prompt is overlong with "error" (names the row).
     """
     check_overlong(overlong)
     problems: list[Problem] = []

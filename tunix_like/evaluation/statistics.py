@@ -40,7 +40,7 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
 
     The most frequent answer wins. Its success is the fraction of the completions with that answer that succeed. Tied
     answers win with equal probability, which equals taking the first one in random order. None is not a vote; a vote
-    without any answer fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random ones,
+    without any answer fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random subsets,
     which are the same in every call.
 
     Args:
@@ -115,8 +115,8 @@ def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tupl
 
     Args:
       names: names of the metrics. The range of pass@k and maj@k is 0 to 1.
-      rewards: arrays of any shape; NaN is ignored. The range of avg@n is that of these rewards and 0. Include
-        `rewards.success_threshold`, because it is a possible reward.
+      rewards: arrays of any shape; NaN is ignored. The range of avg@n is the range of these rewards and 0 together.
+        Include `rewards.success_threshold`, because it is a possible reward.
     """
     flat = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
     seen = float(np.nanmin(flat)), float(np.nanmax(flat))
@@ -128,12 +128,12 @@ def intervals(
 ) -> dict[str, tuple[float, float]]:
     """Computes 95 % confidence intervals of means over problems, also valid for rare events and few problems.
 
-    The low end is the 2.5 % quantile of the weighted mean of the values and one more value at the low end of the range,
-    over weights from the Dirichlet distribution whose parameters are all 1. The high end is the 97.5 % quantile with
-    one more value at the high end of the range (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and
-    Thomas, arXiv 1905.06208). If all values are at the ends of the range, this is the Clopper-Pearson interval, which
-    is computed exactly and whose coverage is at least nominal. For other values the coverage is a conjecture of these
-    authors; the tests simulate it.
+    For the low end, the lowest value of the range is added to the values. Their weighted mean is computed with random
+    weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 % quantile of this mean.
+    For the high end, the highest value of the range is added instead, and the quantile is 97.5 % (Gaffke, Mathematical
+    Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values are at the ends of the
+    range, this is the Clopper-Pearson interval, which is computed exactly and whose coverage is at least nominal. For
+    other values the coverage is a conjecture of these authors; the tests simulate it.
 
     Args:
       values: value of each problem, by name; NaN is ignored. The weights are the same for all names and calls.

@@ -27,7 +27,7 @@ gradient."""
 
 SCORES = 2**24
 """Maximum number of scores `B H N U` that `auto` materialises on a device without a kernel: 64 MB, stored per layer in
-training. Sequences for which blocks are faster exceed this at any practical batch size."""
+training. Sequences that are long enough for blocks to be faster exceed this at any practical batch size."""
 
 _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
@@ -36,7 +36,7 @@ def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[An
     """Selects the attention implementation: `name`, or for "auto" the device's kernel if it supports this model.
 
     Args:
-      devices: the devices to select for; defaults to those of jax.
+      devices: the devices to select for; defaults to the devices of jax.
 
     Returns:
       one of `ATTENTIONS`; "auto" if the size of each call selects between the plain and the blocked implementation.
@@ -108,7 +108,7 @@ def attention(
 def group_attention(
     q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "P G T H h"]:
-    """Attends from completions to the keys of their prompt (stored once per group) and their own, under ONE softmax.
+    """Attends from completions to their prompt's keys (stored once per group) and to their own keys, in ONE softmax.
 
     Args:
       q: queries of every completion of every prompt.
@@ -149,8 +149,8 @@ def group_attention(
 
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
-    """Computes scaled, capped and masked scores. Heads precede positions, so this is a plain batched product; on the
-    CPU its gradient takes half the time of a product with batch axes in between."""
+    """Computes scaled, capped and masked scores. Heads precede positions, so this is a plain batched product. On the
+    CPU its gradient takes half the time that a product with batch axes between other axes takes."""
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]
     split = (q * width**-0.5).reshape(batch, count, key_heads, heads // key_heads, width)

@@ -89,7 +89,8 @@ class _Work(NamedTuple):
       query_ids, key_ids: segments; a query sees keys of its own segment.
       positions: positions of the keys, which are compared with `starts`.
       starts: the first position that each query sees if there are windows, else None.
-      order, number: for each block of queries, the indices of the key blocks with its `number` visible ones first.
+      order, number: for each block of queries, the indices of the key blocks, and the number of visible key blocks,
+        which come first.
     """
 
     q: Float[Array, "B K R N h"]
@@ -141,7 +142,7 @@ def part_backward(
     part: Part,
     cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
-    """Computes the gradients (float32) of queries, keys and values; `out` and `lse` are those of the whole softmax over
+    """Computes the gradients (float32) of queries, keys and values; `out` and `lse` belong to the whole softmax over
     all parts."""
     work, blocks = _plan(q, part, cap)
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)

@@ -1,8 +1,8 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
 The kernels compute causal attention over one part and its gradient. They cannot describe the mask of completions (their
-prompt, and their own segment of a bin), so each function handles it in its own way. Neither kernel supports caps, and
-splash attention supports no windows; the caller must not pass such calls.
+prompt, and their own segment of a bin), so each function below handles this mask in its own way. Neither kernel
+supports caps, and splash attention supports no windows; the caller must not use a kernel for these.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
     """Computes attention over parts with described masks with cuDNN; float16 and bfloat16 only.
 
     Parts are concatenated and their masks materialised, which takes `2 H` times less memory than the scores. The public
-    interface of cuDNN has no segments, and it rounds the log-sum-exp to the dtype of `q`; combining parts through it
-    would give errors of some percent in the weights. Masks larger than `MASK_ELEMENTS` use blocks instead.
+    interface of cuDNN has no segments, and it rounds the log-sum-exp to the dtype of `q`; combining parts through a
+    rounded log-sum-exp would give errors of some percent in the weights. Masks larger than `MASK_ELEMENTS` use blocks
+    instead.
     """
     call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     if len(parts) == 1 and parts[0].only_causal:
@@ -56,7 +57,7 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
 def splash_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
     """Computes attention over parts with described masks with splash attention.
 
-    Its log-sum-exp is float32, so parts are computed one by one and combined, and so are their gradients. The keys of a
+    Its log-sum-exp is float32, so parts and their gradients are computed one by one and combined. The keys of a
     prompt are repeated for each of its rows, so that all parts have the layout in which the kernel returns its results.
     """
     rows = q.reshape(max(part.k.shape[0] for part in parts), -1, *q.shape[-2:])
@@ -163,7 +164,7 @@ def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residua
 def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
     """Calls `function(q, keys, ids, *more)` on each device with its own rows and heads.
 
-    `more` are arrays `[B H ...]`, and after them the cotangent, which is laid out like `q`.
+    `more` are arrays `[B H ...]`, followed by the cotangent, which is laid out like `q`.
     The compiler cannot partition a kernel over a mesh. An axis of the mesh that does not divide rows or heads is not
     used.
     """

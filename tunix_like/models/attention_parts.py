@@ -1,4 +1,5 @@
-"""Defines the inputs of attention: keys and values with a mask, which is an array or a compact description of one."""
+"""Defines the inputs of attention: keys and values with a mask. A mask is an array or a compact description of an
+array."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Lengths(NamedTuple):
-    """A mask under which the queries of batch entry `i` see its first `lengths[i]` keys; with `starts`, a query sees
-    only those from its own start."""
+    """A mask under which the queries of batch entry `i` see its first `lengths[i]` keys. With `starts`, a query sees of
+    these only the keys from its own start on."""
 
     lengths: Int[Array, "B"]
     starts: Int[Array, "B N"] | None = None
@@ -86,7 +87,7 @@ def laid_out(k: Float[Array, "*B U K h"], v: Float[Array, "*B U K h"]) -> tuple[
 def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "B U"]]:
     """Returns the segments of the `count` queries and of the keys for a described mask.
 
-    A query sees the keys of its own segment (under `Causal`, only those at or before its position). Padding has segment
+    A query sees the keys of its own segment (under `Causal`, only keys at or before its position). Padding has segment
     -2 for queries and -1 for keys, so padding matches nothing.
     """
     batch, width = part.k.shape[0], part.k.shape[-1]
@@ -111,7 +112,8 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
-    """Returns the positions of the keys, with which those of `first_keys` are compared: by default their indices."""
+    """Returns the positions of the keys, by default their indices. They are compared with the positions of
+    `first_keys`."""
     return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
 
 

@@ -45,7 +45,7 @@ class DecoderConfig:
       activation: activation of the gated MLP, one of `ACTIVATIONS`.
       query_pre_attn_scalar: scores are divided by its square root; None: by the square root of `head_dim`.
       attention_cap, logits_cap: scores, or final logits, become `cap * tanh(x / cap)`; None: no cap.
-      windows: per layer, the number of positions that a query sees, including its own; None: all earlier ones.
+      windows: per layer, the number of positions that a query sees, including its own; None: all earlier positions.
       rotary: per layer, whether queries and keys are rotated.
       experts: the mixture of experts of the MLPs, or None.
       expert_layers: per layer, whether its MLP is a mixture of experts.
@@ -114,11 +114,11 @@ class DecoderConfig:
             object.__setattr__(self, name, () if all(entry is plain for entry in entries) else entries)
 
     def window(self, layer: int) -> int | None:
-        """Returns the number of positions that a query of this layer sees, or None for all."""
+        """Returns the number of positions that a query of this layer sees; None: it sees all earlier positions."""
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
-        """Returns theta and scaling of this layer, or None if it has no rotary positions."""
+        """Returns theta and scaling of this layer, or None if the layer has no rotary positions."""
         if self.rotary and not self.rotary[layer]:
             return None
         if self.local_rope_theta is not None and self.window(layer) is not None:
@@ -156,8 +156,8 @@ class DecoderConfig:
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` with which transformers loads this decoder.
 
-        Fields of `source` that do not define the model are kept; all others come from this object. An id that is None
-        keeps its value in `source`. The caller that writes the weights adds `torch_dtype`.
+        Fields of `source` that do not define the model are kept; all others come from this object. If an id is None,
+        the value in `source` is kept. The caller that writes the weights adds `torch_dtype`.
 
         Raises:
           UserError: no family has this combination of options.

@@ -1,4 +1,4 @@
-"""The supported Hugging Face families, and the conversion between the fields of their `config.json` and a decoder's.
+"""The supported Hugging Face families, and the conversion of their `config.json` fields from and to `DecoderConfig`.
 
 No other module refers to a family by name. A field that is not in the tables below is an error, because an ignored
 field could silently give a different model.
@@ -28,7 +28,7 @@ class Family:
       required: fields of `DecoderConfig` that config.json must set, in addition to those that every family needs.
         transformers fills an absent field with a constant of the family's largest model, but an absent field is more
         likely a mistake.
-      named: HF fields that must be present, although they may be null, for the same reason.
+      named: HF fields that must be present for the same reason, although they may be null.
       defaults: defaults of fields of `DecoderConfig`, where transformers differs from `DecoderConfig`.
       fields: HF fields that only this family reads, or that only this family may ignore.
       fixed: like `_FIXED`, with precedence over it.
@@ -103,7 +103,7 @@ FAMILIES = {
     ),
 }
 _WINDOWED = {"mistral": 0, "gemma2": 2, "gemma3_text": 6}
-"""Families with windows, and their default pattern n: every n-th layer has no window; 0: every layer has one.
+"""Families with windows, and their default pattern n: every n-th layer has no window; 0: every layer has a window.
 `layer_types` overrides it."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
@@ -161,7 +161,7 @@ NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the text decoder: all fields, or those of the `text_config` of a multimodal model."""
+    """Returns the fields of the text decoder: all fields, or for a multimodal model the fields of its `text_config`."""
     inner = _MULTIMODAL.get(str(fields.get("model_type")))
     if inner is None:
         return dict(fields)
@@ -213,10 +213,10 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
 
 
 def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
-    """Returns a family that supports the given switches and options; `preferred` if it does.
+    """Returns a family that supports the given switches and options; `preferred` if it supports them.
 
     Raises:
-      UserError: no family does.
+      UserError: no family supports them.
     """
     matching = [
         name for name, family in FAMILIES.items() if family.adds == dict(switches) and options <= family.options

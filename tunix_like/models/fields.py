@@ -26,7 +26,7 @@ OPTION_NAMES = {
     "logits_cap": "final_logit_softcapping",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
 }
-"""The same for optional fields of some families; they may be None."""
+"""As `HF_NAMES`, for optional fields of some families; these fields may be None."""
 
 ROPE_NAMES = {
     "factor": "factor",

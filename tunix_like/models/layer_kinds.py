@@ -67,7 +67,7 @@ def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int
     """Returns the window of every layer, in positions; None for a layer without a window.
 
     If there is a field `layer_types`, it names the layers with a window. Otherwise every `pattern`-th layer has no
-    window, and all others have one. With `pattern` 0 every layer has one.
+    window, and all others have a window. With `pattern` 0 all layers have one.
     """
     size = fields.get("sliding_window")
     if not pattern:
@@ -88,8 +88,8 @@ def _window(size: Any) -> int:
 def rotary_of(fields: Mapping[str, Any], count: int) -> tuple[bool, ...]:
     """Returns which layers have rotary positions.
 
-    Contrary to its name, the field `no_rope_layers` has a 1 for each layer that has them. Without this field every
-    `no_rope_layer_interval`-th layer has none.
+    Contrary to its name, the field `no_rope_layers` has a 1 for each layer with rotary positions. Without this field
+    every `no_rope_layer_interval`-th layer has no rotary positions.
     """
     kinds = fields.get("no_rope_layers")
     if kinds is None:
@@ -108,8 +108,8 @@ def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
 def experts_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Returns `experts` and `expert_layers`.
 
-    Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. The number of experts is in
-    `num_experts` or, written by transformers 5, in `num_local_experts`.
+    Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. The number of experts is in the
+    field `num_experts`, or in `num_local_experts` if transformers 5 wrote the file.
     """
     names = [name for name in ("num_experts", "num_local_experts") if fields.get(name) is not None]
     if not names:

@@ -1,4 +1,4 @@
-"""The layers of a decoder: projections, norms, rotary positions, attention projections and the MLP.
+"""Defines the layers of a decoder: projections, norms, rotary positions, attention projections and the MLP.
 
 Modules have the attribute names of Hugging Face and accept any leading axes. The caller passes in the attention
 function.

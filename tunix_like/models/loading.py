@@ -54,7 +54,8 @@ def load_model(
     Args:
       path_or_hub_id: a model folder, a hub id `owner/name` (needs the extra `hub`), or with `init="random"` an HF
         config as a mapping.
-      init: "pretrained" reads the safetensors of the folder; "random" initialises weights at random and needs none.
+      init: "pretrained" reads the safetensors of the folder; "random" initialises weights at random and needs no
+        safetensors.
       seed: random seed of the weights.
       dtype: dtype of matrix products; None: float32 on CPU and bfloat16 on accelerators.
       param_dtype: dtype of the stored weights.
@@ -162,7 +163,7 @@ def save_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | Non
 
     Args:
       params: the parameters of the decoder as a pure dict; they are written in their own dtype.
-      tokenizer: defines the end-of-sequence, beginning-of-sequence and padding ids; None: those of `config.source`.
+      tokenizer: defines the end-of-sequence, beginning-of-sequence and padding ids; None: the ids of `config.source`.
 
     Raises:
       UserError: the folder cannot be written, or the parameters do not match the config.

@@ -61,8 +61,8 @@ class _Options(NamedTuple):
 def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
     """Computes log-probabilities and entropies of one piece.
 
-    The gradient is written out, because it needs one pass over the recomputed logits instead of three: with the
-    log-sum-exp kept, `p = exp(logits - lse)` needs no maximum and no sum.
+    The gradient is written out, because it then needs one pass over the recomputed logits instead of three. With the
+    stored log-sum-exp, `p = exp(logits - lse)` needs no maximum and no sum.
     """
     return _piece_forward(options, hidden, head, targets)[0]
 
@@ -86,7 +86,7 @@ def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array
 
 
 def _piece_forward_with_zeros(options: _Options, hidden: Any, head: Any, targets: Any) -> tuple[Any, Any]:
-    """As `_piece_forward`; also keeps whether the output matrix has a gradient (a frozen one has none)."""
+    """As `_piece_forward`; also keeps whether the output matrix has a gradient (a frozen matrix has none)."""
     out, saved = _piece_forward(options, hidden.value, head.value, targets.value)
     return out, (saved, () if head.perturbed else None)
 

@@ -59,7 +59,7 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     The initial adapters add 0: A is uniform in `+-in ** -0.5`, as in PEFT, and B is 0.
 
     Args:
-      model: is not changed; the result shares its arrays. They may be abstract.
+      model: not changed; the result shares its arrays, which may be abstract.
       config: `rank` must be set.
       seed: random seed of all A.
 
@@ -126,8 +126,8 @@ def _is_abstract(linear: Linear) -> bool:
 
 
 def split_params(params: Params) -> tuple[Params, Params]:
-    """Splits a parameter tree into trained and frozen parameters: the adapters and the rest; without adapters,
-    everything and nothing.
+    """Splits a parameter tree into trained and frozen parameters. Adapters are trained, and all other parameters are
+    frozen. Without adapters, all parameters are trained.
 
     Raises:
       UserError: weights are quantised and there are no adapters, or the trained parameters are not float32.

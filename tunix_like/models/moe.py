@@ -21,7 +21,7 @@ Activation = Callable[[Array], Array]
 
 
 class Kernel(nnx.Module):
-    """Holds a weight matrix; with `number`, one per expert."""
+    """Holds a weight matrix, or with `number` one matrix per expert."""
 
     def __init__(
         self, inputs: int, outputs: int, number: int | None = None, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any
@@ -53,9 +53,9 @@ class ExpertMLPs(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Computes `sum over the k selected experts of weight * expert(x)`; the weights are the router's softmax, float32.
 
-    On a mesh, each device sorts and multiplies its own tokens; the compiler would sort those of all devices together.
-    The router matrix is used in the compute dtype, as in the sampler, since both must select the same experts. On the
-    CPU, XLA computes a grouped product as one over all experts; the result is the same.
+    On a mesh, each device sorts and multiplies its own tokens; the compiler would sort the tokens of all devices
+    together. The router matrix is used in the compute dtype, as in the sampler, since both must select the same
+    experts. On the CPU, XLA computes a grouped product as one product over all experts; the result is the same.
     """
 
     def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):

@@ -13,9 +13,9 @@ def forward_operations(
 ) -> float:
     """Returns the multiplications and additions of one forward pass over groups, with each prompt computed once.
 
-    Counts matrix products, attention over the visible tokens, and logits at completion tokens; of experts, those that
-    process a token, and the router. Adapters, about a percent of the total, are not counted. Completions of length 0,
-    and prompts without completions, count as absent.
+    Counts matrix products, attention over the visible tokens, and logits at completion tokens. Of a mixture of experts,
+    the router and the experts that process a token are counted. Adapters, about a percent of the total, are not
+    counted. Completions of length 0, and prompts without completions, count as absent.
     """
     return sum(_operations(config, prompt_lengths, lengths))
 
@@ -24,7 +24,7 @@ def update_operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"], frozen: bool
 ) -> float:
     """Returns the operations of a forward and a backward pass. The backward pass takes twice the operations of the
-    forward pass; for `frozen` matrices the same number, since they need no weight gradient."""
+    forward pass. For `frozen` matrices it takes the same number, since they need no weight gradient."""
     matrices, scores = _operations(config, prompt_lengths, lengths)
     return (2 if frozen else 3) * matrices + 3 * scores
 

@@ -49,7 +49,8 @@ LEAVES = ("kernel_codes", "kernel_scale")
 """Names of the two arrays of a quantised kernel."""
 
 Codes = Int8[Array, "I O"] | UInt8[Array, "J O"]
-"""int8 values, or two NF4 codes per byte with `I = 2 J`: an even row in the low half, the next odd row in the high."""
+"""int8 values, or two NF4 codes per byte with `I = 2 J`: an even row in the low half, the next odd row in the high
+half."""
 
 
 def check_kind(kind: str) -> None:

@@ -16,8 +16,8 @@ ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 class RopeScaling:
     """Llama 3 scaling of the rotary frequencies.
 
-    Wavelengths (in positions) above `original_max_positions / low_freq_factor` are multiplied by `factor`, those below
-    `original_max_positions / high_freq_factor` are unchanged, and those in between are interpolated.
+    Wavelengths (in positions) above `original_max_positions / low_freq_factor` are multiplied by `factor`. Wavelengths
+    below `original_max_positions / high_freq_factor` are unchanged. Wavelengths in between are interpolated.
 
     Raises:
       UserError: a value is not a positive number, or `high_freq_factor <= low_freq_factor`.
@@ -100,8 +100,8 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary fields of a family whose layers with a window have a theta of their own.
 
-    Older HF folders have it in `rope_local_base_freq`, newer ones in `rope_parameters`, which then has one entry per
-    kind of layer.
+    Older HF folders have this theta in `rope_local_base_freq`. Newer folders have it in `rope_parameters`, which then
+    has one entry per kind of layer.
 
     Returns:
       the fields of `read_rope` for the other layers, and `local_rope_theta` if there is one.
@@ -122,7 +122,8 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_fields(theta: float, scaling: RopeScaling | LinearScaling | None) -> dict[str, Any]:
-    """Returns the rotary fields of config.json in their older form. All readers support it, also transformers 5."""
+    """Returns the rotary fields of config.json in their older form. All readers support this form, including
+    transformers 5."""
     if scaling is None:
         return {"rope_theta": theta}
     kind = next(name for name, scaling_type in _KINDS.items() if scaling_type is type(scaling))

@@ -1,7 +1,7 @@
 """Sharding over a device mesh: parameters by a table from names to mesh axes, prompts over `data` and `fsdp`.
 
-The compiler derives all other shardings from those of the inputs. Devices may belong to several processes; each of them
-must call these functions with the same values.
+The compiler derives all other shardings from the shardings of the inputs. Devices may belong to several processes; each
+of them must call these functions with the same values.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     """Builds the mesh of a config over all devices; returns None if there is only one device.
 
     Args:
-      devices: described devices (`runtime/accelerators.py`) instead of those of jax; a single one also gets a mesh,
-        because programs are compiled for the devices of their shapes.
+      devices: described devices (`runtime/accelerators.py`) instead of those of jax. A single described device also
+        gets a mesh, because programs are compiled for the devices of their shapes.
 
     Raises:
       UserError: an axis name is unknown, the shape does not use every device, or there are several processes that are
@@ -133,7 +133,7 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Shards parameters by `PARAMETER_AXES`. Without a mesh they stay on their device, but are committed to it: the
+    """Shards parameters by `PARAMETER_AXES`. Without a mesh they stay on their device, but are committed to it. The
     outputs of a step are committed too, so the next step is not compiled again."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
@@ -143,8 +143,8 @@ def place_params(params: Any, mesh: Mesh | None) -> Any:
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     """Places an array with a sharding, like `jax.device_put`.
 
-    If each of several processes has a copy of the array, each slices its own. `jax.device_put` would send the copies to
-    all processes to compare them, and would report a difference for NaN.
+    If each of several processes has a copy of the array, each process slices its own copy. `jax.device_put` would send
+    the copies to all processes to compare them, and would report a difference for NaN.
     """
     if jax.process_count() == 1 or not _is_own(x):
         return jax.device_put(x, sharding)
@@ -198,8 +198,8 @@ def prompt_parts(mesh: Mesh | None) -> int:
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Places arrays on the mesh with dimension `axis` (prompts) sharded over `data` and `fsdp`; replicated if they do
-    not divide it."""
+    """Places arrays on the mesh with dimension `axis` (prompts) sharded over `data` and `fsdp`; replicated if these
+    axes do not divide the dimension."""
     if mesh is None:
         return tree
     arrays = jax.tree.map(np.asarray, tree)
@@ -253,7 +253,8 @@ def split_vocabulary(x: jax.Array) -> jax.Array:
     """Constrains, inside a compiled function, the last dimension, the vocabulary, to all axes of the mesh.
 
     Each device then holds its part of the output matrix, of the logits and of the matrix's gradient, and devices
-    exchange hidden states, which are smaller than the matrix. If the axes do not divide the vocabulary, `tp` alone.
+    exchange hidden states, which are smaller than the matrix. If all axes together do not divide the vocabulary, only
+    `tp` splits it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -271,8 +272,8 @@ def vocabulary_parts(size: int) -> int:
 def gather_layer(params: Any) -> Any:
     """Gathers, inside a compiled function, the parameters of a layer over `fsdp`, before the layer runs.
 
-    Without it, the compiler splits each product along the sharded dimension and adds up partial results of the size of
-    the activations. The gradients are scattered again.
+    Without this, the compiler splits each product along the sharded dimension and adds up partial results of the size
+    of the activations. The gradients are sharded again.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("fsdp", 1) == 1:
@@ -316,7 +317,7 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
 
 
 def row_axes(mesh: AbstractMesh, rows: int) -> tuple[str, ...]:
-    """Returns the mesh axes that split a number of rows of prompts; none if they do not divide it."""
+    """Returns the mesh axes that split a number of rows of prompts; no axes if they do not divide this number."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
     return axes if rows % math.prod(mesh.shape[name] for name in axes) == 0 else ()
 
@@ -329,8 +330,8 @@ def _gathered(spec: PartitionSpec) -> PartitionSpec:
 def _moved(x: jax.Array, to: PartitionSpec, back: PartitionSpec) -> jax.Array:
     """Constrains an array to the sharding `to` and its gradient to `back`, its former sharding.
 
-    The gradient of `with_sharding_constraint` would constrain it to `to`, which is an all-reduce where a reduce-scatter
-    is enough.
+    The gradient of `with_sharding_constraint` would be constrained to `to`. This needs an all-reduce where a
+    reduce-scatter is enough.
     """
     return jax.lax.with_sharding_constraint(x, to)
 

@@ -1,4 +1,4 @@
-"""Computes from shapes which part of the parameters of a model one device of a mesh holds."""
+"""Computes from shapes the part of a model's parameters that one device of a mesh holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Share(NamedTuple):
     """The part of the parameters of a model that one device holds.
 
     Attributes:
-      weights, trained: bytes of all parameters, and of the trained ones.
+      weights, trained: bytes of all parameters, and bytes of the trained parameters.
       plain: number of weights that are not quantised, without adapters.
       embedding: number of weights in the embedding.
       quantized: number of weights in each quantised matrix.
@@ -41,8 +41,8 @@ class Share(NamedTuple):
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
-    """Returns the abstract parameters of a decoder. Layers differ only in having experts, so only one layer of each
-    kind is traced."""
+    """Returns the abstract parameters of a decoder. Layers differ only in whether they have experts, so only one layer
+    of each kind is traced."""
     trees: dict[bool, Params] = {}
     for kind in set(map(model.has_experts, range(model.num_layers))):
         experts = model.experts if kind else None

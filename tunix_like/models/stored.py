@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Its dtype by the safetensors name, such as `BF16`."""
+        """The safetensors name of its dtype, such as `BF16`."""
         return str(self.reader.get_slice(self.name).get_dtype())
 
     def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:

@@ -58,7 +58,7 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
     Kernels are `[in, out]` here and `[out, in]` in HF; all other parameters have the same shape in both.
 
     Raises:
-      UserError: the leaf is not a weight of a plain decoder (but of an adapter, for example).
+      UserError: the leaf is not a weight of a plain decoder (for example, it belongs to an adapter).
     """
     if path[-1] not in _LEAVES:
         raise UserError(f"parameter {'.'.join(map(str, path))} has no Hugging Face name; merge adapters first.")
@@ -75,7 +75,7 @@ def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
 def load_weights(
     folder: str | Path, abstract_params: Params, config: DecoderConfig, quantized: str | None = None
 ) -> Params:
-    """Reads the weights of a model; for a multimodal model, those of its text decoder.
+    """Reads the weights of a model; for a multimodal model, the weights of its text decoder.
 
     Each shard of a parameter is read directly to its device, and the host holds one shard at a time.
 
@@ -118,8 +118,8 @@ def _is_projection(path: tuple[Any, ...]) -> bool:
 
 
 def check_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> str:
-    """Compares names, shapes and types in the safetensors headers of a folder with those that `load_weights` needs,
-    without reading weights. If files that the index names are missing, only the names in the index are compared.
+    """Checks, without reading weights, that the safetensors headers of a folder have the names, shapes and types that
+    `load_weights` needs. If files that the index names are missing, only the names in the index are compared.
 
     Returns:
       a description of what was compared.
@@ -165,8 +165,8 @@ def save_weights(
     """Writes `model.safetensors`, or shards with an index if the weights exceed `max_file_bytes` (a tensor is never
     split). A tied head is not written.
 
-    Files are renamed to their names when complete. Existing weights in the folder are replaced; a concurrent reader
-    sees the old weights, none, or the new ones, and never a mixture.
+    Files are renamed to their names when complete. Existing weights in the folder are replaced. A concurrent reader
+    sees the old weights, no weights or the new weights, and never a mixture.
 
     Raises:
       UserError: the folder cannot be written, or the tree does not match the config.

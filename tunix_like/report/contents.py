@@ -91,9 +91,9 @@ def missing(runs: Sequence[Run]) -> list[str]:
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns rows `{title, unit, cells}`, with a cell `{first, last, best, step}` per run.
 
-    A cell is None if the metric is not recorded, and has only `last` for a single value. Held-out metrics are those of
-    the first, the last and the best evaluation. Training metrics are means over the first and the last `ENDS` steps;
-    they have a best value if higher is better.
+    A cell is None if the metric is not recorded, and has only `last` for a single value. Held-out metrics come from the
+    first, the last and the best evaluation. Training metrics are means over the first and the last `ENDS` steps; they
+    have a best value if higher is better.
     """
     wanted = [curve for curve in curves(runs) if curve.phase == "rl" and _summarised(curve.key)]
     return [

@@ -28,7 +28,7 @@ SCRIPTS = ("charts.js", "sections.js", "rollouts.js", "main.js")
 
 
 def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
-    """Builds the page of the runs; `gradients` has one entry per run, or is empty if they were not measured.
+    """Builds the page of the runs; `gradients` has one entry per run, or is empty if no gradients were measured.
 
     Raises UserError if a file of completions cannot be read (the message names it).
     """

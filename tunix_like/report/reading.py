@@ -17,7 +17,7 @@ HISTOGRAMS = ("drawn", "trained", "advantage")
 """Names of the histograms `train/pass_rate/<name>`, ten numbers per step (`algorithms/pass_rates.py`)."""
 
 MOST_STEPS = 2000
-"""Maximum number of steps per phase. Of a longer phase, evenly spread steps and those with an evaluation are kept."""
+"""Maximum number of steps per phase. Of a longer phase, evenly spread steps and steps with an evaluation are kept."""
 
 
 @dataclasses.dataclass(frozen=True)

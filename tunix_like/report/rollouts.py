@@ -20,7 +20,7 @@ _LETTERS = {step: name[0] for name, step in MOVES.items()}
 
 
 def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """Returns steps of a run with their groups, and a note on what was left out (empty if nothing was).
+    """Returns steps of a run with their groups, and a note on omitted steps (empty if no step was omitted).
 
     The steps are the first, the newest and evenly spread steps between them, as many as fit into `most_bytes`. If the
     newest step does not fit alone, only its first groups are returned.

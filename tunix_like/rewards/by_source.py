@@ -18,7 +18,7 @@ def by_source(
 
     Raises:
       UserError: a name is not registered, or a function returned an invalid reward (the message names the function).
-        The scoring then repeats the call with single completions, which attributes the failure to the right one.
+        The scoring then repeats the call with single completions, which attributes the failure to the right completion.
       Exception: whatever a function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}

@@ -48,7 +48,8 @@ class FunctionRewards(NamedTuple):
 
     Attributes:
       rewards: [n]; NaN where the function returned None or NaN, or failed.
-      failures: by index of the completion. A NaN reward without an entry here was returned as None or NaN.
+      failures: the failures by index of the completion. If a NaN reward has no entry here, the function returned None
+        or NaN.
     """
 
     rewards: NDArray[np.float64]
@@ -59,7 +60,7 @@ def check_form(name: str, function: Any) -> None:
     """Checks that an object can be called as a reward function.
 
     Raises:
-      UserError: it is not callable, has no signature, or is a coroutine or generator function.
+      UserError: the object is not callable, has no signature, or is a coroutine or generator function.
     """
     if not callable(function):
         raise UserError(
@@ -159,9 +160,9 @@ def call_in_process(
 ) -> FunctionRewards:
     """Scores `count` completions in this process and isolates the completions for which the function fails.
 
-    The function is called once with all completions. If that fails, it is called once per group; for a group that
-    fails, it is called once per completion. Only completions that fail on their own stay unscored. If the function
-    returns a wrong number of values for a group, the whole group stays unscored.
+    The function is called once with all completions. If that call fails, it is called once per group. If the call of a
+    group fails, it is called once per completion of the group. Only completions that fail in a call of their own stay
+    unscored. If the function returns a wrong number of values for a group, the whole group stays unscored.
     """
     results = FunctionRewards(np.full(count, np.nan), {})
 

@@ -24,9 +24,9 @@ def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any)
     """Returns 1 where the final answer of the completion equals the column `gold`, else 0.
 
     The final answer is the text after the last `#### `, or inside the last `\\boxed{}` or `<answer></answer>`,
-    whichever comes last. A completion with none of them has no answer and gets 0. If `gold` is a plain number, the
-    answer must be one too: unevaluated arithmetic (`2*9`, `36/2`, `5²`) gets 0. If `gold` is a formula, math-verify
-    compares the two; the reward is None if it cannot.
+    whichever comes last. A completion without such a text has no answer and gets 0. If `gold` is a plain number, the
+    answer must be a plain number too: unevaluated arithmetic (`2*9`, `36/2`, `5²`) gets 0. If `gold` is a formula,
+    math-verify compares the two; the reward is None if math-verify cannot.
 
     Raises:
       UserError: a gold answer is empty.
@@ -112,7 +112,8 @@ def vote(completion: str) -> Fraction | str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Returns the text between an open brace and its closing brace; None if that one is too far away or missing."""
+    """Returns the text between an open brace and its closing brace; None if the closing brace is too far away or
+    missing."""
     depth = 1
     for i in range(start, min(len(text), start + 2 * LONGEST)):
         if text[i] in "{}" and text[i - 1] != "\\":

@@ -65,10 +65,10 @@ class Number(NamedTuple):
 
 
 def parse_number(text: str) -> Number | None:
-    """Parses a text that is one plain number; returns None for any other text, or one longer than 200 characters.
+    """Parses a text that is one plain number; returns None for any other text, also if it has over 200 characters.
 
-    For an equation, its last side is parsed; several equations are not a number. A unit of any words may follow. Two
-    adjacent numbers are not a number.
+    Of an equation, the last side is parsed. A text with several equations is not a number. A unit of any words may
+    follow the number. Two adjacent numbers are not a number.
     """
     if len(text) > LONGEST:
         return None
@@ -93,8 +93,8 @@ def written_out(text: str) -> str:
     r"""Rewrites Unicode numerals in ASCII and LaTeX: `5²` as `5^{2}`, `2½` as `2\frac{1}{2}`, minus signs as hyphens,
     thousands separators as commas.
 
-    Other characters are normalised one by one (NFKC), except those that would become digits and join adjacent digits,
-    such as `₂`, `①` or `㎡`; `has_odd_digits` detects these.
+    Other characters are normalised one by one (NFKC), except characters that would become digits and join adjacent
+    digits, such as `₂`, `①` or `㎡`; `has_odd_digits` detects these.
     """
     text = _RAISED.sub(lambda raised: f"^{{{_MINUS.sub('-', unicodedata.normalize('NFKC', raised[0]))}}}", text)
     text = _VULGAR.sub(_as_fraction, text)

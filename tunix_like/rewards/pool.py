@@ -28,8 +28,8 @@ START_SECONDS = 120
 """Maximum seconds for a worker to start and to load the functions."""
 
 PATIENCE = 10
-"""Limit on the time of failed calls in a batch: this many times (`timeout_seconds` + start time) per worker. What is
-not scored by then stays unscored."""
+"""Limit on the time of failed calls in a batch: this many times (`timeout_seconds` + start time) per worker.
+Completions that are not scored by then stay unscored."""
 
 POLL_SECONDS = 0.2
 """Interval of the memory checks while workers are busy."""
@@ -45,7 +45,8 @@ class PooledFunction:
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
-        """Scores `count` completions, one call per group. If a call fails, each of its completions gets its own."""
+        """Scores `count` completions, one call per group. If a call fails, each of its completions gets its own
+        call."""
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
@@ -108,10 +109,10 @@ def place_of(
 
     Args:
       what: the kind of user code, for the error message.
-      otherwise: what to do if it cannot be moved to an importable file, for the error message.
+      otherwise: what to do if the code cannot be moved to an importable file, for the error message.
 
     Raises:
-      UserError: another process cannot import it.
+      UserError: another process cannot import the function or class.
     """
     if ":" in name:
         file, _, attribute = name.rpartition(":")
@@ -280,8 +281,8 @@ class _Batch:
     def _failed(
         self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
     ) -> None:
-        """Records the failure if it concerns a single completion or all of them (`of_all`). Otherwise queues one call
-        per completion, after all groups."""
+        """Records the failure if it concerns a single completion or all completions of the call (`of_all`). Otherwise
+        queues one call per completion, after all groups."""
         self.wasted += now - call.given
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))

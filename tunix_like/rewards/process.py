@@ -18,7 +18,7 @@ from tunix_like.rewards.worker import HEADER, START, message, send_pending
 from tunix_like.runtime.visible import visible
 
 SHOWN = 65_536
-"""Bytes of a worker's printed output that are forwarded to stderr; the rest is dropped, since it is unbounded."""
+"""Maximum bytes of a worker's printed output that are forwarded to stderr; the rest is dropped."""
 
 _CUT = "(it prints more, which is not shown)"
 _TAIL = 4_000  # bytes of the last output that are reported when a worker dies
@@ -29,7 +29,7 @@ class WorkerProcess:
     """One worker process.
 
     Attributes:
-      gone: whether it has exited, or closed its end of the socket.
+      gone: whether the process has exited, or has closed its end of the socket.
     """
 
     def __init__(self, places: Sequence[str], start: str = START, label: str = "reward worker"):
@@ -177,7 +177,7 @@ class WorkerProcess:
 
     @property
     def last_output(self) -> str:
-        """The end of what was printed."""
+        """The end of the printed output."""
         return _decoded(self._tail).strip()
 
 

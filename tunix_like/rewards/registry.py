@@ -20,7 +20,7 @@ REWARDS: dict[str, RewardFunction] = {}
 
 ANSWERS: dict[str, Callable[[str], Hashable | None]] = {}
 """Answer extractors by the name of a reward: each maps a completion to a hashable answer for majority votes (maj@k).
-Equal answers are one vote option; None is no vote."""
+Equal answers vote together; a completion with the answer None does not vote."""
 
 
 def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | None = None) -> Callable[[_F], _F]:
@@ -73,9 +73,10 @@ def resolve(name: str) -> RewardFunction:
 def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
     """Adapts a reward function written for verl, which scores one completion at a time.
 
-    Both signatures of verl are supported: `compute_score(completion, ground_truth)` by position, and by keyword any of
-    `data_source, solution_str, ground_truth, extra_info`. The ground truth is taken from the column `ground_truth`,
-    else `reward_model`, else `gold`, else `answer`. If the function returns a dict, its `score` is the reward.
+    Both signatures of verl are supported: `compute_score(completion, ground_truth)` with positional arguments, and any
+    of the keyword arguments `data_source, solution_str, ground_truth, extra_info`. The ground truth is taken from the
+    column `ground_truth`, else `reward_model`, else `gold`, else `answer`. If the function returns a dict, its `score`
+    is the reward.
 
     The returned function raises a UserError if the rows have none of these columns.
 

@@ -91,16 +91,16 @@ def score(
 ) -> Scores:
     """Scores every completion with every function and returns the weighted sums.
 
-    If a function fails, it is called again with fewer completions, down to one, to isolate the failing ones; these
-    stay unscored.
+    If a function fails, it is called again with fewer completions, down to one, to isolate the failing completions.
+    These stay unscored.
 
     Args:
       functions: (name, function, weight) triples; functions made by `pooled` run in workers, the others in this
         process.
       prompts: [n] rendered prompts, one per completion.
-      completions: [n] texts; each `group_size` consecutive ones belong to one prompt.
-      columns: further columns of the rows, each [n]; a function receives those that it has a parameter for, or all of
-        them if it accepts `**kwargs`.
+      completions: [n] texts; every `group_size` consecutive texts belong to one prompt.
+      columns: further columns of the rows, each [n]; a function receives the columns that are its parameters, or all
+        columns if it accepts `**kwargs`.
 
     Raises:
       UserError: a function needs a column that does not exist, a column has a reserved name, a function is named

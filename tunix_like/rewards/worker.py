@@ -85,7 +85,7 @@ def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def go_first() -> None:
-    """Makes the out-of-memory killer choose this process and those that it forks before the run (Linux only)."""
+    """Makes the out-of-memory killer choose this process and its forks rather than the run (Linux only)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -53,8 +53,8 @@ EXTRA_BATCHES = 4
 class Collected(NamedTuple):
     """The groups of one step.
 
-    `metrics` and `tokens` (number of sampled completion tokens) include all groups that were sampled for the step, also
-    those that are not used.
+    `metrics` and `tokens` (number of sampled completion tokens) include all groups that were sampled for the step, even
+    groups that are not used.
     """
 
     rollout: Rollout

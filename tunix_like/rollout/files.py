@@ -102,7 +102,8 @@ def saved_on_failure(
 
 
 class FirstFailure:
-    """Logs the first failure of a reward function or an environment in a run, in full; later ones are not logged."""
+    """Logs the first failure of a reward function or an environment in a run, in full; later failures are not
+    logged."""
 
     def __init__(self) -> None:
         self._shown = False

@@ -24,8 +24,8 @@ BLOCK = 256
 
 
 LOWEST_LOGIT = -80.0
-"""Tokens with a scaled logit this far below the maximum get weight 0 instead of at most `exp(-80)`, which no draw can
-distinguish. Denormal numbers, which start below -87.3, would make the sums several times slower on CPU."""
+"""Tokens with a scaled logit this far below the maximum get weight 0 instead of at most `exp(-80)`. No draw can
+distinguish the two. Denormal numbers, which start below -87.3, would make the sums several times slower on CPU."""
 
 
 def choose(
@@ -40,7 +40,8 @@ def choose(
 
     Returns:
       the tokens, and their log-probabilities under `log_softmax(logits / temperature)` over the whole vocabulary (not
-      truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns those at temperature 1.
+      truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns the log-probabilities at
+      temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
     whole = params.temperature > 0 and params.top_k is None and params.top_p == 1.0
@@ -61,10 +62,10 @@ def choose(
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters of each row; the values are those of `SamplingParams`.
+    """Sampling parameters of each row, with the values of `SamplingParams`.
 
     Attributes:
-      top_k: the size of the vocabulary keeps every token.
+      top_k: number of tokens to keep; the vocabulary size keeps every token.
     """
 
     temperature: Float[AnyArray, "N"]
@@ -202,8 +203,8 @@ def _token_at(sums: Float[Array, "N B"], blocks: Float[Array, "N B 256"], target
 def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tuple[Array, Array]:
     """Returns the index of the first running sum above `target`, and `target` minus the sum before that index.
 
-    The index always has a positive weight. If rounding moves the target above the last sum, it is the last entry with a
-    positive weight; if below zero, the first.
+    The entry at the index always has a positive weight. If rounding moves the target above the last sum, the last entry
+    with a positive weight is returned. If rounding moves it below zero, the first such entry is returned.
     """
     running = jnp.cumsum(weights, axis=-1)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)

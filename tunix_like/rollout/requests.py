@@ -19,7 +19,7 @@ def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
     """Returns the tokens that precede the first turn of a group's completions.
 
     Raises:
-      UserError: they leave no space for a turn.
+      UserError: these tokens leave no space for a turn.
     """
     tokens = responder.opening(group)
     if len(tokens) >= limit:
@@ -33,7 +33,7 @@ def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completio
 
     Args:
       samples: one for each completion of each request.
-      requests: they have the same number of completions, `G`.
+      requests: the requests, all with the same number of completions, `G`.
     """
     shape = len(requests), requests[0].samples
     found: dict[tuple[int, int], Sample] = {(sample.request, sample.sample): sample for sample in samples}

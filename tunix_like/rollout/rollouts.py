@@ -99,7 +99,7 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
     An engine may return arrays as wide as its longest completion, and no mask.
 
     Args:
-      segments: whether to set `segment_start` too, since an engine returns none if it restarted no row.
+      segments: whether to set `segment_start` too. An engine that restarted no row returns no `segment_start`.
     """
 
     def fit(values: np.ndarray) -> np.ndarray:
@@ -154,8 +154,8 @@ def segment_starts(completions: Completions) -> list[list[int]]:
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
     """Decodes completions to text without special tokens, group after group; each process decodes its share.
 
-    Of a completion with several segments it is the last one, which has the history and the last turn. A first segment
-    begins with its first sampled token.
+    For a completion with several segments, only the last segment is decoded, which has the history and the last turn.
+    In the first segment, the text begins with the first sampled token.
     """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
@@ -204,7 +204,7 @@ def repeat_columns(
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """Repeats prompts and columns for the `size` completions of each problem.
 
-    The columns are those of the problems and those named in `among`; a missing value is None.
+    The columns of the problems and the columns named in `among` are returned; a missing value is None.
     """
     names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
@@ -279,7 +279,7 @@ def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
 
 
 def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:
-    """Returns a mask of the problems of each data source, by the column `data_source`; empty for a single source.
+    """Returns for each data source (column `data_source`) a mask of its problems; empty for a single source.
 
     For data from a mix of sources the result is not empty, even if all these problems have the same source.
     """

@@ -4,8 +4,8 @@ A prompt is prefilled once and placed in one or more slots, each with some of it
 filled with waiting completions of the slot's prompt, and an empty slot with the next prompt. When no completions wait,
 live rows are compacted into fewer rows. The cache is a ring buffer that grows by powers of two. The tokens of a
 completion do not depend on the schedule, because its random numbers are `fold_in(key, problem number, sample,
-position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer; on a mesh,
-`place` lays them out once for several calls.
+position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer. On a mesh,
+`place` lays the weights out once for several calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
 
 
 def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns the same function for weights on other devices: it casts them there and copies the result."""
+    """Returns the same function for weights on other devices: it casts the weights on those devices and copies the
+    result."""
     cast = jax.jit(decoding.cast_params, static_argnums=0)
     shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
     return lambda graphdef, params: jax.device_put(cast(graphdef, params), shardings)
@@ -47,14 +48,14 @@ class Sampler:
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)`).
-      eos_ids: end-of-sequence token ids; a completion includes the first of them and ends there.
+      eos_ids: end-of-sequence token ids; a completion ends with the first of these tokens, which is part of it.
       max_prompt_length, max_tokens: limits of prompt and completion, in tokens.
       max_concurrent_rows: maximum number of completions that are sampled at the same time; None means no limit.
       mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.
 
     Attributes:
-      row_steps: number of rows times decode steps so far. The tokens sampled in a rollout, divided by its
-        increase, are the fraction of useful work.
+      row_steps: number of rows times decode steps so far. The number of tokens sampled in a rollout, divided by the
+        increase of `row_steps`, is the fraction of useful work.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Sampler:
         self._place: Any = None
 
     def place(self, params: Any) -> Any:
-        """Lays the weights out for sampling: over the sampler's mesh, matrices in the compute dtype.
+        """Converts the weights for sampling: matrices to the compute dtype, and all weights to the layout of the
+        sampler's mesh.
 
-        Without a mesh, `params` itself, which the programs cast.
+        Without a mesh it returns `params` unchanged, and the programs cast the matrices.
         """
         if self.mesh is None:
             return params

@@ -14,7 +14,7 @@ from tunix_like.rollout.rollouts import Rollout, mixed_groups
 class Sample(NamedTuple):
     """A completion with its total reward (NaN if unscored), advantage and length in tokens.
 
-    `text` has the turns with their roles if there is an environment. `finished` is True if it ended with an
+    `text` has the turns with their roles if there is an environment. `finished` is True if the completion ended with an
     end-of-sequence token.
     """
 
@@ -36,7 +36,7 @@ class Samples(NamedTuple):
 
 
 def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samples:
-    """Returns the samples of the first prompt whose rewards differ, or of the first prompt if there is none.
+    """Returns the samples of the first prompt whose rewards differ, or of the first prompt if there is no such prompt.
 
     An unscored completion is picked only if no completion of the prompt is scored.
     """

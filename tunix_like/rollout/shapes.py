@@ -12,11 +12,11 @@ FIRST_CACHE = 128
 
 FEWEST_ROWS = {"cpu": 8}
 FEWEST_ROWS_ELSEWHERE = 64
-"""Minimum number of rows per device after compaction, by backend and on other backends. With fewer rows the cost of a
-step is dominated by reading the weights."""
+"""Minimum number of rows per device after compaction: by backend, and for all other backends. With fewer rows the cost
+of a step is dominated by reading the weights."""
 
 FEWEST_TOKENS_LEFT = 16
-"""Rows are compacted only if some row may still grow by at least this many tokens."""
+"""Rows are compacted only if at least one row may still grow by this many tokens."""
 
 
 def length_bucket(length: int, limit: int | None = None) -> int:

@@ -56,7 +56,7 @@ def check_memory(parts: Parts) -> bool:
     """Returns whether the memory of this machine's devices is known.
 
     Raises:
-      UserError: it is known, and the run is estimated to need more.
+      UserError: the memory is known, and the run is estimated to need more.
     """
     estimate = _memory_estimate(parts)
     if problems := estimate.problems():
@@ -86,7 +86,7 @@ def _describe_reward(reward: WeightedReward) -> str:
 
 
 def describe_devices(mesh: Mesh | None) -> str:
-    """Describes the devices along each axis of a mesh, as `mesh.shape: auto` or the config sets them."""
+    """Describes the number of devices along each axis of a mesh, whether `mesh.shape` is `auto` or set."""
     if mesh is None:
         return "one device"
     return ", ".join(f"{name} {size}" for name, size in mesh.shape.items())

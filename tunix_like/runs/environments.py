@@ -17,17 +17,17 @@ from tunix_like.rollout.environments.registry import environment_place, resolve,
 from tunix_like.runtime.user_code import is_own
 
 MOST_WORKERS = 4
-"""Maximum number of worker processes of rewards, or of steps of environments at the same time, if none is set."""
+"""Default maximum number of worker processes of rewards, and of environment steps that run at the same time."""
 
 MOST_WAITING = 32
-"""The same for steps that wait for a server and need no core of this machine."""
+"""Default maximum number of environment steps that wait for a server and need no core of this machine."""
 
 
 def has_environment(config: Config) -> bool:
     """Returns whether the config sets an environment.
 
     Raises:
-      UserError: both a name and tools are set, or other keys without them.
+      UserError: both a name and tools are set, or other keys are set without a name and without tools.
     """
     section = config.environment
     if section.name is not None and section.tools is not None:
@@ -45,11 +45,11 @@ def has_environment(config: Config) -> bool:
 
 
 def environments_of(config: Config) -> Environments | None:
-    """Returns the environments of a config; None if it has none.
+    """Returns the environments of a config; None if the config sets no environment.
 
-    They run in processes of their own. Those of this library, except `openenv`, run in this process unless
-    `environment.workers` is set, since they neither hang nor crash, and a process for each trajectory takes longer than
-    such an episode.
+    Environments run in processes of their own. The environments of this library, except `openenv`, run in this process
+    unless `environment.workers` is set. They neither hang nor crash, and starting a process takes longer than one of
+    their episodes.
 
     Raises:
       UserError: the environment or a tool cannot be used, or a limit has no effect.

@@ -64,8 +64,8 @@ def claim(folder: Path, parts: Parts) -> None:
     """Writes the config and the model description into the folder, or checks that it already belongs to this run.
 
     Raises:
-      UserError: the folder belongs to a run with another config (the message lists the keys that differ, and which of
-        them may), or it is not empty and is not a run folder.
+      UserError: the folder belongs to a run with another config, or it is not empty and is not a run folder. In the
+        first case, the message lists the keys that differ, and which of them may differ.
     """
     begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))

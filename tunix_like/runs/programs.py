@@ -1,7 +1,7 @@
-"""The compiled programs of a run, described by shapes: what each is lowered from, how often it runs, what it needs.
+"""Describes the compiled programs of a run by shapes: how each is lowered, how often it runs, and what it needs.
 
-No arrays of the size of the model are allocated, and neither data nor weights are read. The devices may be described
-ones (`runtime/accelerators.py`).
+No arrays of the size of the model are allocated, and neither data nor weights are read. The devices may be absent and
+only described (`runtime/accelerators.py`).
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class Program:
     Attributes:
       lower: lowers it (`jax.stages.Lowered`).
       mesh: the mesh that it runs on.
-      operations: multiplications and additions that a training step needs of it, on all devices together, for
+      operations: multiplications and additions of this program in a training step, on all devices together, for
         completions of full length. Recomputation and padding are not counted.
       calls: how often it runs in a training step.
-      trips: trips of its loops whose number is data, for completions of full length.
-      estimate: the phase with the highest memory as estimated by `memory.py`; None if there is no phase for it.
-      token_loop: the loop of which one trip samples a token of every row.
+      trips: number of iterations, for completions of full length, of the loops whose count is an input of the program.
+      estimate: the phase with the highest memory as estimated by `memory.py`; None if no phase belongs to the program.
+      token_loop: the loop that samples a token of every row in each iteration.
     """
 
     name: str
@@ -141,7 +141,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     """Resolves a config and builds its abstract model and mesh.
 
     Args:
-      device: the backend and memory to plan for; None: those of this machine's CPU.
+      device: the backend and memory to plan for; None: the CPU of this machine.
       devices: described devices to compile for; None: all devices of the current backend, as a simulation.
 
     Raises:
@@ -209,7 +209,7 @@ def update_program(plan: Plan) -> Program:
 def logprobs_program(plan: Plan) -> Program | None:
     """Describes the log-probabilities of a batch without gradient, as in `training/updates.py`; None if not needed.
 
-    They are computed for several updates of a batch, for the KL, and once more for a KL in the reward.
+    These are computed if a batch has several updates, for the KL, and once more for a KL in the reward.
     """
     config, algorithm = plan.config, plan.config.algorithm
     calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
@@ -230,7 +230,7 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 def _block_trips(plan: Plan) -> Trips:
     """Returns the trips of the loops over key blocks: of causal attention on average, else all blocks of a prompt.
 
-    Windows, which have fewer trips, are not regarded.
+    Windows, which need fewer trips, are ignored.
     """
     return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
 
@@ -287,7 +287,7 @@ def _prompt_inputs(plan: Plan) -> tuple[Any, Any]:
 
 
 def reshard_program(plan: Plan) -> Program | None:
-    """Describes the layout of the weights for sampling, once per step; None on one device, which needs none."""
+    """Describes the conversion of the weights to the sampling layout, once per step; None on one device."""
     if plan.sampling_mesh is None or not plan.lays_out:
         return None
     graphdef, params = plan.split
@@ -333,7 +333,8 @@ PROGRAMS: tuple[Callable[[Plan], Program | None], ...] = (
     prefill_program,
     decode_program,
 )
-"""The programs of a run, in the order of the report. Each is described without what the others return."""
+"""The programs of a run, in the order of the report. The description of a program does not need the results of
+others."""
 
 
 def programs_of(plan: Plan) -> list[Program]:

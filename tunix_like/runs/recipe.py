@@ -1,4 +1,4 @@
-"""Runs the training of a config: supervised fine-tuning, then reinforcement learning.
+"""Runs the training that a config describes: supervised fine-tuning, then reinforcement learning.
 
 `run` is the Python equivalent of `tunix-like train`; the command line calls the same functions.
 """
@@ -40,7 +40,8 @@ class Trained(NamedTuple):
 def run(
     config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: OnRow = lambda row, total: None
 ) -> dict[str, Any]:
-    """Trains a model as `tunix-like train` does: SFT, RL and evaluations, with a run folder. A second call resumes.
+    """Trains a model as `tunix-like train` does: SFT, RL and evaluations, with a run folder. A second call resumes the
+    run.
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
@@ -103,7 +104,7 @@ def train(
 
 @contextlib.contextmanager
 def server_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
-    """Connects to the servers of `rollout.urls`; yields None if this process samples.
+    """Connects to the servers of `rollout.urls` and yields the engine; yields None if this process samples.
 
     Raises:
       UserError: a server cannot be reached or used, or the package `aiohttp` is missing.
@@ -172,7 +173,7 @@ def make_learner(
 def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
     """Runs SFT on the run's model in place, with checkpoints in the run's folder.
 
-    Returns the error if the last checkpoint could not be written, which does not end the run; a signal raises.
+    If the last checkpoint cannot be written, the run continues and the error is returned. A signal raises an exception.
     """
     config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval):

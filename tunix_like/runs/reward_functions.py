@@ -40,10 +40,11 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """Returns the reward functions of `rewards`; by default that of the data source, or none with an environment.
+    """Returns the reward functions of `rewards`. The default is the data source's function, or none with an
+    environment.
 
-    It checks that the source's rows have the columns that the functions need. Some or all functions run in worker
-    processes (`rewards.workers`).
+    The function checks that the source's rows have the columns that the functions need. Some or all functions run in
+    worker processes (`rewards.workers`).
     """
     default = None if has_environment(config) else source.reward  # an environment gives rewards itself
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]
@@ -55,8 +56,8 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
 def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
     """Moves reward functions into worker processes.
 
-    If `rewards.workers` is set, these are all functions, else those that may hang or crash (math-verify and the user's
-    own).
+    If `rewards.workers` is set, all functions are moved. Else only functions that may hang or crash are moved
+    (math-verify and the user's own).
     """
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:

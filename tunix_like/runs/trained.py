@@ -1,6 +1,6 @@
 """Opens a trained model: the newest or best checkpoint of a run, one of its steps, a model folder or a hub id.
 
-It also loads what belongs to the weights: config, model description and the base of adapters.
+It also loads the config, the model description and the base of adapters.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
     Args:
       path: a run folder, a checkpoint of a run, a model folder or a hub id.
       overrides: `key=value` strings for the config.
-      need_data: raise if neither the config nor the overrides name the data.
+      need_data: whether to raise if neither the config nor the overrides name the data.
       whole: load onto a single device instead of the config's mesh.
 
     Raises:
@@ -124,7 +124,7 @@ def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
     """Returns the best checkpoint of a run by `training.best_metric` of its config or of the overrides.
 
     Raises:
-      UserError: no metric is set, or no checkpoint is of a step that was evaluated with it.
+      UserError: no metric is set, or no checkpoint belongs to a step with this metric.
     """
     file = run / "config.yaml"
     metric = load(file if file.is_file() else None, overrides).training.best_metric
@@ -152,7 +152,7 @@ def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: M
     """Loads the base of a run's adapters, with newly initialised adapters.
 
     Raises:
-      UserError: the run does not name its base, the base cannot be loaded, or it is another model.
+      UserError: the run does not name its base, the base cannot be loaded, or the base is another model.
     """
     fields, section = read_adapter_config(run / "model"), config.model
     what = run / "model" if section.init == "random" else section.path

@@ -24,7 +24,7 @@ class Accelerator:
       operations: bfloat16 multiplications and additions per second, dense.
       memory_bytes: bytes per second of the main memory.
       network_bytes: bytes per second that a device receives from others, with all of its links in use.
-      between_nodes: the same between nodes; None if all devices are connected alike.
+      between_nodes: as `network_bytes`, between nodes; None if all devices are connected alike.
       clock: cycles per second of the unit that the TPU compiler's cycles count; None for a GPU.
       slices: number of chips to the shape of the slice; empty for a GPU.
       description: of a GPU, the fields that differ between kinds for XLA.
@@ -52,7 +52,7 @@ NODE = 8
 """GPUs of a node."""
 
 MOST_DEVICES = 256
-"""Maximum number of devices, that of the largest v5e slice."""
+"""Maximum number of devices: the size of the largest v5e slice."""
 
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
@@ -171,7 +171,8 @@ def compiler_of(kind: Accelerator) -> str | None:
 
 
 def cudnn_installed() -> bool:
-    """Returns whether cuDNN's package is installed, which jax needs to compile a program with a kernel of it."""
+    """Returns whether the package of cuDNN is installed, without which jax cannot compile a program with a cuDNN
+    kernel."""
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
 
 

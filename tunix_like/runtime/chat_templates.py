@@ -158,8 +158,8 @@ def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
 def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
     """Renders requests; returns the text of each, or its failure (an exception, or more than `MOST` characters).
 
-    A request that kills the process (it takes more than `SECONDS` or `MEMORY`) is the last of the result, which is
-    then shorter than `requests`; the caller sends the rest again.
+    A request that takes more than `SECONDS` or `MEMORY` kills the process. The result then ends with this request and
+    is shorter than `requests`. The caller sends the rest again.
     """
     global _worker
     done: list[str | TemplateFailed] = []

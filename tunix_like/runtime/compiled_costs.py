@@ -1,7 +1,7 @@
 """Adds up what a compiled program does: products, bytes of main memory, bytes between devices, cycles, per device.
 
-The body of a loop counts as often as it runs. The trip counts of loops whose number of trips is data come from the
-caller, by the name of the `jax.named_scope` that they are in.
+The body of a loop counts as often as it runs. If the number of trips of a loop depends on data, the caller gives this
+number, by the name of the loop's `jax.named_scope`.
 """
 
 from __future__ import annotations

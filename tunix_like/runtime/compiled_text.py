@@ -60,7 +60,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it calls; those of a loop are in `attribute`."""
+        """Names of the computations that it calls; the computations of a loop are in `attribute`."""
         found = _CALLED.findall(self.attributes)
         for names in _BRANCHES.findall(self.attributes):
             found += [name.strip(" %") for name in names.split(",")]
@@ -129,7 +129,7 @@ class Module:
 
     Attributes:
       computations: all computations by name.
-      entry: the name of the first one to run.
+      entry: the name of the computation that runs first.
     """
 
     def __init__(self, text: str):
@@ -148,9 +148,9 @@ class Module:
             raise ValueError("the text of the compiled program has no ENTRY computation")
 
     def trip_count(self, parent: str, loop: Instruction) -> int | None:
-        """Returns how often a loop in the computation `parent` runs; None if data decides.
+        """Returns how often a loop in the computation `parent` runs; None if the number depends on data.
 
-        It is the compiler's `known_trip_count`, else it follows from a counter that a constant bounds.
+        The number is the compiler's `known_trip_count`, or else follows from a counter that a constant bounds.
         """
         if known := _KNOWN.search(loop.attributes):
             return int(known[1])

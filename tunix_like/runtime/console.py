@@ -134,7 +134,8 @@ def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, texts: Collection[str] = ()) -> None:
-    """Prints a table. Columns whose cells all start like numbers are aligned right, except those named in `texts`."""
+    """Prints a table. Columns whose cells all start like numbers are aligned right, except the columns named in
+    `texts`."""
     cells = [[visible(str(cell)) for cell in row] for row in rows]
     grid = rich.table.Table(box=rich.box.HEAVY_HEAD if _has_box_characters() else rich.box.ASCII)
     for index, column in enumerate(columns):

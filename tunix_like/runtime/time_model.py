@@ -18,12 +18,13 @@ class Times(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Seconds without the network: the compiler's own estimate, but not less than arithmetic and memory need."""
+        """Seconds without the network: the largest of the compiler's estimate and the times of arithmetic and
+        memory."""
         return max(self.arithmetic, self.memory, self.cycles or 0.0)
 
     @property
     def predicted(self) -> float:
-        """Seconds of the device or of the network, the larger: this assumes that they work at the same time."""
+        """The larger of the seconds of device and network. This assumes that both work at the same time."""
         return max(self.device, self.network)
 
     @property

@@ -2,8 +2,8 @@
 ordinary characters, never as the token.
 
 Text inserted by a template is marked with Unicode noncharacters (U+FDD0 to U+FDEF), which do not occur in valid text.
-Once the control tokens are known, those in inserted text are replaced by references, which pass through a chat template
-unchanged.
+Once the control tokens are known, control tokens in inserted text are replaced by references, which pass through a chat
+template unchanged.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def beginnings(value: Any, size: int) -> Any:
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """Splits a text at its references. Returns the pieces, each with whether it is a control token from data (or empty,
-    for a cut)."""
+    """Splits a text at its references. Returns pairs of a piece and whether it is a control token from data. The piece
+    of a cut is empty."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
         (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)

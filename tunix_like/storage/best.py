@@ -13,10 +13,10 @@ STEP_KEY = "step"
 
 
 class Best:
-    """Selects the best step of a run by a metric (higher is better); the earliest of equal steps.
+    """Selects the best step of a run by a metric (higher is better); of equal values, the earliest step.
 
     The values come from the rows of `metrics.jsonl`. A row is written before the checkpoint of its step, and removed if
-    the run resumes from an earlier step. No other state is stored, so a killed process cannot leave a wrong one.
+    the run resumes from an earlier step. No other state is stored, so a killed process cannot leave a wrong state.
 
     Args:
       metric: name of a column of the rows, e.g. `eval/pass@1`.

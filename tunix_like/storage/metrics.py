@@ -23,8 +23,8 @@ FILE = "metrics.jsonl"
 class MetricsLog:
     """Appends rows to `metrics.jsonl` in `folder`; with folder None it writes nothing.
 
-    If rows cannot be written (a full disk), one warning is logged, and they are kept and written with the next row that
-    can be written.
+    If rows cannot be written (a full disk), one warning is logged. The rows are kept, and written with the next row
+    that can be written.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -62,11 +62,11 @@ class MetricsLog:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """Returns the rows on disk whose `key` is `step`; none without a folder."""
+        """Returns the rows on disk whose `key` is `step`; no rows without a folder."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows on disk; none without a folder."""
+        """Returns all rows on disk; no rows without a folder."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:
@@ -109,7 +109,8 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of a run folder in the order of writing, without an incomplete last line; none without a file.
+    """Returns all rows of a run folder in the order of writing, without an incomplete last line; no rows without a
+    file.
 
     Raises:
       UserError: a line before the last is not a JSON object (file and line are named).

@@ -27,8 +27,8 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
       source: path (or hub id) of the model to export.
 
     Raises:
-      UserError: `folder` is a file, a run, a checkpoint, the source, or another folder that is neither empty nor an
-        export of files only; or it is an export and `overwrite` is False.
+      UserError: `folder` is a file, a run, a checkpoint or the source; it is an export and `overwrite` is False; or it
+        is any other folder that is not empty (also an export that contains folders or links).
     """
     target = Path(folder).resolve()
     if problem := _problem(target, source):
@@ -70,7 +70,7 @@ def _problem(target: Path, source: str | None) -> str | None:
 def written_whole(folder: str | Path, overwrite: bool, source: str | None = None) -> Iterator[Path]:
     """Yields an empty folder to write to, which replaces `folder` if the block ends without an exception.
 
-    The mode of the new folder is that of an existing `folder`, else given by the umask. If `folder` is a mount point,
+    The new folder has the mode of an existing `folder`, else the mode given by the umask. If `folder` is a mount point,
     or its parent is not writable, the files are moved into it one by one instead.
 
     Raises:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 SHARE = {"cpu": 0.8}
 ACCELERATOR_SHARE = 0.9
-"""Fraction of a device's memory that `auto` may use, by backend (`ACCELERATOR_SHARE`: other backends).
+"""Fraction of a device's memory that `auto` may use, by backend; for all other backends it is `ACCELERATOR_SHARE`.
 
-The estimate of an update is accurate to about 20 % on a CPU, whose memory other programs use too, and to 8 % on most
-programs that were compiled for accelerators."""
+The estimate of an update is accurate to about 20 % on a CPU, and to 8 % on most programs that were compiled for
+accelerators. The memory of a CPU is also used by other programs."""
 
 LOWER = {
     "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
@@ -47,7 +47,7 @@ class Device:
     Attributes:
       backend: name of the jax backend.
       memory: bytes of one device.
-      known: False if the device does not report its memory; `memory` is then that of the host.
+      known: False if the device does not report its memory; `memory` is then the memory of the host.
     """
 
     backend: str
@@ -65,7 +65,8 @@ def device_memory() -> int:
     """Returns the bytes of one device.
 
     If the device does not report its memory, this is the host's memory or its cgroup limit, divided by the number of
-    local devices. With several processes it is the minimum over them, because all must choose the same sizes.
+    local devices. With several processes, the minimum over all processes is returned, because all must choose the same
+    sizes.
     """
     return min(gather(_own_memory()))
 

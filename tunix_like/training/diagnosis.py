@@ -41,7 +41,7 @@ class Diagnosis(NamedTuple):
 
 
 class SignalWatch:
-    """Warns of a first step without a signal, and after every `REPEAT_AFTER` consecutive steps without one."""
+    """Warns of a first step without a signal, and after every `REPEAT_AFTER` consecutive steps without a signal."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.steps_without = task, 0

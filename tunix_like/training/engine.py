@@ -47,7 +47,7 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
 
 
 def training_devices(rollout: RolloutConfig) -> list[Any] | None:
-    """Returns the devices of the training if `rollout.devices` are for sampling only; None: all.
+    """Returns the devices that train if `rollout.devices` reserves devices for sampling; None: all devices train.
 
     Raises:
       UserError: no device is left for the training.
@@ -67,10 +67,10 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
     """Checks that completions can be sampled during an update if `rollout.max_staleness` is 1.
 
     Args:
-      elsewhere: whether an engine other than the in-process sampler generates them.
+      elsewhere: whether an engine other than the in-process sampler generates the completions.
 
     Raises:
-      UserError: they would be sampled on the devices of the training, or there are several processes.
+      UserError: the completions would be sampled on the devices that train, or there are several processes.
     """
     if not rollout.max_staleness:
         return
@@ -89,12 +89,12 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
 
 
 class CheckedEngine:
-    """Checks the samples of another engine, which generates them.
+    """Wraps an engine of the user, and checks its samples.
 
     Args:
       engine: the engine of the user.
       model: the config of the model, which has the size of the vocabulary.
-      task: what completions are sampled for. It has the maximum number of tokens of a completion.
+      task: the settings of the rollout, with the maximum number of tokens of a completion.
     """
 
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):

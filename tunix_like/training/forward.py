@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 SETS, CHUNKS = "sets", "chunks"
-"""Names of the loops over sets and chunks in a compiled program. The program does not state how often they run, so a
-reader of its text needs the names to tell them apart."""
+"""Names of the loops over sets and chunks in a compiled program. The program does not state how often these loops run,
+so a reader of its text identifies them by their names."""
 
 
 class ForwardOptions(NamedTuple):
@@ -169,8 +169,8 @@ _picked.defvjp(_picked_forward, _picked_backward)
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
     """Returns tokens, their positions after the prompt, and a number for each completion in the bin (-1: none).
 
-    All three are `[A b T]`. With `first`, the start of each token's segment in its completion, positions count from
-    there, and the numbers differ by segment.
+    All three are `[A b T]`. `first` is the start of each token's segment in its completion. If it is given, positions
+    count from this start, and each segment has its own number.
     """
 
     def of_owner(values: Array) -> Array:  # [A b r T] -> [A b T]

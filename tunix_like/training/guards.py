@@ -61,7 +61,8 @@ class GapWatch:
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
-      own_engine: whether the sampler is an engine of the user. The error message then names its duty.
+      own_engine: whether the sampler is an engine of the user. The error message then states what an engine must
+        return.
 
     Raises:
       UserError: the difference is larger (on call).
@@ -159,7 +160,7 @@ def remove_files_after(folder: Path, step: int) -> None:
 
 
 def read_skipped(file: Path) -> Skipped:
-    """Reads a file that `write_skipped` wrote. Raises UserError if it is another file."""
+    """Reads a file that `write_skipped` wrote. Raises UserError if the file is not such a file."""
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

@@ -91,24 +91,24 @@ class Learner(Trainer):
       tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       reward_fns: one function or several (a mapping gives them names),
         `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum is the reward. None, NaN or an
-        exception means that a completion could not be scored. Functions run in this process; those of
+        exception means that a completion could not be scored. Functions run in this process; functions of
         `tunix_like.rewards.pooled` run in worker processes, with a deadline.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
-      ref_model: reference model of the KL when `beta > 0`, quantised or not; only weights that it shares with the
-        trained ones are copied. Defaults to a copy of the initial weights. With newly initialised adapters it is the
+      ref_model: reference model of the KL when `beta > 0`, quantised or not. Only weights that it shares with the
+        trained weights are copied. Defaults to a copy of the initial weights. With newly initialised adapters it is the
         frozen weights, without a copy.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) when its total reward reaches this value.
       source_estimators: `{data source: {"advantage_estimator": ..., <its parameters>}}`: the estimator of groups with
-        that source in their column `data_source`. Loss and aggregation are those of the run.
+        that source in their column `data_source`. Loss and aggregation are the same for all groups.
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
         every step; `aggregation` reduces the value over completions.
       engine: generates completions; defaults to the in-process sampler of this model.
-      environment: makes completions trajectories of several turns: a class or factory of `Environment`s, which then run
-        in this process, a list of functions that the model may call as tools, or an object that runs environments, such
-        as an `EnvironmentPool`. Their rewards are added to those of `reward_fns`, which may then be empty.
+      environment: gives completions several turns. It is a class or factory of `Environment`s (these run in this
+        process), a list of functions that the model may call as tools, or an object that runs environments, such as an
+        `EnvironmentPool`. The rewards of environments are added to those of `reward_fns`, which may then be empty.
       environment_config: turns, lengths and order of the trajectories.
       on_row: `f(row, total steps or None)`, called with every logged row of metrics.
       on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps` with the best and the worst
@@ -201,21 +201,22 @@ class Learner(Trainer):
           batch_size: prompts per step; reduced to the size of a smaller dataset, with a warning.
           shuffle: shuffles a sequence or a grain `MapDataset` in every epoch; other data keep their order.
           overlong_prompts: what to do with rows whose prompt is empty or longer than `max_prompt_length`: "skip" drops
-            them with a warning that counts them; "error" raises, before training for `eval_ds` (up to the last problem)
-            and the first 20,000 rows of `train_ds`, and later when another row is reached. Iterables always skip.
+            them with a warning that counts them; "error" raises. `eval_ds` (up to the last problem) and the first
+            20,000 rows of `train_ds` are checked before training, other rows when they are reached. Rows of iterables
+            are always dropped.
 
         Returns:
-          the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written
-          there, and a second call resumes. Without it, a second call continues after the first for another `max_steps`
-          (or one epoch), with consecutive step numbers, random numbers and optimizer state. On the same data (the same
-          object, batch size and shuffling) it continues with the next prompts. Learners with equal settings share
-          compiled programs, and so do the calls of one learner; a `linear` or `cosine` schedule is compiled again when
-          the number of the last step changes.
+          the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written to
+          this folder, and a second call resumes the run. Without it, a second call continues after the first for
+          another `max_steps` (or one epoch), with consecutive step numbers, random numbers and optimizer state. On the
+          same data (the same object, batch size and shuffling) it continues with the next prompts. Learners with equal
+          settings, and all calls of one learner, share compiled programs. A `linear` or `cosine` schedule is compiled
+          again when the number of the last step changes.
 
         Raises:
           UserError: the data is wrong; the reward functions failed for every completion of the first step (these are
-            then written to `rollouts/`); another process uses that folder; or all checkpoints are damaged or belong to
-            a run with other settings.
+            then written to `rollouts/`); another process uses the run folder; or all checkpoints are damaged or belong
+            to a run with other settings.
           NotSaved: the training is done, but its last checkpoint could not be written.
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run; the state is saved.
         """

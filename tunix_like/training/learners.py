@@ -53,35 +53,35 @@ class MaxRLConfig(GRPOConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaxPOConfig(MaxRLConfig):
-    """Defaults of MaxPO: those of MaxRL. `k` must be set."""
+    """Defaults of MaxPO, equal to those of MaxRL. `k` must be set."""
 
     advantage_estimator: str | None = "maxpo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PKPOConfig(MaxRLConfig):
-    """Defaults of PKPO: those of MaxRL. `k` must be set."""
+    """Defaults of PKPO, equal to those of MaxRL. `k` must be set."""
 
     advantage_estimator: str | None = "pkpo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassKConfig(MaxRLConfig):
-    """Defaults of pass@k training: those of MaxRL. `k` must be set."""
+    """Defaults of pass@k training, equal to those of MaxRL. `k` must be set."""
 
     advantage_estimator: str | None = "passk"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OPOConfig(MaxRLConfig):
-    """Defaults of OPO: those of MaxRL."""
+    """Defaults of OPO, equal to those of MaxRL."""
 
     advantage_estimator: str | None = "opo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcePPConfig(MaxRLConfig):
-    """Defaults of REINFORCE++: those of MaxRL."""
+    """Defaults of REINFORCE++, equal to those of MaxRL."""
 
     advantage_estimator: str | None = "reinforce_pp"
 
@@ -106,7 +106,7 @@ class GRPOLearner(Learner):
 class DrGRPOLearner(Learner):
     """Dr. GRPO (arXiv 2503.20783): `A_i = r_i - m`, divided by a constant length.
 
-    The expected gradient is `(G-1)/G` times the gradient of p.
+    The expected gradient is `(G-1)/G` times the gradient of the expected reward.
     """
 
     config_class = DrGRPOConfig
@@ -161,8 +161,8 @@ class OPOLearner(Learner):
     """On-Policy RL with Optimal reward baseline (arXiv 2505.23585): `A_i = r_i - sum_j l_j r_j / sum_j l_j`.
 
     `l_j` are the completions' lengths. It assumes that the variance of a completion's gradient grows with its length.
-    The baseline includes the completion's own reward: with equal lengths the expected gradient is exactly `(G-1)/G`
-    times the gradient of the expected reward; unequal lengths add a term of order 1/G in another direction.
+    The baseline includes the completion's own reward. With equal lengths the expected gradient is therefore exactly
+    `(G-1)/G` times the gradient of the expected reward. Unequal lengths add a term of order 1/G in another direction.
     """
 
     config_class = OPOConfig
@@ -198,7 +198,7 @@ LEARNERS: dict[str, type[Learner]] = {
         ReinforcePPLearner,
     )
 }
-"""`algorithm.advantage_estimator` to the learner class with its default loss and aggregation."""
+"""Maps `algorithm.advantage_estimator` to the learner class with its default loss and aggregation."""
 
 
 def find_learner(name: str | None) -> type[Learner]:

@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 class Interrupted(KeyboardInterrupt):
     """Raised after SIGINT (Ctrl-C), at the same point as `Stopped`.
 
-    As a KeyboardInterrupt it does not end the process of a notebook.
+    It is a KeyboardInterrupt, so it does not end the process of a notebook.
     """
 
     def __init__(self, step: int, saved: bool) -> None:
@@ -71,7 +71,7 @@ def run(
 
     Args:
       on_row: called with each row after it is written.
-      before_save: called before each checkpoint; raises if none may be written.
+      before_save: called before each checkpoint; raises if no checkpoint may be written.
       another_follows: whether another trainer runs after this one. If so, a signal in the last step also raises; else
         the run ends after that step anyway and the signal is ignored.
 
@@ -193,8 +193,8 @@ def _opened(
 ) -> Iterator[_Files]:
     """Opens the checkpoints and the log of a trainer, and closes them at the end.
 
-    The weights are back in the model before the checkpoints are closed, because closing may be interrupted. All
-    processes are synchronised after an end that all of them reach: the loggers may keep process 0 busy for longer than
+    The weights are back in the model before the checkpoints are closed, because closing may be interrupted. If all
+    processes reach the end, they are synchronised there, because the loggers may keep process 0 busy for longer than
     the other processes wait for it at their exit.
     """
     checkpoints = trainer.open_checkpoints()
@@ -254,8 +254,9 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
     """Handles SIGTERM, SIGINT and SIGHUP so that the current step is finished first.
 
     Yields a function that returns the number of the received signal (0: none); the loop calls it after each step. A
-    second SIGTERM or SIGINT has its usual effect at once. A second SIGHUP has not, because a closed terminal sends two,
-    one from its shell and one from the kernel. SIGINT and SIGHUP stay ignored if they are (`nohup`, shell background).
+    second SIGTERM or SIGINT has its usual effect at once. A second SIGHUP has no effect, because a closed terminal
+    sends two, one from its shell and one from the kernel. SIGINT and SIGHUP stay ignored if they are ignored at the
+    start (`nohup`, shell background).
     """
     received: list[int] = [0]
     previous: dict[int, Any] = {}

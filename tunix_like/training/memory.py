@@ -3,8 +3,8 @@
 The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
 peak, for rows of full length. The constants below were measured from XLA's buffer assignment
 (`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time;
-`tests/training/test_memory.py` compares the sums with the same source. No weights are needed. `sizes.py` chooses sizes
-with these estimates.
+`tests/training/test_memory.py` compares the sums with the buffer assignment. No weights are needed. `sizes.py` chooses
+sizes with these estimates.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ FIRST_CACHE = 128
 """Initial number of columns of the sampler's cache, which then doubles (`rollout/shapes.py`)."""
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
-"""Number of arrays per token that a layer saves for its backward pass, of the width of the MLP, of the model, of all
-query heads and of all key heads. Measured by doubling each width: 4.9, 4.6 (plus 1 that does not grow), 4.7 and 3.1.
-The MLP saves its two products, the sigmoid, the activation and the input of the last product."""
+"""Number of arrays per token that a layer saves for its backward pass, for each of four widths: the MLP, the model, all
+query heads, and all key heads. Measured by doubling each width: 4.9, 4.6 (plus 1 that does not grow), 4.7 and 3.1. The
+MLP saves its two products, the sigmoid, the activation and the input of the last product."""
 
 KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
-"""The same with recomputation on CPU. There XLA removes the optimization barriers around a recomputed layer, and common
-subexpression elimination then keeps most of its arrays (1224 of 1696 numbers per token, and all scores). On other
-backends a layer saves only its input (`_with_stacked_layers`)."""
+"""As `KEPT_PER_TOKEN`, with recomputation on CPU. There XLA removes the optimization barriers around a recomputed
+layer, and common subexpression elimination then keeps most of its arrays (1224 of 1696 numbers per token, and all
+scores). On other backends a layer saves only its input (`_with_stacked_layers`)."""
 
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
 """Number of float32 arrays `[heads, queries, keys]` that a layer saves: the exponentials (1.21 times the scores at 96
-keys, 1.03 at 1056). Blocked attention saves none. If all keys are in one block, however, there is no loop over blocks,
-and XLA on CPU keeps the arrays that would be recomputed."""
+keys, 1.03 at 1056). Blocked attention saves no such arrays. If all keys are in one block, however, there is no loop
+over blocks, and XLA on CPU keeps the arrays that would be recomputed."""
 
 WORKING_SCORES = 2
-"""Number of such arrays during attention or its backward pass; the arrays of the layer's MLP are freed by then."""
+"""Number of arrays `[heads, queries, keys]` during attention or its backward pass; the arrays of the layer's MLP are
+freed by then."""
 
 LANE_COPIES = 4
 """Copies of a prompt's keys and values per lane and layer: gathered, their gradient, and both in another layout."""
 
 WORKING_INNER = 3
-"""Temporary arrays of the MLP's and of the model's width in the backward pass of one layer (measured 3.1 and 2.6)."""
+"""Numbers of temporary arrays of the MLP's width and of the model's width in the backward pass of one layer (measured
+3.1 and 2.6)."""
 
 ROUTED_COPIES = 8
 """Temporary arrays of the model's width with a row per token and chosen expert, in the backward pass of one layer with
@@ -78,7 +80,7 @@ LOGITS_COPIES = 2
 """Float32 arrays [tokens of a piece, vocabulary] in the forward and backward pass of the log-probabilities."""
 
 SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
-"""The same while sampling, without and with top-p or top-k."""
+"""As `LOGITS_COPIES`, while sampling without and with top-p or top-k."""
 
 LAID_OUT = {"tpu": 1.9, "gpu": 1.2}
 """Bytes per byte of the sampler's weights while they are laid out: the result, and gathered weights before their final
@@ -109,7 +111,8 @@ class Work:
       backend: the jax backend; the saving of `remat` depends on it.
       parts: number of shards of prompts and lanes.
       rollout_share: the part of the weights on one device while sampling; None: `share`, without a copy.
-      rollout_parts: number of shards of slots while sampling, and of devices that share their heads; None: `parts`, 1.
+      rollout_parts: number of shards of slots while sampling, and number of devices that share the heads of a slot;
+        None: `parts` and 1.
     """
 
     model: DecoderConfig
@@ -195,7 +198,7 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     """Returns the components of an update that differ where layers are stacked and recomputed.
 
     Args:
-      tokens, prompt_tokens: of a chunk and of a set of prompts.
+      tokens, prompt_tokens: numbers of tokens of a chunk and of a set of prompts.
       lane_tokens: prompt tokens whose keys and values are copied to the lanes of a chunk.
     """
     model = work.model
@@ -247,7 +250,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     into half as many.
 
     Args:
-      held: bytes by component of the arrays that are held all the time; by default those of a trainer.
+      held: bytes by component of the arrays that are held all the time; by default the arrays of a trainer.
     """
     parts, tp = work.rollout_parts or (work.parts, 1)
     rows, slots = -(-rows // parts), -(-slots // parts)

@@ -18,8 +18,8 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
     """Builds the learning rate schedule, a traceable function of the update's number `n` (from 0).
 
     During a warm-up of `w` updates the rate is `(n + 1) / w` of the peak, so the first update has a non-zero rate. From
-    update `w` on, `linear` and `cosine` decay from the peak to `end_fraction` of it at `n = total_updates`, and stay
-    there. If the warm-up is as long as the run, there is no decay.
+    update `w` on, `linear` and `cosine` decay from the peak to `end_fraction` times the peak at `n = total_updates`,
+    and then stay constant. If the warm-up is as long as the run, there is no decay.
 
     Raises:
       UserError: the schedule is `linear` or `cosine`, and `total_updates` is None.

@@ -3,9 +3,9 @@
 The model processes prompts in sets of `p`, each prompt once, independent of the number of its completions. The
 completions of a set follow in chunks. A chunk has `A` lanes with one prompt each, a lane has `b` bins, and a bin holds
 as many whole completions of the lane's prompt as fit into the width `T` of the batch, one after the other. Completions
-without a gradient are left out and short ones share a bin, so the cost is proportional to the number of real tokens.
-All shapes are worst cases that hold for any batch of the same width. The numbers of used sets and chunks are data, so
-the step is compiled once.
+without a gradient are left out and short completions share a bin, so the cost is proportional to the number of real
+tokens. All shapes are worst cases that hold for any batch of the same width. The numbers of used sets and chunks are
+data, so the step is compiled once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Layout(NamedTuple):
       prompts: `p`, number of prompts per set.
       lanes: `A`, number of lanes per chunk; a lane has the completions of one prompt.
       bins: `b`, number of bins per lane.
-      own_lanes: if True, lane `i` belongs to prompt `i` of its set (then `lanes == prompts`), so that prompts need not
-        move between devices; else a lane may have any prompt of its set.
+      own_lanes: if True, lane `i` belongs to prompt `i` of its set, and `lanes == prompts`. Prompts then need not move
+        between devices. If False, a lane may have any prompt of its set.
     """
 
     prompts: int
@@ -70,14 +70,14 @@ def choose_layout(
       most_prompts: maximum number of prompts of an update.
       widths: widths of the padded prompts and completions, `(S, T)`.
       micro_batch_size: completions of full width per forward and backward pass.
-      device_parts: number of shards; prompts per set are a multiple of it, and if it is above 1 lanes have their own
-        prompts.
+      device_parts: number of shards. Prompts per set are a multiple of this number. If it is above 1, each lane belongs
+        to one prompt of its set.
 
     A set has at most as many prompt tokens as `micro_batch_size` completions of full width, but at least one prompt and
     at least `device_parts` prompts. So the activations of the prompts, which are held while their completions are
-    processed, are never larger than those of a chunk. If there is one completion per prompt, `micro_batch_size` counts
-    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. There are no
-    more lanes than the completions of a whole set can fill.
+    processed, are never larger than the activations of a chunk. If there is one completion per prompt,
+    `micro_batch_size` counts examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts
+    are long. There are no more lanes than the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)

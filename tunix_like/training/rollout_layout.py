@@ -1,6 +1,6 @@
 """Chooses how weights and completions are laid out over the devices while sampling, apart from the training layout.
 
-Training shards weights over `fsdp` and gathers them layer by layer. In the decode loop that would move every weight
+Training shards weights over `fsdp` and gathers them layer by layer. In the decode loop this would move every weight
 over the network for every token. So the weights are laid out again before a rollout, once, in the compute dtype.
 """
 
@@ -42,11 +42,11 @@ def rollout_mesh(
 ) -> Mesh | None:
     """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`; None without a mesh.
 
-    It has the same devices as `mesh`, or those of `rollout.devices`.
+    It has the same devices as `mesh`, or the devices of `rollout.devices`.
 
     `rollout.mesh: auto` replicates the weights if they fit beside the trainer's arrays and the cache: sampling then
-    needs no communication. Otherwise it splits them over as few devices along `tp` as fit, and, if that is not enough,
-    over `fsdp` too.
+    needs no communication. Otherwise it splits them along `tp` over the fewest devices on which they fit. If that is
+    not enough, it also splits them along `fsdp`.
 
     Raises:
       UserError: `rollout.mesh` does not use every device, or does not divide the model.

@@ -1,4 +1,4 @@
-"""Takes the groups of each step from the collector, at once or collected while the step before was trained on."""
+"""Takes the groups of each step from the collector, which may have collected them during the step before."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class RolloutsAhead:
     """Collects the groups of steps.
 
     With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while step `n` is trained on. They are
-    sampled with the weights before step `n`: one update older than without. The first step of a call is not stale.
+    sampled with the weights before step `n`, one update older than with `max_staleness` 0. The first step of a call is
+    not stale.
 
     Args:
       iterator: the data iterator of the collector if its position can be saved, or None.
@@ -93,7 +94,7 @@ class RolloutsAhead:
         self._position = _Position(None, 0)
 
     def take(self, step: int, params: Any, last: bool) -> Taken | None:
-        """Returns the groups of a step, or None if the data is exhausted. Starts the next step if it is to be stale.
+        """Returns the groups of a step, or None if the data is exhausted. May start to collect the next step.
 
         Args:
           params: the weights before the update of this step.

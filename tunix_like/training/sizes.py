@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
 
 CHUNK_TOKENS = 512
-"""Completion tokens of a chunk on CPU with `auto`. An update of 4096 tokens of a 42 M model took 5.1 s and 2.1 GB with
-chunks of 256, 5.1 s and 2.3 GB with 512, 5.7 s and 2.8 GB with 1024, 6.0 s and 3.4 GB with 2048, because larger
-temporaries cause page faults."""
+"""Completion tokens of a chunk on CPU with `auto`. With chunks of 256, 512, 1024 and 2048 tokens, an update of 4096
+tokens of a 42 M model took 5.1, 5.1, 5.7 and 6.0 s, and 2.1, 2.3, 2.8 and 3.4 GB. Larger temporaries are slower because
+they cause page faults."""
 
 ACCELERATOR_CHUNK_TOKENS = 16384
 """Maximum completion tokens of a chunk on an accelerator. A matrix product with this number of rows does about 8,000
@@ -111,7 +111,7 @@ class MemoryEstimate:
       chosen: whether each of these two was chosen by `auto`.
       phases: the peak of each phase.
       available: bytes of the device.
-      refused: errors of sizes for which a single completion does not fit.
+      refused: error messages of the sizes with which not even a single completion fits.
       known: whether the device reports its memory (`Device`).
     """
 

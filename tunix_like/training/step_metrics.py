@@ -50,7 +50,7 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Computes throughput, engine occupancy, compilations and MFU of a step.
 
-    Throughput is in completion tokens per second. Compilations are those since the previous step, including its
+    Throughput is in completion tokens per second. Compilations are counted since the previous step, including its
     evaluation and checkpoint. The MFU (`*_mfu`) is the fraction of the device's peak FLOP/s, if the peak is known;
     prompts count once per group. With dynamic sampling the MFU of the rollout counts only the groups that are used.
 

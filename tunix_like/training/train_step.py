@@ -2,8 +2,8 @@
 
 The prompts are processed by the model once, one set at a time. The completions of a set follow in chunks. Their
 gradients with respect to the weights and to the prompts' states are accumulated before the backward pass of the
-prompts. The result is exact, because the weight of every token is known before the first chunk. Peak memory is that of
-one set of prompts and one chunk.
+prompts. The result is exact, because the weight of every token is known before the first chunk. Peak memory is the
+memory of one set of prompts and one chunk.
 """
 
 from __future__ import annotations

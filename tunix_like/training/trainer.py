@@ -51,7 +51,8 @@ class Trainer:
       step_key: the metrics' step column (`step`, `sft/step`).
       state: trained parameters and optimizer state; a step replaces them.
       frozen: the other parameters of the model; empty if all parameters are trained.
-      done: number of steps done so far; a call of `train` that does not resume from a checkpoint continues there.
+      done: number of steps done so far; a call of `train` that does not resume from a checkpoint continues after this
+        step.
       total: number of the last step, or None to continue until the data is exhausted.
       rate_follows_total: whether the learning rate of a step depends on `total`.
       schedule: maps the number of an update to its learning rate; None if unknown.
@@ -243,7 +244,7 @@ class Trainer:
 
 
 def write_description(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the description of a model, and for adapters that of their base model."""
+    """Writes the description of a model, and for adapters the description of their base model."""
     save_description(model.config, tokenizer, folder, model.param_dtype.name)
     if model.adapters is not None:
         save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)

@@ -1,4 +1,4 @@
-"""Prepares the weights of an update: matrices in the compute dtype, layers stacked, an output matrix of its own.
+"""Prepares the weights of an update: matrices in the compute dtype, stacked layers, a separate output matrix.
 
 This is done once per update, so the passes over its chunks read and, on a mesh, exchange weights in the compute dtype.
 Gradients are taken with respect to the prepared weights and added up in float32; `gradients_of` converts the sums to
@@ -22,8 +22,9 @@ from tunix_like.models.sharding import constrain_params, split_vocabulary
 Params = dict[Any, Any]
 
 _AS_STORED = (*QUANTIZED, "embedding", "lm_head")
-"""Names of matrices that keep their dtype: quantised ones; the embedding, of which only some rows are read; the output
-matrix, so that its gradient is added up over the pieces of a chunk in float32 (`token_logprobs` casts it)."""
+"""Names of matrices that keep their dtype: quantised matrices; the embedding, because only some of its rows are read;
+and the output matrix, so that its gradient is added up over the pieces of a chunk in float32 (`token_logprobs` casts
+the matrix)."""
 
 
 class WorkingWeights(NamedTuple):

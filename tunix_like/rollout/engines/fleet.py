@@ -1,4 +1,4 @@
-"""The servers of an engine: which of them have the current weights, and which one gets a request."""
+"""Tracks which servers of an engine have the current weights, and chooses the server for each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunix_like.rollout.engines.server import Answer, Server, Unavailable, Wrong
 logger = logging.getLogger("tunix_like")
 
 POLL_SECONDS = 1.0
-"""Interval at which a server that does not answer is asked again."""
+"""Interval in seconds between checks of a server that does not answer."""
 
 MOST_WRONG = 3
 """Number of wrong answers to one request, or of answers with other weights, after which the run stops."""
@@ -25,8 +25,8 @@ Admit = Callable[[Server], Awaitable[None]]
 class Fleet:
     """Servers with the same weights. Its methods run in one event loop.
 
-    A server that fails is asked for its health until it answers. It is used again when it has the current weights.
-    Meanwhile its requests go to other servers; without any server they wait.
+    A server that fails is checked until it answers. It is used again when it has the current weights. Meanwhile its
+    requests go to other servers; if there is no other server, the requests wait.
 
     Args:
       wait_seconds: time without any usable server after which all requests fail.
@@ -43,14 +43,14 @@ class Fleet:
         self._error: Exception | None = None
 
     async def update(self, folder: str, version: str, admit: Admit) -> None:
-        """Gives all servers the weights of a folder. Servers that do not answer get them later.
+        """Gives all servers the weights of a folder. Servers that do not answer get the weights later.
 
         Args:
           admit: checks each server that has these weights.
 
         Raises:
           EngineLost: no server answers within `wait_seconds`.
-          UserError: a server with these weights computes something else.
+          UserError: a server with these weights computes wrong log-probabilities.
         """
         self.folder, self.version, self._admit = folder, version, admit
         self._groups.clear()
@@ -113,7 +113,7 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server of a group, or the one with the fewest requests if it has none that is usable."""
+        """Returns the server of a group. If it is not usable, returns the usable server with the fewest requests."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)

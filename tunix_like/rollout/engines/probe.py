@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of a server with those of this process, for the same weights."""
+"""Compares the log-probabilities of a server and of this process, for the same weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Probe:
         """Compares the log-probabilities of a server with those that `logprobs` has computed for its weights.
 
         Raises:
-          UserError: they differ by more than `max_gap` nats on average.
+          UserError: the log-probabilities differ by more than `max_gap` nats on average.
         """
         if self.max_gap is None:
             return

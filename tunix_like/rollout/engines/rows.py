@@ -1,4 +1,4 @@
-"""The completions of one call of an engine over HTTP: their turns, and what is sent next."""
+"""Tracks the completions of one call of an engine over HTTP: their turns, and what is sent next."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Row:
     """A completion that is being sampled.
 
     Attributes:
-      prompt, tokens, logprobs, mask: the tokens of the prompt and of the completion so far, their log-probabilities,
-        and which of them the policy sampled.
+      prompt: the tokens of the prompt.
+      tokens, logprobs, mask: the tokens of the completion so far, their log-probabilities, and True for those that the
+        policy sampled.
       starts: for each token, the index of the first token of its segment.
-      first: that of the current segment.
+      first: the index of the first token of the current segment.
     """
 
     request: int
@@ -45,7 +46,7 @@ class Row:
         self.starts += [self.first] * len(tokens)
 
     def finished(self, complete: bool) -> Sample:
-        """Returns the completion; `complete` if the token limit did not end it."""
+        """Returns the completion; `complete` means that the token limit did not end it."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
         starts = np.array(self.starts, np.int32) if self.first else None
         return Sample(self.request, self.sample, tokens, logprobs, complete, np.array(self.mask, bool), starts)
@@ -83,7 +84,7 @@ class RowStates:
 
     @property
     def wanted(self) -> int:
-        """The number of answers to wait for: all in lockstep, one if there is anything to wait for, else none."""
+        """The number of answers to wait for: in lockstep all; else one, or zero if nothing is awaited."""
         if self.responder is not None and self.responder.lockstep:
             return self.running
         return min(self.running, 1)

@@ -29,7 +29,7 @@ class Unavailable(Exception):
 
 
 class WrongAnswer(Exception):
-    """The server answered something that is not what was asked for; the message describes it."""
+    """The answer of the server does not fit the request; the message describes it."""
 
 
 class Answer(NamedTuple):
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
     Attributes:
       logprobs: log-probability of each token in nats.
-      stopped: whether an end-of-sequence token ended the answer, rather than the token limit.
+      stopped: True if an end-of-sequence token ended the answer; False if the token limit did.
       versions: the versions of the weights, without repetition.
       top: log-probabilities of the most probable tokens at each position, by token id.
     """
@@ -54,8 +54,8 @@ class Server:
 
     Attributes:
       url: its address, without a final slash.
-      version: the version of the weights that the engine knows it to have; None if it has to be updated first.
-      alive: whether it answered last.
+      version: the version of its weights as far as the engine knows; None if it needs the weights first.
+      alive: whether the server answered the last request.
       running: number of requests that it is answering.
     """
 
@@ -73,7 +73,7 @@ class Server:
           text, tokens: a text and its token ids.
 
         Raises:
-          UserError: it cannot be reached or used; the message says how to start it.
+          UserError: the server cannot be reached or used; the message contains the command that starts it correctly.
         """
         try:
             await self._check(least_length, text, tokens)
@@ -165,7 +165,7 @@ class Server:
         return self._content(route, missing, *await self._request("POST", route, body, seconds))
 
     def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
-        """Returns the JSON of an answer; `missing`, if given, if the server has no such route."""
+        """Returns the JSON of an answer. If the server has no such route, returns `missing` if it is given."""
         if missing is not None and status in (404, 405, 501):
             return missing
         said = content[:300].decode(errors="replace").replace("\n", " ")

@@ -47,8 +47,8 @@ class VLLMEngine:
     Args:
       model: the model that is trained; its graph, not its weights, is kept.
       rollout: `urls`, lengths, sampling parameters and time limits.
-      weights_folder: a folder that all servers can read under the same name; each version of the weights gets a folder
-        in it, and the one before is removed.
+      weights_folder: a folder that all servers can read under the same name. Each version of the weights gets a
+        subfolder, and the subfolder of the previous version is removed.
       max_gap: largest mean difference between the log-probabilities of a server and of this process, in nats. None:
         not compared.
 
@@ -82,11 +82,12 @@ class VLLMEngine:
         by_first(self._open)
 
     def place(self, params: Any) -> str:
-        """Gives the servers the weights; returns their version. Weights that they have already are not sent again.
+        """Gives the servers the weights and returns the version. Weights that the servers already have are not sent
+        again.
 
         Raises:
           EngineLost: no server answers.
-          UserError: the folder cannot be written, or a server computes something else with these weights.
+          UserError: the folder cannot be written, or a server computes wrong log-probabilities with these weights.
         """
         leaves = jax.tree.leaves(params)
         if len(leaves) == len(self._placed) and all(a is b for a, b in zip(leaves, self._placed, strict=True)):
@@ -137,7 +138,7 @@ class VLLMEngine:
                 task.cancel()
 
     def close(self) -> None:
-        """Closes the connections and removes the weights that were written. The servers go on."""
+        """Closes the connections and removes the weights that were written. The servers keep running."""
         if self._loop is not None and self._fleet is not None and self._thread is not None:
             self._wait(self._fleet.close())
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,4 +1,4 @@
-"""Gives environments of all kinds one form: those of this library, of google-tunix and of TRL, and plain tools."""
+"""Adapts environments of this library, of google-tunix and of TRL, and plain tools, to one interface."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Trajectory(Protocol):
         """Answers one turn."""
 
     def finish(self) -> float:
-        """Returns the reward at the end of the trajectory; 0 for none."""
+        """Returns the reward at the end of the trajectory; 0 if there is none."""
 
 
 def kind_of(kind: type) -> Kind | None:
-    """Returns how objects of a class are used: by `step`, as a google-tunix `BaseTaskEnv`, by tool methods as in TRL;
-    None if none applies."""
+    """Returns how objects of a class are used: by `step`, as a google-tunix `BaseTaskEnv`, or by tool methods as in
+    TRL. None if none of these applies."""
     if callable(getattr(kind, "_initial_observation", None)) and callable(getattr(kind, "_step_impl", None)):
         return "tunix"
     if callable(getattr(kind, "step", None)):
@@ -113,11 +113,11 @@ class Adapted:
         self._task = _task_parameter(factory)
 
     def tools(self) -> list[Mapping[str, Any]]:
-        """Returns the schemas of the tools; empty without tools. A factory that is no class, or a class with the method
-        `tool_schemas`, is called once for this.
+        """Returns the schemas of the tools; empty without tools. A factory that is not a class, or a class with the
+        method `tool_schemas`, is called once for this.
 
         Raises:
-          UserError: the objects of the factory cannot be environments, or its arguments are not those it takes.
+          UserError: the objects of the factory cannot be environments, or the factory does not accept the arguments.
           Exception: what the factory raises.
         """
         if self._functions is not None:
@@ -136,10 +136,10 @@ class Adapted:
         return _tunix_tools(environment)
 
     def start(self, columns: Mapping[str, Any]) -> Trajectory:
-        """Makes the environment of one trajectory; `columns` are those of its row.
+        """Makes the environment of one trajectory; `columns` are the columns of its row.
 
         Raises:
-          UserError: the factory made an object that is no environment.
+          UserError: the factory returned an object that is not an environment.
           Exception: what the factory raises.
         """
         if self._functions is not None:
@@ -174,7 +174,7 @@ def as_environment(
       arguments: passed to the factory by name; not for tools.
 
     Raises:
-      UserError: it is none of these (see `check_class`).
+      UserError: the object is neither of these (see `check_class`).
     """
     return factory if isinstance(factory, Adapted) else Adapted(factory, arguments)
 
@@ -183,10 +183,10 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
     """Checks that a factory can be called with the arguments.
 
     Args:
-      takes_task: whether it gets the columns of a row too, as its first parameter or as `task`.
+      takes_task: whether the factory also gets the columns of a row, as its first parameter or as `task`.
 
     Raises:
-      UserError: it has no such parameter, or a parameter without a default has no value.
+      UserError: the factory has no such parameter, or a parameter without a default has no value.
     """
     try:
         parameters = inspect.signature(factory).parameters
@@ -308,8 +308,8 @@ def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
 def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
     """Returns the text or the messages of an observation of google-tunix.
 
-    A dict with `prompts` or `question` is this text and one with `tool_outputs` is one message per call, as for
-    google-tunix's agents; an empty dict is nothing, and another dict is written as JSON.
+    As for google-tunix's agents, a dict with `prompts` or `question` becomes this text, and a dict with `tool_outputs`
+    becomes one message per call. An empty dict becomes no observation. Any other dict is written as JSON.
 
     Args:
       names: tool names by the id of the call.

@@ -20,7 +20,7 @@ from tunix_like.types import Engine
 def make_player(
     environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
 ) -> Player | None:
-    """Returns the player for the argument `environment` of a learner, or for environments; None without any.
+    """Returns the player for the argument `environment` of a learner, or for environments; None if there are none.
 
     Its tokenizer passes the schemas of the tools to the chat template.
 
@@ -46,7 +46,8 @@ def make_player(
 
 
 def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[str]) -> None:
-    """Checks that an engine of the user and the names of the rewards go with environments, if there are any.
+    """Checks that an engine of the user and the names of the rewards are compatible with environments, if there are
+    any.
 
     Raises:
       UserError: `generate` of the engine has no parameter `responder`, or a reward has the name of the environment's.

@@ -1,8 +1,8 @@
 """Makes the tokens between two turns of a trajectory: token in, token out.
 
 A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (but see `conversations.py`).
-After a turn, which ended with an end-of-sequence token that the policy sampled, only the bridge is encoded and
-appended: the observation of the environment with what the chat template puts around it and the start of the next
+A turn ends with an end-of-sequence token that the policy sampled. After it, only the bridge is encoded and appended:
+the observation of the environment, the text that the chat template puts around it, and the start of the next
 assistant's turn. A text environment (no chat template) appends the observation alone.
 
 Observations are untrusted: control tokens that are written in them are encoded as plain text.
@@ -66,20 +66,20 @@ class Bridge:
     def tokens(self, observations: Sequence[Any], ends: Sequence[int]) -> list[Bridged]:
         """Returns the tokens to append after one turn of each trajectory.
 
-        All observations are rendered by one request to the template process, and by about ten more if some must be
-        shortened. In plain text, an observation is appended as it is. With a chat template, a text is a user message;
-        None or an empty text is only the start of the next turn.
+        One request to the template process renders all observations. If some must be shortened, about ten more requests
+        follow. In plain text, an observation is appended as it is. With a chat template, a text is a user message; None
+        or an empty text is only the start of the next turn.
 
         The end token that the policy sampled stays in the row. If the template writes another end token there, it is
-        not added; the tokens are those after it.
+        not added; only the tokens after it are added.
 
         Args:
-          observations: one per trajectory, text or messages or None; whatever an environment returned.
+          observations: one per trajectory, as the environments returned them: text, messages or None.
           ends: the last token of each turn, an end-of-sequence token.
 
         Raises:
-          UserError: prompts are plain text and observations are messages. What is wrong with a single observation is a
-            `problem` of its result, for example a message that the chat template does not support
+          UserError: prompts are plain text and observations are messages. An error of a single observation does not
+            raise: it is the `problem` of its result. An example is a message that the chat template does not support
             (`TemplateDifference.check`).
         """
         results: dict[int, Bridged] = {}
@@ -138,7 +138,7 @@ class Bridge:
         return None
 
     def _encoded(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
-        """Returns the token ids of each observation, its error, or None if it takes too many tokens."""
+        """Returns for each observation its token ids, its error, or None if it has too many tokens."""
         most = _LONG_TOKEN * self._most
         tried = [sum(map(len, texts(each.chat))) <= most for each in pending]
         chats = [each.chat for each, fits in zip(pending, tried, strict=True) if fits]
@@ -216,8 +216,8 @@ def make_bridge(
       eos_ids: the ids that end a turn.
       tools: JSON schemas of the tools; if given, the template gets them as `tools`, as for the prompts.
       most_tokens: maximum number of tokens to append, those of the chat template included.
-      overlong: for observations that need more, `cut` shortens the text and marks the place, `unscored` returns no
-        tokens.
+      overlong: what happens to observations that need more tokens: `cut` shortens the text and marks the place,
+        `unscored` returns no tokens.
 
     Raises:
       UserError: the chat template has no consistent addition (`TemplateDifference`), there are tools without a chat
@@ -269,7 +269,8 @@ def _messages(observation: Any) -> list[dict[str, str]]:
     """Returns an observation as messages of text; a text is a user message, nothing is an empty list.
 
     Raises:
-      UserError: it is neither text nor messages of text, or one has a role that an environment may not have.
+      UserError: the observation is neither text nor messages of text, or a message has a role that an environment may
+        not have.
     """
     if observation is None or isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []

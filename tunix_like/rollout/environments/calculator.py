@@ -37,7 +37,7 @@ def calculator(expression: str) -> str:
       the value as text; a whole number is written without a decimal point.
 
     Raises:
-      ValueError: it is no such expression, is too long, has no real value, or a number in it gets too large.
+      ValueError: the text is not such an expression, it is too long, it has no real value, or a number gets too large.
     """
     value = _evaluate(_parsed(expression))
     if isinstance(value, float):
@@ -54,7 +54,7 @@ class Calculator:
     """
 
     def reset(self) -> None:
-        """Starts an episode; the prompt is that of the row."""
+        """Starts an episode; the prompt of the row stays unchanged."""
 
     def calculator(self, expression: str) -> str:
         """Evaluates an arithmetic expression with numbers, + - * / // % ** and parentheses.

@@ -21,7 +21,7 @@ from tunix_like.rollout.environments.results import (
 )
 
 MOST_ANSWER = 16 * MOST_CHARACTERS
-"""Largest answer in bytes. The checks in the child keep answers below it; a longer one is not from them."""
+"""Largest answer in bytes. The checks in the child keep answers below this size, so a longer answer is invalid."""
 
 _READ = 1 << 20
 
@@ -39,7 +39,7 @@ class Caller:
       channel: the socket; None until the process is ordered.
       pid: the process; None until it has begun.
       what: the current or last call, `reset`, `step` or `finish`.
-      given, deadline: `time.monotonic` values of the start of the current call and of its end at the latest.
+      given, deadline: `time.monotonic` values of the start and of the deadline of the current call.
       closed: whether the process has closed its end of the socket.
       ended: how the process ended while it had no call; None if it runs.
     """
@@ -71,7 +71,7 @@ class Caller:
         """Writes and reads without blocking; returns the outcome of the call, the reason why it failed, or None.
 
         Raises:
-          Answered: what arrived is no answer.
+          Answered: the bytes that arrived are not an answer.
         """
         assert self.channel is not None
         try:

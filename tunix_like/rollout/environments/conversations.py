@@ -1,13 +1,13 @@
 """Renders whole conversations again at each turn, for `environment.history=template`.
 
 Some chat templates rewrite earlier turns when new messages come (Qwen3 removes their `<think>` blocks). Here the model
-sees at each turn what the template renders. If that begins with the tokens that the model has seen and sampled so far,
-only the rest is appended. Otherwise the row is restarted: the rewritten history follows the prompt of the group, which
-stays in the cache. Some templates end a prompt with tokens that they remove later (an opened or empty thought); these
-are in the rows, and not in the prompt of the group.
+sees at each turn what the template renders. If the rendering begins with the tokens that the model has seen and sampled
+so far, only the rest is appended. Otherwise the row is restarted: the rewritten history follows the group's prompt. The
+prompt stays in the cache. Some templates end a prompt with tokens that they remove later (an opened or empty thought);
+these tokens are in the rows, and not in the prompt of the group.
 
-A sampled turn is the content of its message as the tokenizer decodes it, with tool calls and `<think>` blocks in the
-model's own format, so that a malformed call is rendered too. The result is never trained on.
+The content of a turn's message is the decoded text of its sampled tokens. Tool calls and `<think>` blocks stay in the
+model's own format, so that a malformed call is rendered too. These rendered tokens are never trained on.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Conversation:
     """The conversation of one trajectory.
 
     Attributes:
-      messages: those of the prompt, then the turns and the observations.
+      messages: the messages of the prompt, then the turns and the observations.
       tokens: the tokens that the model sees: the prompt and the current segment.
       prompt: number of tokens of the prompt that a later turn keeps.
       rewritten: number of times that the template has rewritten the history.
-      restarted: `rewritten` before the last turn, the number of times that the row was restarted.
+      restarted: the value of `rewritten` before the last turn: the number of times that the row was restarted.
     """
 
     messages: list[Message]
@@ -64,7 +64,8 @@ class Conversation:
 
 
 class Continued(NamedTuple):
-    """The tokens to append to a row, and whether it is restarted (see `types.Reply`); or why there are none."""
+    """The tokens to append to a row, and whether the row is restarted (see `types.Reply`); or the reason why there are
+    none."""
 
     tokens: list[int] | None
     restart: bool = False
@@ -94,7 +95,7 @@ class Conversations:
     def begin(self, prompts: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> list[Conversation]:
         """Returns conversations that are only a prompt, given by its messages and its tokens.
 
-        One request to the process that renders.
+        Sends one request to the template process.
         """
         rendered = self._tokenizer.render_guarded([[*messages, *_NEXT] for messages, _ in prompts], True)
         return [
@@ -103,7 +104,7 @@ class Conversations:
         ]
 
     def _kept(self, tokens: Sequence[int], later: str | UserError) -> int:
-        """Returns how many tokens of a prompt are also in the rendering `later`, up to the first that is not."""
+        """Returns the number of tokens that a prompt and the rendering `later` have in common at their start."""
         if isinstance(later, UserError):  # this is reported when a turn has ended
             return len(tokens)
         pairs = zip(tokens, self._tokenizer.encode_guarded(later, _NO_LIMIT), strict=False)
@@ -113,7 +114,7 @@ class Conversations:
     def continued(self, given: Sequence[tuple[Conversation, Sequence[Message]]]) -> list[Continued]:
         """Adds new messages to conversations whose turn has ended, and returns how their rows continue.
 
-        One request to the process that renders. A conversation that cannot continue stays as it is.
+        Sends one request to the template process. A conversation that cannot continue stays as it is.
         """
         chats = [[*conversation.messages, *new] for conversation, new in given]
         rendered = self._tokenizer.render_guarded(chats, True)

@@ -25,7 +25,7 @@ class Episode(NamedTuple):
       cut: number of observations that were shortened.
       reward: the sum of the rewards of the environment; NaN if it failed.
       info: the last numbers of the environment by name.
-      failure: why the environment failed, as `Failure`; None if it did not.
+      failure: why the environment failed, as `Failure`; None if it did not fail.
       rewritten: number of times that the chat template has rewritten its history; None with
         `environment.history=sampled`.
     """

@@ -43,17 +43,17 @@ ORDER = struct.Struct("!cQ")
 BEGIN, END = b"b", b"e"
 
 TOOLS_PREFIX = "tools:"
-"""Begins the first place if the places are tools and not one environment."""
+"""Prefix of the first place if the places are tools and not one environment."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 
 def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Returns what `load` takes for an environment, by name or location, or for tools.
+    """Returns the argument `places` of `load` for an environment, given by name or location, or for tools.
 
     Raises:
-      UserError: a name cannot be imported, or the arguments cannot be written as JSON or belong to tools.
+      UserError: a name cannot be imported, the arguments cannot be written as JSON, or tools have arguments.
     """
     if not isinstance(place, str):
         if arguments:
@@ -87,13 +87,13 @@ def load(places: list[str]) -> Adapted:
 def serve(number: int, places: list[str], parent: int) -> None:
     """Loads the environment, sends `{"tools": [...]}` or `{"error": text}`, and then follows orders.
 
-    Each child that starts is reported as `{"begun": number, "pid": pid}`, each that ended as `{"ended": number,
-    "status": exit status, or -signal}`, and each `END` is answered with `{"stopped": number}`. The program ends with
-    all children when the socket is closed or the run has ended.
+    The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
+    status, or -signal}`. Each `END` is answered with `{"stopped": number}`. The program ends with all children when the
+    socket is closed or the run has ended.
 
     Args:
       number: file descriptor of the socket to the run.
-      places: what `load` takes.
+      places: the argument of `load`.
       parent: id of the process that started this one.
     """
     die_with(parent)

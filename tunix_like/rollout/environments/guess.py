@@ -10,7 +10,7 @@ NUMBERS = 64
 """The hidden number is one of 0, 1, ..., NUMBERS - 1."""
 
 MOST_GUESSES = 7
-"""The game is lost after this many turns. Bisection needs at most as many."""
+"""The game is lost after this many turns. Bisection needs at most this many turns."""
 
 HIGHER, LOWER, INVALID = "HIGHER", "LOWER", "INVALID"
 
@@ -22,8 +22,8 @@ class Guess:
     """One game. The guess of a turn is the last number in its text.
 
     The reward is `1 - COST * (turns - 1)` for the hidden number, else 0. A turn without a number in the range counts
-    too, and its answer is INVALID. The metric `turns_to_success` counts `MOST_GUESSES + 1` for a game that is lost by
-    its turns.
+    too, and its answer is INVALID. The metric `turns_to_success` is `MOST_GUESSES + 1` for a game that ends without
+    success after its last turn.
     """
 
     def reset(self, number: int) -> None:

@@ -11,7 +11,7 @@ from tunix_like.rollout.environments.outcomes import Outcome
 
 
 class LocalEnvironments:
-    """Implements `Environments` in this process. A call runs at once, in the order of the calls.
+    """Implements `Environments` in this process. Calls run at once and in their order.
 
     An exception ends its trajectory alone. An environment that hangs or exits stops the run; use `EnvironmentPool` for
     these.

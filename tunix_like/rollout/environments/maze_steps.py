@@ -1,4 +1,4 @@
-"""The environment `maze_steps`: a maze walked one move a turn, of which only the place of the walker is seen."""
+"""The environment `maze_steps`: the policy walks a maze one move per turn, and sees only the open moves of its cell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class MazeSteps:
     """A walk from the cell at (1, 1), one move to a neighbouring cell per turn.
 
     Cells are at odd rows and columns, with a wall or an opening between two neighbours. The observation is the moves
-    that are open, such as `DOWN+RIGHT`. A turn is exactly one move. A move against a wall, or a turn with
-    no move or several, changes nothing and counts too. The reward is 1 at GOAL.
+    that are open, such as `DOWN+RIGHT`. A valid turn is exactly one move. A move against a wall, or a turn with no move
+    or several, changes nothing, but counts as a turn. The reward is 1 at GOAL.
     """
 
     def reset(self, hidden: str) -> str:

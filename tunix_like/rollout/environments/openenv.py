@@ -28,8 +28,8 @@ class ActionForm(NamedTuple):
     """How the text of a turn becomes an action.
 
     Attributes:
-      kind: `tools`: its tool calls, one action each; `text`: the text is a field; `value`: the text is the JSON of a
-        field; `object`: the text is the JSON of the action.
+      kind: `tools`: each tool call in the text is one action; `text`: the text is the value of a field; `value`: the
+        text is the JSON of this value; `object`: the text is the JSON of the action.
       field: the name of the field.
       fields: the names of the required fields.
     """
@@ -42,9 +42,9 @@ class ActionForm(NamedTuple):
 class OpenEnv:
     """One trajectory with an OpenEnv server.
 
-    `reset` sends all columns of the row; the server passes on those that its environment takes. A turn becomes an
-    action by the schema of the server's actions (see `action_form`). A turn that is no such action is answered by a
-    text that begins with "error:", as a wrong tool call is; the environment does not see it.
+    `reset` sends all columns of the row; the server passes on the columns that its environment accepts. The schema of
+    the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid action
+    does not reach the environment. Like a wrong tool call, it is answered by a text that begins with "error:".
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
@@ -64,9 +64,9 @@ class OpenEnv:
         self._session: Session | None = None
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Returns the schemas of the server's tools; empty if its actions are no tool calls.
+        """Returns the schemas of the server's tools; empty if its actions are not tool calls.
 
-        It is called before training, so it also checks the server.
+        This method is called before training, so it also checks the server.
 
         Raises:
           UserError: the server cannot be reached, or its actions have no field `action`.
@@ -107,7 +107,7 @@ class OpenEnv:
         """Sends one action; `show` returns what the model sees of the observation.
 
         Raises:
-          InvalidAction: the server has refused it, and the session goes on.
+          InvalidAction: the server has refused the action, and the session continues.
           UserError: the session is lost, or the answer is not valid.
         """
         if self._session is None:
@@ -120,7 +120,8 @@ class OpenEnv:
         return checked_step((show(observation), reward, answer.get("done", False), info), where)
 
     def _call_tools(self, calls: list[ToolCall]) -> EnvStepResult:
-        """Sends the calls of a turn in their order until the episode is over. A turn without a call ends it."""
+        """Sends the calls of a turn in their order until the episode is over. A turn without a call ends the
+        episode."""
         messages: list[dict[str, str]] = []
         reward, done = 0.0, not calls
         info: dict[str, Any] = {}
@@ -146,7 +147,7 @@ class OpenEnv:
         """Returns what the model sees of an observation.
 
         Raises:
-          UserError: it does not have the field that is to be shown.
+          UserError: the observation does not have the field that is to be shown.
         """
         if self.observation is not None and self.observation not in observation:
             raise UserError(
@@ -159,9 +160,10 @@ class OpenEnv:
 def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     """Returns how turns become actions of a schema.
 
-    If actions are tool calls (they have `tool_name` and `arguments`), they are the calls of a turn. Otherwise a turn is
-    the value of one field: the named one, the only required one or the only one. If that field is not text, the turn is
-    its JSON. If there are several fields, the turn is the action as a JSON object.
+    If the schema is that of tool calls (with `tool_name` and `arguments`), the calls of a turn are the actions.
+    Otherwise a turn is the value of one field: the named field, the only required field or the only field. If this
+    field is not text, the turn is the value as JSON. If several fields are possible, the turn is the action as a JSON
+    object.
 
     Raises:
       UserError: the actions do not have the named field.
@@ -198,7 +200,7 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
 
 
 def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
-    """Returns the action of a turn. Its thinking (`<think>`) is left out, and a block of Markdown around JSON.
+    """Returns the action of a turn, without `<think>` blocks and without a Markdown block around JSON.
 
     Raises:
       InvalidAction: the turn is not the JSON that the form needs.
@@ -224,8 +226,8 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
 def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
     """Returns an observation as text or messages; None if it has no content.
 
-    Fields that are null or empty, and `metadata`, are left out. One field is its value, messages if it is a list of
-    messages; several are a JSON object.
+    `metadata` and fields that are null or empty are left out. A single field becomes its value; a list of messages
+    becomes these messages. Several fields become a JSON object.
     """
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})
@@ -243,7 +245,7 @@ def _is_message(value: Any) -> bool:
 
 
 def tool_result(observation: Mapping[str, Any]) -> str:
-    """Returns the text of the result of a tool call; that of a failed call begins with "error:"."""
+    """Returns the text of the result of a tool call; the text of a failed call begins with "error:"."""
     if error := observation.get("error"):
         return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
     result = observation["result"] if "result" in observation else text_of(observation)

@@ -28,14 +28,15 @@ _MOST_REASON = 500
 
 
 class InvalidAction(Exception):
-    """A turn is no action, or the server has refused it by its schema; the session goes on. The text says why."""
+    """A turn is not an action, or does not match the server's schema; the session continues. The text gives the
+    reason."""
 
 
 def checked_url(url: Any) -> str:
     """Returns the address of a server without a slash at the end.
 
     Raises:
-      UserError: it does not begin with http:// or https:// and a host.
+      UserError: the address does not begin with http:// or https:// and a host.
     """
     problem = f"environment.arguments: url is {show(url)}; write the address of the server, e.g. http://127.0.0.1:8000."
     if not isinstance(url, str):
@@ -70,7 +71,7 @@ def schemas_of_server(url: str) -> dict[str, Any]:
     """Returns the JSON schemas of a server by name: `action`, `observation`, `state`.
 
     Raises:
-      UserError: the server cannot be reached, or is no OpenEnv server.
+      UserError: the server cannot be reached, or is not an OpenEnv server.
     """
     answer = _ask(url, "/schema")
     if not isinstance(answer, dict) or not isinstance(answer.get("action"), dict):
@@ -137,8 +138,8 @@ def _is_here(url: str) -> bool:
 class Session:
     """A WebSocket session: one environment of the server, which ends with the connection.
 
-    No call has a time limit, because `EnvironmentPool` stops the process of a trajectory at its own. A lost connection
-    is never opened again.
+    No call has a time limit here, because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost
+    connection is never opened again.
 
     Raises:
       UserError: the server cannot be reached.
@@ -164,7 +165,7 @@ class Session:
             raise UserError(f"OpenEnv server {url}: no session could be opened ({_reason(error)}).") from error
 
     def call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends the message `what`, `reset` or `step`, and returns the content of the observation that answers it.
+        """Sends the message `what` (`reset` or `step`) and returns the content of the observation in the answer.
 
         Raises:
           InvalidAction: the action of a step does not fit the server's schema.

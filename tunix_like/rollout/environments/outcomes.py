@@ -1,4 +1,4 @@
-"""Defines what runs environments: objects that reset and step many environments and collect the outcomes."""
+"""Defines the interface of objects that reset and step many environments and collect the outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # worker processes import this module, and `types` imports ja
 
 
 class Outcome(NamedTuple):
-    """What an environment answered to `reset`, `step` or `finish`, or why it did not.
+    """What an environment answered to `reset`, `step` or `finish`, or why it did not answer.
 
     Attributes:
       number: the trajectory.
@@ -47,13 +47,13 @@ class Environments(Protocol):
         """Starts one step of a trajectory."""
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready; with `wait`, at least one if a call is unanswered."""
+        """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
 
     def finish(self, number: int) -> None:
         """Starts to end a trajectory; its environment is freed afterwards.
 
-        The reward of the outcome is the one that the environment gives at the end (`get_reward` of TRL), in addition to
-        those of its steps; 0 if it gives none.
+        The reward of the outcome is a reward that the environment gives at the end (`get_reward` of TRL), in addition
+        to the rewards of its steps; 0 if there is none.
         """
 
     def close(self) -> None:

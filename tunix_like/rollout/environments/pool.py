@@ -1,8 +1,8 @@
 """Runs each environment in a process of its own, with deadlines and a memory limit.
 
-`fork_server.py` holds the user's module and starts the processes, since a start of the interpreter for each trajectory
-would take longer than most episodes. An environment that hangs, exits or grows is killed with everything that it
-started, and costs its own trajectory alone.
+`fork_server.py` holds the user's module and forks the processes, because starting an interpreter for each trajectory
+would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed with
+everything that it started. This affects only its own trajectory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.1
 """Interval of the memory checks while environments are busy."""
 
 PATIENCE = 10.0
-"""Maximum seconds for the server to follow an order, which takes milliseconds."""
+"""Maximum seconds for the server to follow an order. An order usually takes milliseconds."""
 
 _EXIT_SECONDS = 1.0  # for an exit status to arrive after a socket was closed, and for the server to end by itself
 
@@ -41,7 +41,7 @@ class EnvironmentPool:
     """Implements `Environments` with one process per trajectory. Not thread-safe.
 
     The processes start at the first `reset` and are forked from a fresh interpreter that has loaded the user's module.
-    Time in which `outcomes` is not called does not count for the deadlines.
+    The deadlines do not count time in which `outcomes` is not called.
 
     Args:
       place: name or location of a class or factory (`rewards.pool.place_of`), or the locations of functions that are
@@ -90,7 +90,7 @@ class EnvironmentPool:
         """JSON schemas of the tools; empty without tools. Starts the server to load the user's module.
 
         Raises:
-          UserError: the module cannot be loaded, or is no environment.
+          UserError: the module cannot be loaded, or the object is not an environment.
         """
         while self._tools is None:
             server = self._server or self._start()
@@ -133,14 +133,15 @@ class EnvironmentPool:
         self._submit(self._callers[number], "step", pickle.dumps(("step", completion)))
 
     def finish(self, number: int) -> None:
-        """Ends a trajectory; see `Environments.finish`. One without an environment gets an outcome with reward 0."""
+        """Ends a trajectory; see `Environments.finish`. A trajectory without an environment gets an outcome with reward
+        0."""
         if number not in self._callers:
             self._ready.append(Outcome(number))
         else:
             self._submit(self._callers[number], "finish", pickle.dumps(("finish", None)))
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready; with `wait`, at least one if a call is unanswered."""
+        """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
         while True:
             self._look()
             self._hand_out()

@@ -1,4 +1,4 @@
-"""What a user of environments writes: an environment, whose steps return results.
+"""The interface that the user's environments implement, and the result of a step.
 
 This module does not import jax, because the processes of environments import it.
 """
@@ -16,10 +16,11 @@ class EnvStepResult(NamedTuple):
     """The result of one step of an environment.
 
     Attributes:
-      observation: text or chat messages for the next turn; None or an empty text: nothing but the start of the turn.
+      observation: text or chat messages for the next turn; None or an empty text adds only the start of the turn.
       reward: added to the reward of the trajectory.
       done: whether the trajectory is over.
-      info: numbers by name become metrics (the mean over trajectories of the last value); other values are ignored.
+      info: values by name. Numbers become metrics (the mean over trajectories of the last value); other values are
+        ignored.
     """
 
     observation: str | Sequence[Message] | None = None
@@ -30,7 +31,7 @@ class EnvStepResult(NamedTuple):
 
 @runtime_checkable
 class Environment(Protocol):
-    """The other side of one trajectory: it answers the turns of the policy and gives rewards.
+    """The environment of one trajectory: it answers the turns of the policy and gives rewards.
 
     A factory (a class or a function without required parameters) makes one object per trajectory. Environments of
     google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (`rollout/environments`).
@@ -40,9 +41,9 @@ class Environment(Protocol):
         """Starts an episode from the columns of a row, without its prompt.
 
         Returns:
-          the first observation, which is added to the row's prompt: text is appended to its last message (or to the
-          text prompt), messages are appended as messages; None: the row's own prompt. It must be the same for all
-          trajectories of a row, which share the prompt.
+          the first observation, which is added to the row's prompt. Text is appended to the last message (or to the
+          text prompt). Messages are appended as messages. None adds nothing. The first observation must be the same for
+          all trajectories of a row, because they share the prompt.
         """
 
     def step(self, completion: str) -> EnvStepResult:

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from tunix_like.types import Message
 
 MOST_CHARACTERS = 500_000
-"""Characters of an observation that are kept. This is over 100,000 tokens of usual text, which is more than any
-`max_observation_tokens` in use; the caller applies that limit. Longer text would only be encoded to be dropped."""
+"""Maximum number of characters of an observation that are kept. This is over 100,000 tokens of usual text, which is
+more than any `max_observation_tokens` in use; the caller applies that limit. Longer text would be encoded and then
+dropped."""
 
 MOST_MESSAGES = 1_000
 """Largest number of messages of one observation."""
 
 MOST_INFO = 100
-"""Entries of `info` that are kept, and the largest number of characters of their names."""
+"""Maximum number of entries of `info` that are kept, and maximum number of characters of their names."""
 
 
 def checked_step(value: Any, where: str) -> EnvStepResult:
@@ -36,7 +37,7 @@ def checked_step(value: Any, where: str) -> EnvStepResult:
       where: class and method, for error messages, e.g. `MyEnv.step`.
 
     Raises:
-      UserError: it has another form, or an entry has a wrong type or value.
+      UserError: the result has another form, or an entry has a wrong type or value.
     """
     if all(hasattr(value, name) for name in ("observation", "reward", "done")):
         fields = (value.observation, value.reward, value.done, getattr(value, "info", None))

@@ -1,4 +1,4 @@
-"""Checks that the settings of environments which are given in Python have an effect."""
+"""Checks that settings of environments have an effect if the environments are given in Python."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tunix_like.rollout.environments.pool import EnvironmentPool
 
 
 def check_effect(config: EnvironmentConfig, environments: Environments, made: bool) -> None:
-    """Checks that environments follow the keys of a config that are set.
+    """Checks that the set keys of a config have an effect on the environments.
 
     Args:
-      made: whether they were made here from a class or functions, and not given as `Environments`. (A run from a YAML
-        file gives environments that it made from the same config.)
+      made: whether the environments were made here from a class or functions, and not given as `Environments`. (A run
+        from a YAML file gives environments that it made from the same config.)
 
     Raises:
       UserError: a key has no effect.

@@ -41,7 +41,7 @@ class State:
         return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
     def note(self, observation: Any) -> None:
-        """Adds an observation to the messages. Only turns of the policy have the role assistant there."""
+        """Adds an observation to the messages. Only turns of the policy have the role assistant in the messages."""
         if isinstance(observation, str) and observation:
             self.messages.append({"role": "user", "content": _shown(observation)})
         elif observation:

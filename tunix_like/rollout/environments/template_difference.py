@@ -1,9 +1,9 @@
 """Finds what a chat template adds after the end of an assistant's turn, by rendering a known conversation.
 
-New messages are rendered after a short conversation whose last answer is known. What follows the end of that answer is
-the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. So a
-template may render earlier turns in another way once messages follow (Qwen3 removes their `<think>` blocks), as long as
-the addition depends on the new messages only. This is checked once for each role.
+New messages are rendered after a short conversation whose last answer is known. The text after the end of that answer
+is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. A
+template may therefore render earlier turns in another way once messages follow (Qwen3 removes their `<think>` blocks).
+The addition, however, must depend on the new messages only. This is checked once for each role.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TemplateDifference:
 
     Attributes:
       end, end_id: the end-of-sequence token that the template writes at the end of an assistant's turn, and its id;
-        empty and None if it writes none there. The policy samples it, so it is not part of an addition.
+        empty and None if it writes none there. The policy samples this token, so it is not part of an addition.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -48,7 +48,7 @@ class TemplateDifference:
             the tokenizer only.
 
         Raises:
-          UserError: there is no chat template, or see `check_tools` and `check`.
+          UserError: there is no chat template; also the errors of `check_tools` and `check`.
         """
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
@@ -64,10 +64,10 @@ class TemplateDifference:
 
     def additions(self, new: Sequence[Sequence[Message]]) -> Iterator[str | UserError]:
         """Yields what the template adds for new messages and for the start of the next assistant's turn, or the error
-        of these messages. One request to the process that renders.
+        of these messages. It sends one request to the template process.
 
         Args:
-          new: the messages of each trajectory, of roles that `check` accepted. Control tokens in them become
+          new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages become
             references: encode the results with `Tokenizer.encode_guarded`.
         """
         return self._after([((_QUESTION,), _ANSWERS[0], messages) for messages in new], self._variables(True))
@@ -153,7 +153,7 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Non
     """Checks that a chat template writes the tools into the prompt.
 
     Raises:
-      UserError: there is no chat template, it fails, or its rendering is the same with and without tools.
+      UserError: there is no chat template, the template fails, or its rendering is the same with and without tools.
     """
     given = [dict(tool) for tool in tools]
     if tokenizer.render([_QUESTION], tools=given) == tokenizer.render([_QUESTION], tools=None):

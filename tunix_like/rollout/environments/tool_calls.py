@@ -13,7 +13,7 @@ _LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 MOST_CALLS = 32
-"""Tool calls of one turn that are read; the rest is one error."""
+"""Maximum number of tool calls of one turn that are read; all further calls give one error."""
 
 
 class ToolCall(NamedTuple):
@@ -21,7 +21,7 @@ class ToolCall(NamedTuple):
 
     Attributes:
       name: the tool; "" if it could not be read.
-      arguments: by name of the parameter.
+      arguments: the arguments by name of the parameter.
       error: why the call is malformed; None if it is valid.
     """
 
@@ -40,9 +40,9 @@ def without_thinking(text: str) -> str:
 def tool_calls(text: str) -> list[ToolCall]:
     """Returns the tool calls in a turn, in their order; empty if it has none. It never raises.
 
-    Two forms are read. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several in a
-    turn. Llama 3 writes a turn that is `{"name": ..., "parameters": {...}}`, several separated by `;` or newlines. The
-    text of a `<think>` block is not searched.
+    Two forms are read. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` once per call,
+    anywhere in the turn. Llama 3 writes a turn that consists of `{"name": ..., "parameters": {...}}` once per call,
+    separated by `;` or newlines. The text of a `<think>` block is not searched.
     """
     text = without_thinking(text)
     bodies = _HERMES.findall(text)

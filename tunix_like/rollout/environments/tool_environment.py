@@ -54,7 +54,7 @@ class Tools:
 
 
 def schemas_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the schemas of functions by name.
+    """Returns the schemas of functions, by the name of the function.
 
     Raises:
       UserError: a function cannot be a tool, or two have the same name.
@@ -88,7 +88,7 @@ class ToolObject:
         self.tools = Tools({name: getattr(environment, name) for name in schemas}, schemas)
 
     def reset(self, columns: Mapping[str, Any]) -> Any:
-        """Resets the object with all columns, as TRL does, or with those that its `reset` takes."""
+        """Resets the object with all columns, as TRL does, or with the columns that its `reset` accepts."""
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, f"{self.name}.reset")), f"{self.name}.reset")
 
@@ -118,10 +118,10 @@ class ToolFunctions:
 
 
 def accepted(function: Callable[..., Any], columns: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the columns that a method takes by name; all of them if it has `**kwargs`.
+    """Returns the columns that are parameters of a method; all columns if it has `**kwargs`.
 
     Raises:
-      UserError: it requires a column that the rows do not have.
+      UserError: the method requires a column that the rows do not have.
     """
     parameters = inspect.signature(function).parameters.values()
     for p in parameters:

@@ -1,4 +1,4 @@
-"""Describes functions as tools: the JSON schema of their parameters, and whether arguments fit it."""
+"""Describes functions as tools by a JSON schema of their parameters, and checks arguments against it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARAMETER = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
     """Returns the description of a tool that chat templates take.
 
-    It has the form `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`, as that of
+    It has the form `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`, as in
     `transformers.utils.get_json_schema`. The descriptions are read from the docstring in the style of Google.
 
     Args:

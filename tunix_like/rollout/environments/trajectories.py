@@ -85,7 +85,8 @@ class Player:
         return self._bridges[chat]
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
-        """Checks that prompts like that of the first row can have several turns; returns its first observation.
+        """Checks that prompts of the form of the first row can have several turns; returns the first observation of
+        this row.
 
         Raises:
           UserError: the chat template cannot be used for several turns, or the environment fails.
@@ -113,7 +114,7 @@ class Player:
 class Trajectories:
     """The environments of one rollout; the `Responder` of its completions.
 
-    With several processes, each one runs the environments of its share of the problems, and replies are exchanged.
+    With several processes, each process runs the environments of its share of the problems, and replies are exchanged.
 
     Attributes:
       problems: the problems, with the first observations in their prompts.

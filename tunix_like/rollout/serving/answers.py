@@ -1,4 +1,4 @@
-"""The answers of the routes that sample, whole or as a stream of events."""
+"""Builds the answers of the routes that sample, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Choice:
     """One completion of a request while it grows.
 
     Attributes:
-      tokens, logprobs: those so far; with a stop string, up to the token that completes it.
+      tokens, logprobs: the tokens so far and their log-probabilities; with a stop string, up to the token that
+        completes it.
       text: the final part of the text so far.
-      reason: "stop" or "length"; None if it has not ended.
+      reason: "stop" or "length"; None if the completion has not ended.
       stopped_by: the stop string or the further stop id that ended it.
     """
 

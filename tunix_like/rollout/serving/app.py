@@ -42,7 +42,7 @@ class Failed(Exception):
 
 
 class Server(NamedTuple):
-    """What the routes use."""
+    """The objects that the routes use."""
 
     settings: Settings
     tokenizer: Tokenizer

@@ -21,16 +21,19 @@ from tunix_like.rollout.serving.jobs import Job, Part
 from tunix_like.rollout.serving.programs import MOST_STEPS, prompts_at_once
 
 SECONDS_OF_CALL = 0.04
-"""Aimed time of one call of the decode loop: tokens are delivered, and jobs join, between two calls."""
+"""Target time in seconds of one call of the decode loop. Between two calls, tokens are delivered and jobs are
+started."""
 
 FEWEST_STEPS = 4
-"""Steps of a call if one takes longer than that, because each call copies the caches and waits for the host."""
+"""Minimum number of steps of a call, even above the target time, because each call copies the caches and waits for the
+host."""
 
 STEPS_BESIDE_WAITING = 4
-"""Steps of a call if free slots and waiting jobs are left, because `PREFILL_TOKENS` were computed."""
+"""Number of steps of a call if free slots and waiting jobs are left because the limit `PREFILL_TOKENS` was reached."""
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens, padding included, that are computed between two calls while other completions are running."""
+"""Maximum number of prompt tokens, padding included, that are computed between two calls while completions are
+running."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ class Batcher:
 
     Args:
       slots: the arrays on the device, used only by the thread after `start`.
-      deliver: gets the parts of all completions, in order. Completions that were cancelled get no further part.
+      deliver: gets the parts of all completions, in order. There are no further parts of cancelled completions.
     """
 
     def __init__(self, slots: Slots, deliver: Deliver):
@@ -74,7 +77,7 @@ class Batcher:
             self._changed.notify()
 
     def cancel(self, job: Job, sample: int | None = None) -> None:
-        """Cancels one completion of a job, or all of them; those that have ended are not affected."""
+        """Cancels one or all completions of a job. Completions that have ended are not affected."""
         with self._changed:
             self._cancelled.append((job, sample))
             self._changed.notify()
@@ -176,8 +179,8 @@ class Batcher:
             self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Returns the first waiting job; if its prompt is not computed, together with those that follow it, as many as
-        one prefill and `most` slots take."""
+        """Returns the first waiting job. If its prompt is not computed yet, also returns the jobs that follow it, as
+        many as fit into one prefill and `most` slots."""
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
         if not jobs or jobs[0].prefilled is not None:

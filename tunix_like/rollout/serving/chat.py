@@ -1,4 +1,4 @@
-"""Chat messages and tools to tokens, and the text of an answer to its content and tool calls."""
+"""Converts chat messages and tools to tokens, and the text of an answer to its content and tool calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunix_like.rollout.serving.fields import RequestError
 
 _CALL, _THOUGHT = "<tool_call>", "</think>"
 _STARTS_OF_ANSWER = ("{", "<|python_tag|>")
-"""An answer that begins so may be a tool call in the form of Llama 3."""
+"""An answer that begins with one of these may be a tool call in the form of Llama 3."""
 
 _FIXED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token")
 MOST_MESSAGES, MOST_TOOLS = 4096, 512
@@ -24,7 +24,7 @@ def checked_messages(given: Any) -> list[dict[str, Any]]:
     """Returns messages for the chat template: contents are texts, arguments of tool calls are objects.
 
     Raises:
-      RequestError: they are not messages, or a part of a content is no text.
+      RequestError: the value is not a list of messages, or a part of a content is not text.
     """
     if not isinstance(given, list) or not given:
         raise RequestError("messages: it must be a list with at least one message", "messages")
@@ -75,7 +75,7 @@ def _checked_calls(name: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def checked_tools(given: Any) -> list[dict[str, Any]]:
-    """Returns the tools of a request. Raises RequestError if one is no function with a name."""
+    """Returns the tools of a request. Raises RequestError if a tool is not a function with a name."""
     if given is None:
         return []
     if not isinstance(given, list) or len(given) > MOST_TOOLS:
@@ -96,11 +96,11 @@ def chat_tokens(
 ) -> list[int]:
     """Returns the token ids of a conversation and the start of an answer.
 
-    Control tokens that are written in messages are plain text. Of a conversation with more than `most` tokens only the
-    beginning may be returned.
+    Control tokens that are written in messages are plain text. If a conversation has more than `most` tokens, the
+    result may contain only its beginning.
 
     Raises:
-      RequestError: there is no chat template, or it fails.
+      RequestError: there is no chat template, or the template fails.
     """
     if tokenizer.chat_template is None:
         raise RequestError("the model has no chat template; use /v1/completions", "messages")
@@ -142,13 +142,13 @@ def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 class CallStream:
-    """Separates the text of an answer with tools, as it comes, into content and what may be a tool call."""
+    """Separates the streamed text of an answer with tools into content and possible tool calls."""
 
     def __init__(self) -> None:
         self._text, self._sent = "", 0
 
     def add(self, text: str) -> str:
-        """Adds text; returns the content that is certain to be no part of a tool call."""
+        """Adds text; returns content that certainly is not part of a tool call."""
         self._text += text
         first = self._text.rfind(_THOUGHT)
         first = 0 if first < 0 else first + len(_THOUGHT)

@@ -41,7 +41,7 @@ class Sampled(NamedTuple):
     """What one call of `Slots.advance` sampled; row `a` has the first `counts[a]` of its tokens.
 
     Attributes:
-      live: False if the row has ended, by an end-of-sequence token if `ended`, else by its limit.
+      live: False if the row has ended: by an end-of-sequence token if `ended` is True, else by its limit.
     """
 
     counts: Int[np.ndarray, "A"]
@@ -52,7 +52,7 @@ class Sampled(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """A computed prompt: one of a batch."""
+    """A computed prompt, which is one of a batch of prompts."""
 
     prompts: decoding.Prompts
     row: int
@@ -63,7 +63,7 @@ class Slots:
     """The arrays of the slots on the device.
 
     Args:
-      rows: number of slots, that is of completions that are sampled at the same time.
+      rows: number of slots: the number of completions that are sampled at the same time.
       longest: maximum number of tokens of prompt and completion together.
     """
 
@@ -82,7 +82,7 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Allocates empty slots. The arrays before are lost."""
+        """Allocates empty slots. The previous arrays are lost."""
         self.__dict__.pop("state", None)  # before the new ones are allocated, for the memory
         with scope(self.mesh):
             state = programs.empty_state(self.graphdef, self.params, self.count, self.widths[0])
@@ -102,8 +102,8 @@ class Slots:
     def fit(self, prompt: int, needed: int) -> None:
         """Resizes the caches for prompts of `prompt` columns, padding included, and completions of `needed` columns.
 
-        They shrink only if half of the smaller width suffices. The cache of completions is at least as wide as that of
-        prompts, which bounds the number of shapes.
+        The caches shrink only if half of the smaller width suffices. The cache of completions is at least as wide as
+        the cache of prompts, which bounds the number of shapes.
         """
         prompt_width = self._fitting(prompt, self.state.prompt_width)
         width = self._fitting(max(needed, prompt_width), self.state.width)
@@ -116,7 +116,7 @@ class Slots:
         return wanted if wanted > current or 2 * needed <= wanted else current
 
     def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
-        """Computes one prompt, or up to `programs.prompts_at_once(width)`, padded to `width`."""
+        """Computes one or several prompts, padded to `width`; at most `programs.prompts_at_once(width)`."""
         count = 1 if len(prompts) == 1 else programs.prompts_at_once(width)
         tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
         for row, prompt in enumerate(prompts):
@@ -126,7 +126,8 @@ class Slots:
         return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
-        """Starts completions: `(slot, job, sample)`, all of prompts of one prefill. The caches must be wide enough."""
+        """Starts completions `(slot, job, sample)`, whose prompts are all of one prefill. The caches must be wide
+        enough."""
         if not places:
             return
         starts = no_starts(self.count)

@@ -28,7 +28,7 @@ class RequestError(UserError):
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parses the JSON object of a body. Raises RequestError if it is none."""
+    """Parses the JSON object of a body. Raises RequestError if the body is not a JSON object."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
@@ -48,7 +48,7 @@ class Fields:
 
     Args:
       body: the object.
-      prefix: its name, before the names of its fields in messages.
+      prefix: text that precedes the names of its fields in messages.
     """
 
     def __init__(self, body: Mapping[str, Any], prefix: str = ""):
@@ -101,7 +101,7 @@ class Fields:
         return self._of_type(name, dict, "an object") or {}
 
     def list_of(self, name: str, valid: Callable[[Any], bool], what: str, most: int) -> list[Any]:
-        """Returns a list, empty by default. `valid` checks its items, which the message calls `what`."""
+        """Returns a list, empty by default. `valid` checks its items; `what` names them in the message."""
         value = self._of_type(name, list, f"a list of {what}") or []
         if not all(map(valid, value)):
             raise self.error(name, f"it must be a list of {what}")
@@ -110,7 +110,8 @@ class Fields:
         return value
 
     def neutral(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Refuses parameters that are not supported, unless their value has no effect (is one of the listed)."""
+        """Refuses parameters that are not supported, unless their value is one of the listed values without an
+        effect."""
         for name, allowed in values.items():
             value = self.take(name)
             same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
@@ -118,7 +119,7 @@ class Fields:
                 raise self.error(name, "this parameter is not supported")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Refuses fields that were not read, except those that have no effect on the answer."""
+        """Refuses fields that were not read, except fields without an effect on the answer."""
         for name in self._left:
             if name not in ignored:
                 raise self.error(name[:64], "there is no such parameter")

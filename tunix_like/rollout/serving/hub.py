@@ -16,7 +16,7 @@ from tunix_like.rollout.serving.metrics import Metrics
 
 
 class Hub:
-    """The batcher, seen from the event loop.
+    """The interface of the batcher for the event loop.
 
     Args:
       max_waiting: number of waiting completions above which requests are refused.
@@ -41,7 +41,7 @@ class Hub:
             raise RequestError(message, http=429, kind="rate_limit_error")
 
     def retry_after(self) -> int:
-        """Returns in how many seconds the waiting completions have probably been started."""
+        """Returns the estimated seconds until the waiting completions are started."""
         latency = self.metrics.latency
         mean = latency.sum / max(sum(latency.counts), 1)
         return max(1, min(60, math.ceil(mean * self.batcher.waiting / self._rows)))
@@ -101,7 +101,7 @@ class Exchange:
             yield job, part
 
     def stop(self, job: Job, sample: int) -> None:
-        """Cancels a completion, whose further parts are not yielded."""
+        """Cancels a completion. Its further parts are not yielded."""
         if (job, sample) in self._left:
             self._left.discard((job, sample))
             self._hub.batcher.cancel(job, sample)

@@ -1,4 +1,4 @@
-"""What the batcher receives and returns: jobs, and parts of their completions."""
+"""Defines what the batcher receives and returns: jobs, and parts of their completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JobSampling:
       max_tokens: maximum number of tokens of a completion, end-of-sequence token included.
       top_k: None keeps every token.
       seed: from 0 to 2**64 - 1.
-      stop_ids: token ids that end a completion, in addition to those of the model.
+      stop_ids: token ids that end a completion, in addition to the ids of the model.
     """
 
     max_tokens: int
@@ -33,10 +33,10 @@ class Part(NamedTuple):
     """Further tokens of a completion.
 
     Attributes:
-      sample: index of the completion among those of its job.
+      sample: index of the completion in its job.
       reason: why the completion has ended: "stop" (an end-of-sequence token or one of `stop_ids`), "length" or "error";
-        None if it has not.
-      stop_id: the one of `stop_ids` that ended it.
+        None if it has not ended.
+      stop_id: the id of `stop_ids` that ended the completion; None if there is none.
     """
 
     sample: int

@@ -42,7 +42,7 @@ class Metrics:
         self.latency, self.first_token = Histogram(), Histogram()
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Returns all metrics; `gauges` has the description and value of those that are measured now."""
+        """Returns all metrics; `gauges` has the description and value of the metrics that are measured now."""
         lines: list[str] = []
 
         def metric(name: str, kind: str, what: str, values: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from tunix_like.rollout.serving.fields import Fields, RequestError
 from tunix_like.rollout.serving.jobs import Job, JobSampling
 
 MOST_COMPLETIONS = 128
-"""Completions of one request: its prompts times `n`."""
+"""Maximum number of completions of one request (its prompts times `n`)."""
 
 MOST_STOPS, MOST_STOP_IDS = 16, 1024
 LOWEST_TEMPERATURE = 1e-3
@@ -48,11 +48,11 @@ OF_GENERATE: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a server is started with.
+    """The settings with which a server is started.
 
     Attributes:
       name: the model's name in requests and answers.
-      version: of the weights, e.g. the step of a checkpoint.
+      version: the version of the weights, e.g. the step of a checkpoint.
       vocab_size: number of token ids of the model.
       longest: maximum number of tokens of prompt and completion together.
       max_tokens, temperature, top_p, top_k: defaults of requests.
@@ -198,7 +198,7 @@ def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_t
 
 
 def _room(fields: Fields, settings: Settings, prompt: int, max_tokens: int | None) -> int:
-    """Returns the maximum number of tokens of a completion. Raises RequestError if they do not fit."""
+    """Returns the maximum number of tokens of a completion. Raises RequestError if prompt and completion do not fit."""
     longest = settings.longest
     if prompt >= longest:
         raise fields.error(

@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come, and finds stop strings."""
+"""Turns tokens into text as the tokens arrive, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Added(NamedTuple):
 
     Attributes:
       text: text that is final; the rest is returned later.
-      used: number of the tokens that belong to the completion; those after a stop string do not.
+      used: number of tokens that belong to the completion. Tokens after a stop string do not belong to it.
       stop: the stop string that ended the completion. It is not part of the text.
     """
 
@@ -40,7 +40,7 @@ class TextStream:
         self._held = ""
 
     def add(self, tokens: Sequence[int], last: bool) -> Added:
-        """Adds tokens; `last` if no more follow. With stop strings, tokens are decoded one by one."""
+        """Adds tokens; `last` is True if no more tokens follow. With stop strings, tokens are decoded one by one."""
         if not self._stops:
             return Added(self._decoded(tokens, last), len(tokens), None)
         text = ""

@@ -75,7 +75,8 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[str, Any]) -> MetricsLog:
-    """Opens the metrics log of a run in `folder`, for `loop.run`. Only process 0 writes; without a folder, none does.
+    """Opens the metrics log of a run in `folder`, for `loop.run`. Only process 0 writes; without a folder, nothing is
+    written.
 
     Args:
       names: `training.loggers`.

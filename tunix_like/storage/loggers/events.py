@@ -22,8 +22,8 @@ class EventFiles:
     """Writes the scalars of every row by step, and the config as text.
 
     When a run resumes from an earlier step, a `SessionLog.START` event (the `purge_step` of other writers) makes
-    TensorBoard discard the later steps. It applies to all metrics of a folder, so each phase has its own folder: the
-    steps of supervised fine-tuning are not those of reinforcement learning.
+    TensorBoard discard the later steps. The event applies to all metrics of a folder. Each phase has its own folder,
+    because supervised fine-tuning and reinforcement learning count their own steps.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

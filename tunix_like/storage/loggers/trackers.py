@@ -150,7 +150,7 @@ class Trackers:
     A run without a checkpoint starts over with a new id.
 
     `tracking.json` stores the id, and for each tool the number of rows that it is known to have: all logged rows if the
-    tool stores them at once, else those at its last completed end of a phase.
+    tool stores them at once, else the rows at the last completed end of a phase.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
