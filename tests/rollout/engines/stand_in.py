@@ -28,6 +28,7 @@ class StandIn:
     Attributes:
       faults: functions `f(answer) -> answer`, each used for one request of tokens. An exception ends the connection; a
         number is the status of the answer, a text its body.
+      clients: the address of the other end of the connection of each request.
       asked: the bodies of the requests of tokens, and `versions` those that their answers had.
     """
 
@@ -35,6 +36,7 @@ class StandIn:
         self.folder, self.tokenizer, self.vllm, self.key = str(folder), tokenizer, version, key
         self.missing, self.limit = missing, max_model_len
         self.faults, self.asked, self.routes, self.delay = [], [], [], 0.0
+        self.clients = []
         self.rng, self.port = np.random.default_rng(0), 0
         self.start()
 
@@ -84,6 +86,7 @@ class StandIn:
     async def _handle(self, request):
         route = f"/{request.match_info['route']}"
         self.routes.append(route)
+        self.clients.append(request.transport.get_extra_info("peername"))
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         if route in self.missing:

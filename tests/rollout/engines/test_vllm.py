@@ -72,6 +72,7 @@ def test_a_run(serve, connect, tmp_path):
     assert server.routes.count("/collective_rpc") == 4, "the weights of each step once"
     assert server.version.endswith("-4") and server.routes.count("/reset_prefix_cache") == 4
     assert [path.name for path in (tmp_path / "weights").iterdir()] == [server.version]
+    assert len(set(server.clients)) == len(server.clients), "no connection is used twice: the server may just close it"
     (tmp_path / "weights" / "of another run").mkdir()
     engine.close()
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["of another run"]

@@ -184,8 +184,10 @@ class Server:
         if self._session is None:
             key = os.environ.get(KEY_VARIABLE)
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            # No limit of connections: the server queues requests itself.
-            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+            # No limit of connections: the server queues requests itself. A new connection for each request, because
+            # the server may close an idle one at the moment in which it is used again.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         try:
             limit = aiohttp.ClientTimeout(total=seconds)
             async with self._session.request(method, self.url + route, json=body, timeout=limit) as answer:
