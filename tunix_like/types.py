@@ -240,7 +240,8 @@ class Engine(Protocol):
     def place(self, params: Any) -> Any:
         """Returns the trainer's weights in the form that `generate` takes; called once for several calls of `generate`.
 
-        The result is freed before the next update.
+        The result is freed before the next update. With `rollout.max_staleness` it is used during an update, which
+        deletes the trained arrays, so it must not contain them.
         """
 
     def generate(

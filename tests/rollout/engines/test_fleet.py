@@ -1,6 +1,7 @@
 """What happens between the servers of an engine: weights that change while a server is repaired, and other runs."""
 
 import asyncio
+import dataclasses
 import threading
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 
 from tests.rollout.engines.stand_in import StandIn, until
 from tests.training.small_learner import TOKENIZER, make_model, params_of
-from tunix_like import RolloutConfig
+from tunix_like import RolloutConfig, UserError
 from tunix_like.errors import EngineLost
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines import fleet
@@ -98,7 +99,7 @@ def test_a_server_that_another_run_uses(serve, connect):
 def test_the_error_says_why_no_server_has_the_weights(serve, connect):
     """It is of the type that saves the run. Afterwards the weights before are not taken for those of the servers."""
     server = serve()
-    engine = connect(server, wait=1.0)
+    engine = connect(server, wait=5.0)
     before = params_of(make_model())
     engine.place(before)
 
@@ -112,3 +113,14 @@ def test_the_error_says_why_no_server_has_the_weights(serve, connect):
     version = engine.place(before)
     assert server.version == version
     assert len(sampled(engine, version)) == 8
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}])
+def test_truncation_and_temperature(serve, tmp_path, truncation):
+    """vLLM gives log-probabilities before both or after both; training needs those after the temperature alone."""
+    servers = {"engine": "vllm", "urls": [serve().url], "max_prompt_length": 8, "max_tokens_to_generate": 4}
+    rollout = RolloutConfig(**servers, **truncation)
+    VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights").close()
+    rollout = dataclasses.replace(rollout, temperature=0.8)
+    with pytest.raises(UserError, match=f"rollout.{next(iter(truncation))}: .* set rollout.temperature=1, or omit"):
+        VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights")

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import save_model
 from tunix_like.models.lora import merge_lora
@@ -53,7 +54,7 @@ class VLLMEngine:
         not compared.
 
     Raises:
-      UserError: a server cannot be reached or used; the message says why.
+      UserError: a server cannot be reached or used, the message says why; or the sampling parameters do not fit.
     """
 
     row_steps = 0
@@ -68,6 +69,7 @@ class VLLMEngine:
         max_gap: float | None = 0.1,
         mesh: jax.sharding.Mesh | None = None,
     ):
+        _check_sampling(rollout)
         self.max_prompt_length, self.mesh = rollout.max_prompt_length, mesh
         self.tokenizer, self.rollout = tokenizer, rollout
         self.graphdef = nnx.split(model)[0]
@@ -225,6 +227,16 @@ class VLLMEngine:
     def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def _check_sampling(rollout: RolloutConfig) -> None:
+    """Raises UserError if vLLM cannot give the log-probabilities of training: at the temperature, not truncated."""
+    truncation = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k is not None else None
+    if rollout.temperature != 1 and truncation is not None:
+        raise UserError(
+            f"rollout.{truncation}: with a temperature other than 1, vLLM gives the log-probabilities after the "
+            f"truncation, and training needs those before it; set rollout.temperature=1, or omit rollout.{truncation}."
+        )
 
 
 def _collect(answers: Any, wanted: int, patient: bool) -> list[tuple[int, Any]]:
