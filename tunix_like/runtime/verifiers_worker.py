@@ -73,8 +73,8 @@ def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
     """Loads an environment; returns its agent's configuration and the environment.
 
     Args:
-      settings: `path`, the id of a taskset or a Python file; `arguments`, the configuration in the form of `verifiers`;
-        `max_turns`.
+      settings: `path`, the id of a taskset or a Python file, and `arguments`, the configuration in the form of
+        `verifiers`.
 
     Raises:
       Unusable: it has several agents, or its harness runs commands and no runtime is set.
@@ -91,8 +91,6 @@ def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
         raise Unusable(f"it has the agents {', '.join(agents)}; only environments with one agent can be trained on")
     ((name, agent),) = agents.items()
     changed = dict(given.get(name) or {})
-    if agent.max_turns is None:
-        changed["max_turns"] = settings["max_turns"]
     if isinstance(agent.runtime, PrimeConfig) and "runtime" not in changed:
         harness = config.agent_harnesses()[name].id
         if harness_class(harness).EXECUTES_CODE:
