@@ -127,9 +127,11 @@ class VerifiersEnvironments:
 
     def outcomes(self, wait: bool) -> list[Outcome]:
         """See `Environments`."""
-        self._start()
         self._take(0.0)
         self._expire()
+        if self._waiting and not self._episodes:
+            self._settle()
+        self._start()
         while wait and not self._ready and (limits := self._deadlines()):
             self._take(max(0.0, min(limits) - time.monotonic()))
             self._expire()
@@ -153,6 +155,12 @@ class VerifiersEnvironments:
 
     def _deadlines(self) -> list[float]:
         return [each.deadline for each in self._episodes.values() if each.deadline is not None]
+
+    def _settle(self) -> None:
+        """Waits until the process has cancelled the episodes that were too late, so that no new one waits behind them."""
+        while self._cancelled:
+            self._take(max(0.0, min(self._cancelled.values()) - time.monotonic()))
+            self._expire()
 
     def _start(self) -> None:
         """Starts queued episodes, up to `workers` that have not sent a request."""
