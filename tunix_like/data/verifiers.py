@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.data.source import HIDDEN_COLUMN, DataSource, MappedRows, Record, RowRange, take
@@ -60,6 +61,8 @@ def settings_of(config: DataConfig) -> dict[str, Any]:
         raise UserError(
             "data.path: data.name=verifiers needs the id of an installed environment, or a Python file with one."
         )
+    if config.path.endswith(".py") and not Path(config.path).is_file():
+        raise UserError(f"data.path={config.path}: there is no such file.")
     return {"path": config.path, "arguments": config.arguments or {}, "list": None}
 
 

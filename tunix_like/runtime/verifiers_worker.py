@@ -63,10 +63,18 @@ def _reason(error: BaseException) -> str:
     import pydantic
 
     if isinstance(error, pydantic.ValidationError):
-        found = error.errors()[0]
-        return f"{'.'.join(map(str, found['loc'])) or 'arguments'}: {found['msg']}"
+        return _wrong("data.arguments", error)
     text = " ".join(str(error).split())
-    return text if isinstance(error, Unusable) else f"{type(error).__name__}: {text}"
+    if isinstance(error, Unusable):
+        return text
+    cause = "" if error.__cause__ is None else f" ({error.__cause__})"
+    return f"{type(error).__name__}: {text.rstrip('.')}{cause}"
+
+
+def _wrong(where: str, error: Any) -> str:
+    """Returns one line about arguments that `verifiers` refuses."""
+    found = error.errors()[0]
+    return f"{'.'.join([where, *map(str, found['loc'])])}: {found['msg']}"
 
 
 def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -120,14 +128,18 @@ def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(settings: Mapping[str, Any], env: Any) -> dict[str, Any]:
     """Returns the tasks to train on and, if they have arguments of their own, those to evaluate on."""
-    from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
+    import pydantic
+    from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
     wanted = settings["list"]
     found = {"train": _tasks(env.taskset, wanted["train"])}
     if wanted["eval_arguments"] is not None:
-        taskset = {**(settings["arguments"].get("taskset") or {}), **wanted["eval_arguments"]}
-        given = _with_taskset(settings["path"], {"taskset": taskset})
-        found["eval"] = _tasks(load_taskset(resolve_env_config(given).taskset), wanted["eval"])
+        given = _with_taskset(settings["path"], settings["arguments"])["taskset"] | wanted["eval_arguments"]
+        try:
+            config = taskset_config_type(given["id"]).model_validate(given)
+        except pydantic.ValidationError as error:
+            raise Unusable(_wrong("data.eval_arguments", error)) from None
+        found["eval"] = _tasks(load_taskset(config), wanted["eval"])
     return found
 
 
