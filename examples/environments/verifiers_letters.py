@@ -22,9 +22,11 @@ class LettersData(vf.TaskData):
 class LettersTask(vf.Task[LettersData]):
     @vf.reward
     async def right_letters(self, trace: vf.Trace) -> float:
-        """The share of letters in the last reply that are in their place; 0 if the reply has another length."""
+        """The share of letters in the last reply that are in their place; 0 for another length or a reply cut off."""
         answer, reply = self.data.answer, trace.last_reply
-        return sum(map(str.__eq__, answer, reply)) / len(answer) if len(answer) == len(reply) else 0.0
+        if trace.is_truncated or len(reply) != len(answer):
+            return 0.0
+        return sum(map(str.__eq__, answer, reply)) / len(answer)
 
     @vf.metric
     async def right_at_once(self, trace: vf.Trace) -> float:
