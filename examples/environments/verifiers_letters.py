@@ -21,12 +21,9 @@ class LettersData(vf.TaskData):
 
 class LettersTask(vf.Task[LettersData]):
     @vf.reward
-    async def right_letters(self, trace: vf.Trace) -> float:
-        """The share of letters in the last reply that are in their place; 0 for another length or a reply cut off."""
-        answer, reply = self.data.answer, trace.last_reply
-        if trace.is_truncated or len(reply) != len(answer):
-            return 0.0
-        return sum(map(str.__eq__, answer, reply)) / len(answer)
+    async def right(self, trace: vf.Trace) -> float:
+        """1 if the last reply is right and was not cut off."""
+        return float(trace.last_reply == self.data.answer and not trace.is_truncated)
 
     @vf.metric
     async def right_at_once(self, trace: vf.Trace) -> float:

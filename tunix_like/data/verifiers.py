@@ -73,7 +73,8 @@ def _split(tasks: Sequence[Any], train: int | None, held_out: int | None) -> tup
     wanted = max(train or 0, 1) + held_out
     if wanted > len(tasks):
         raise UserError(
-            f"data.train_size and data.eval_size: {wanted} tasks are needed, but the taskset has {len(tasks)}; lower them."
+            f"data.train_size and data.eval_size: {wanted} tasks are needed, but the taskset has {len(tasks)}; lower "
+            "them."
         )
     left = len(tasks) - held_out
     return RowRange(tasks, 0, left if train is None else train), RowRange(tasks, left, len(tasks))

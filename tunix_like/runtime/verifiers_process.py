@@ -23,6 +23,7 @@ SECONDS_TO_START = 300.0
 _ROOT = Path(__file__).parents[2]
 _WORKER = "tunix_like.runtime.verifiers_worker"
 _SHOWN = 2000
+_SECONDS_TO_READ = 1.0
 
 
 class Lost(Exception):
@@ -44,7 +45,7 @@ class VerifiersProcess:
             raise UserError(
                 "data.name=verifiers needs the package verifiers; install it with pip install 'tunix-like[envs]'."
             )
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_released`
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", _WORKER],
@@ -55,7 +56,8 @@ class VerifiersProcess:
             start_new_session=True,  # Ctrl-C is for the training process, which ends this one
         )
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="verifiers", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="verifiers", daemon=True)
+        self._reader.start()
         self.say(settings)
         try:
             self.first = self.next(SECONDS_TO_START)
@@ -101,12 +103,23 @@ class VerifiersProcess:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return False
+        self._release()
         return True
 
     def kill(self) -> None:
         """Ends the process at once."""
         self._process.kill()
         self._process.wait()
+        self._release()
+
+    def _release(self) -> None:
+        """Closes the files of a process that has ended."""
+        self._reader.join(_SECONDS_TO_READ)  # a program that the process has started may hold its output open
+        files = [self._process.stdin, self._errors, *([] if self._reader.is_alive() else [self._process.stdout])]
+        for file in files:
+            assert file is not None
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -283,7 +283,9 @@ def _result(episode: Any) -> dict[str, Any]:
     """Returns the reward, the metrics and the problem of an episode that has ended."""
     if len(episode.traces) != 1:
         problem = f"{episode.last_error.type}: {episode.last_error.message}" if episode.last_error else None
-        return {"error": problem or f"it has {len(episode.traces)} traces; only environments with one can be trained on"}
+        return {
+            "error": problem or f"it has {len(episode.traces)} traces; only environments with one can be trained on"
+        }
     (trace,) = episode.traces
     values = {name: each.value for name, each in trace.rewards.items() if each is not None} | {
         name: value for name, value in trace.metrics.items() if value is not None

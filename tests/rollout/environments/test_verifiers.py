@@ -40,7 +40,8 @@ TOKENIZER = Tokenizer.from_folder(ROOT / "examples" / "environments" / "letters_
 END = TOKENIZER.eos_ids[0]
 
 has_verifiers = pytest.mark.skipif(
-    importlib.util.find_spec("verifiers") is None, reason="the package verifiers, with about 90 others, is not installed"
+    importlib.util.find_spec("verifiers") is None,
+    reason="the package verifiers, with about 90 others, is not installed",
 )
 
 Harness = Callable[[dict[str, Any]], Generator[Any, dict[str, Any], dict[str, Any]]]
@@ -69,7 +70,9 @@ class Process:
             episode = self.of_call.pop(message["call"])
             self.go(episode, self.scripts[episode], message)
         elif message["kind"] == "cancel":
-            self.messages.put({"kind": "end", "episode": message["episode"], "reward": None, "metrics": {}, "error": "x"})
+            self.messages.put(
+                {"kind": "end", "episode": message["episode"], "reward": None, "metrics": {}, "error": "x"}
+            )
 
     def go(self, episode, script, answer):
         try:
@@ -374,6 +377,7 @@ def test_a_tokenizer_without_a_chat_template():
 
 
 @has_verifiers
+@pytest.mark.slow
 def test_the_tasks_of_the_example(monkeypatch):
     monkeypatch.chdir(ROOT)
     source = load_source(load(EXAMPLE).data)
@@ -385,6 +389,7 @@ def test_the_tasks_of_the_example(monkeypatch):
 
 
 @has_verifiers
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -403,6 +408,7 @@ def test_environments_that_cannot_be_used(monkeypatch, overrides, named):
 
 
 @has_verifiers
+@pytest.mark.slow
 def test_a_harness_that_cannot_start():
     made = VerifiersEnvironments({"path": str(ODD), "arguments": {}, "list": None})
     player = make_player(made, EnvironmentConfig(), TOKENIZER, RolloutConfig())

@@ -157,7 +157,7 @@ class VerifiersEnvironments:
         return [each.deadline for each in self._episodes.values() if each.deadline is not None]
 
     def _settle(self) -> None:
-        """Waits until the process has cancelled the episodes that were too late, so that no new one waits behind them."""
+        """Waits until the process has cancelled the late episodes, so that no new one waits behind them."""
         while self._cancelled:
             self._take(max(0.0, min(self._cancelled.values()) - time.monotonic()))
             self._expire()

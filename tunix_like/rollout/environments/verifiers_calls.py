@@ -74,7 +74,7 @@ def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> di
         return _message(call.id, 200, body)
     if calls:
         message["tool_calls"] = [{"index": place, **each} for place, each in enumerate(calls)]
-    chunks = [
+    chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
         {"choices": [], "usage": usage},

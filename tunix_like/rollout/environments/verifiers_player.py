@@ -71,7 +71,9 @@ class VerifiersPlayer(Player):
             reason = found if isinstance(found, str) else None
         self.environments.cancel(0)
         if reason is not None:
-            raise UserError(f"data.path={self.environments.settings['path']}: its first task cannot be played. {reason}")
+            raise UserError(
+                f"data.path={self.environments.settings['path']}: its first task cannot be played. {reason}"
+            )
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
         return VerifiersTrajectories(self, problems, size, max_prompt_length)
@@ -138,7 +140,8 @@ class VerifiersTrajectories(Trajectories):
             elif len(each) > most:
                 self._fail(
                     number,
-                    f"environment: the first request has {len(each)} tokens, more than rollout.max_prompt_length={most}.",
+                    f"environment: the first request has {len(each)} tokens, more than "
+                    f"rollout.max_prompt_length={most}.",
                 )
         if prompt is None or len(prompt) > most:
             return None
