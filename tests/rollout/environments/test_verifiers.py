@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 
 from tests.process import ROOT
+from tests.tiny_model import HF
+from tests.training.small_learner import collect, make
+from tunix_like import load_model
 from tunix_like.config.load import load
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.data import load_source
@@ -267,6 +270,31 @@ def test_requests_of_one_episode_at_the_same_time_are_answered_one_after_the_oth
     trajectories.submit([turn("d")])
     assert trajectories.replies(wait=True) == [Reply(0, 0, None)]
     assert trajectories.episodes()[0].reward == 1.0
+
+
+def test_a_learner_trains_on_exactly_the_tokens_that_were_sampled(monkeypatch):
+    """Rows that go on and rows with two segments: the trainer computes the log-probabilities of the sampler."""
+
+    def harness(task):
+        first = yield chat("ab")
+        if first["status"] == 200 and len(said(first)) % 2:
+            first = yield chat("ab", said(first), "?")
+        elif first["status"] == 200:
+            first = yield chat("ab", "c", "?")
+        return {"reward": float(first["status"] == 200 and said(first).count("a"))}
+
+    monkeypatch.setattr(Process, "harness", staticmethod(harness))
+    monkeypatch.setattr(environments, "VerifiersProcess", Process)
+    monkeypatch.setattr(environments, "_kill", lambda process: None)
+    learner = make(
+        reward=(), tokenizer=TOKENIZER, environment=VerifiersEnvironments({"path": "env"}),
+        model=load_model(HF | {"vocab_size": 14}, init="random", seed=0)[0], max_logprob_gap=1e-4,
+        rollout=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, eos_tokens=[END, *range(6, 10)]),
+    )  # fmt: skip
+    data = [record({"data": {"number": n}, "messages": chat("ab")["messages"]}) for n in range(4)]
+    rows = collect(learner, data)
+    assert all(row["train/logprob_gap/max"] < 1e-4 and row["train/reward/unscored_frac"] == 0 for row in rows)
+    assert max(row["train/turns/rewritten"] for row in rows) > 0 and max(row["train/turns/mean"] for row in rows) > 1
 
 
 def test_episodes_that_hang_fail_or_lose_their_process(opened):
