@@ -3,6 +3,8 @@ the real package where it is installed."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.process import ROOT
+from tests.rollout.engines.stand_in import StandIn
 from tests.tiny_model import HF
 from tests.training.small_learner import collect, make
 from tunix_like import load_model
@@ -26,6 +29,8 @@ from tunix_like.data import load_source
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.data.verifiers import HIDDEN_COLUMN, record
 from tunix_like.errors import UserError
+from tunix_like.models.loading import export_model
+from tunix_like.rollout.engines.vllm import VLLMEngine
 from tunix_like.rollout.environments import verifiers as environments
 from tunix_like.rollout.environments.arguments import make_player
 from tunix_like.rollout.environments.trajectories import Trajectories
@@ -272,7 +277,20 @@ def test_requests_of_one_episode_at_the_same_time_are_answered_one_after_the_oth
     assert trajectories.episodes()[0].reward == 1.0
 
 
-def test_a_learner_trains_on_exactly_the_tokens_that_were_sampled(monkeypatch):
+@contextlib.contextmanager
+def served(model, rollout, folder):
+    """An engine whose server is a stand-in for vLLM."""
+    export_model(model, TOKENIZER, folder / "model")
+    server = StandIn(folder / "model", TOKENIZER)
+    rollout = dataclasses.replace(rollout, engine="vllm", urls=[server.url])
+    engine = VLLMEngine(model, TOKENIZER, rollout, folder / "weights", max_gap=1e-4)
+    yield engine
+    engine.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("where", ["local", "vllm"])
+def test_a_learner_trains_on_exactly_the_tokens_that_were_sampled(monkeypatch, tmp_path, where):
     """Rows that go on and rows with two segments: the trainer computes the log-probabilities of the sampler."""
 
     def harness(task):
@@ -281,18 +299,21 @@ def test_a_learner_trains_on_exactly_the_tokens_that_were_sampled(monkeypatch):
             first = yield chat("ab", said(first), "?")
         elif first["status"] == 200:
             first = yield chat("ab", "c", "?")
-        return {"reward": float(first["status"] == 200 and said(first).count("a"))}
+        return {"reward": float(sum(map(ord, said(first))) % 7 + 1) if first["status"] == 200 else 0.0}
 
     monkeypatch.setattr(Process, "harness", staticmethod(harness))
     monkeypatch.setattr(environments, "VerifiersProcess", Process)
     monkeypatch.setattr(environments, "_kill", lambda process: None)
-    learner = make(
-        reward=(), tokenizer=TOKENIZER, environment=VerifiersEnvironments({"path": "env"}),
-        model=load_model(HF | {"vocab_size": 14}, init="random", seed=0)[0], max_logprob_gap=1e-4,
-        rollout=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, eos_tokens=[END, *range(6, 10)]),
-    )  # fmt: skip
+    model = load_model(HF | {"vocab_size": 14}, init="random", seed=0)[0]
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, eos_tokens=[END, *range(6, 10)])
     data = [record({"data": {"number": n}, "messages": chat("ab")["messages"]}) for n in range(4)]
-    rows = collect(learner, data)
+    with contextlib.ExitStack() as stack:
+        engine = None if where == "local" else stack.enter_context(served(model, rollout, tmp_path))
+        learner = make(
+            reward=(), tokenizer=TOKENIZER, environment=VerifiersEnvironments({"path": "env"}), model=model,
+            max_logprob_gap=1e-4, rollout=rollout, engine=engine,
+        )  # fmt: skip
+        rows = collect(learner, data)
     assert all(row["train/logprob_gap/max"] < 1e-4 and row["train/reward/unscored_frac"] == 0 for row in rows)
     assert max(row["train/turns/rewritten"] for row in rows) > 0 and max(row["train/turns/mean"] for row in rows) > 1
 
