@@ -22,7 +22,7 @@ from tests.process import ROOT
 from tests.rollout.engines.stand_in import StandIn
 from tests.tiny_model import HF
 from tests.training.small_learner import collect, make
-from tunix_like import load_model
+from tunix_like import load_model, run
 from tunix_like.config.load import load
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.data import load_source
@@ -494,6 +494,21 @@ def test_episodes_of_the_real_package_that_hang_crash_or_fail():
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@has_verifiers
+@pytest.mark.slow
+def test_a_run_of_the_example(monkeypatch, tmp_path):
+    """Training, evaluation and resumption with the real package."""
+    monkeypatch.chdir(ROOT)
+    small = ["sft.max_steps=30", "data.batch_size=8", "data.eval_size=8", "eval.samples=2", "eval.k=[1]"]
+    steps = [f"training.output_dir={tmp_path / 'run'}", "training.loggers=[]", *small]
+    for last in (2, 3):
+        row = run(EXAMPLE, [*steps, f"training.max_steps={last}"])
+        assert row["step"] == last and row["train/logprob_gap/max"] < 1e-4
+        assert row["train/reward/unscored_frac"] == 0 and row["train/turns/mean"] >= 1 and "eval/pass@1" in row
+    episodes = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").open()]
+    assert len(episodes) == 64 and all(each["prompt"].endswith("<end><assistant>") for each in episodes)
 
 
 def test_the_environments_of_a_config():
