@@ -41,6 +41,9 @@ EXTRAS = {
     "vllm": ["aiohttp>=3.14"],  # concurrent requests to the servers of rollout.engine: vllm
     # Sessions of OpenEnv servers. The package openenv is for servers: about 100 packages, gradio and pandas among them.
     "openenv": ["websockets>=15.0.1"],
+    # Environments of the Environments Hub. It brings about 95 packages, clients of several providers among them, and
+    # needs openai below 3, so it cannot be installed beside the extra test.
+    "envs": ["verifiers>=0.4.0"],
     "serve": [
         "starlette>=1.10.0",  # routes, requests and streamed answers of `tunix-like serve`
         "uvicorn>=0.54.0",  # the HTTP server under it

@@ -143,7 +143,7 @@ def play(
     problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"])
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     assert player is not None, "there are environments"
-    player.bridge(row["prompt"])  # also checked for a trajectory of one turn
+    player.check_prompt(row["prompt"])  # also checked for a trajectory of one turn
     key = jax.random.key(config.training.seed)
     given = engine, player, engine.place(trained.params), [problem], 1, key, sampling
     (opened,), out, trajectories = sample(*given)

@@ -185,14 +185,24 @@ class DataConfig(_Checked):
     section = "data"
     name: str = key(
         "maze",
-        doc="data source: maze, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, or mix (the sources "
-        "listed in `sources`)",
+        doc="data source: maze, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, verifiers (an "
+        "environment of that package), or mix (the sources listed in `sources`)",
     )
     sources: list[dict[str, Any]] | None = key(
         doc="mix: list of {name, <keys of that source>}; optional: label, weight (share of the prompts), and "
         "advantage_estimator, k, truncation_order, ddof for the groups of this source"
     )
-    path: str | None = key(doc="local file or folder, or hub dataset id, for sources that read one")
+    path: str | None = key(
+        doc="local file or folder, or hub dataset id, for sources that read one; verifiers: id of the environment, or "
+        "FILE.py"
+    )
+    arguments: dict[str, Any] | None = key(
+        doc="verifiers: configuration of the environment in its own form, e.g. {taskset: {split: train}, agent: "
+        "{harness: {id: my_harness}}}"
+    )
+    eval_arguments: dict[str, Any] | None = key(
+        doc="verifiers: arguments of the taskset for the held-out rows, e.g. {split: test}; unset: its last tasks"
+    )
     split: str = key("train", doc="split to train on")
     eval_split: str = key("test", doc="split to evaluate on")
     prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")

@@ -65,6 +65,7 @@ SOURCES = {
     "calculator": Source("calculator:load", frozenset({"seed"})),
     "jsonl": Source("jsonl:load", _OWN_KEYS),
     "hub": Source("jsonl:load_hub", _OWN_KEYS),
+    "verifiers": Source("verifiers:load", frozenset({"path", "arguments", "eval_arguments", "chat_template_args"})),
 }
 
 

@@ -239,7 +239,7 @@ def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:
         "system_prompt": None,
     }
     unset |= {"apply_chat_template": None, "chat_template_args": None}
-    unset |= {"maze_size": None, "text_length": None, "seed": 0}
+    unset |= {"maze_size": None, "text_length": None, "seed": 0, "arguments": None, "eval_arguments": None}
     for key, value in unset.items():
         if key not in reads and getattr(config, key) != value:
             names = ", ".join(f"data.{name}" for name in sorted(reads)) or "none of them"

@@ -15,6 +15,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.environments.pool import EnvironmentPool
+from tunix_like.rollout.environments.verifiers import VerifiersEnvironments
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import Parts, updates_per_batch
@@ -74,6 +75,8 @@ def _describe_environment(parts: Parts) -> str:
     section = parts.config.environment
     name = section.name or f"tools {', '.join(section.tools or ())}"
     where = "in this process"
+    if isinstance(parts.environments, VerifiersEnvironments):
+        name, where = f"verifiers {parts.config.data.path}", f"in one process, {section.timeout_seconds:g} s a step"
     if isinstance(parts.environments, EnvironmentPool):
         where = f"{parts.environments.workers} at a time in processes, {section.timeout_seconds:g} s a step"
     return f"{name}, up to {section.max_turns} turns, {section.mode}, {where}"

@@ -7,6 +7,8 @@ import os
 
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.data.verifiers import NAME as VERIFIERS
+from tunix_like.data.verifiers import settings_of
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.adapters import as_environment
 from tunix_like.rollout.environments.local import LocalEnvironments
@@ -14,6 +16,7 @@ from tunix_like.rollout.environments.openenv import OpenEnv
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.pool import EnvironmentPool
 from tunix_like.rollout.environments.registry import environment_place, resolve, resolve_tools
+from tunix_like.rollout.environments.verifiers import VerifiersEnvironments
 from tunix_like.runtime.user_code import is_own
 
 MOST_WORKERS = 4
@@ -21,6 +24,9 @@ MOST_WORKERS = 4
 
 MOST_WAITING = 32
 """Default maximum number of environment steps that wait for a server and need no core of this machine."""
+
+READ_BY_VERIFIERS = ("max_turns", "mode", "workers", "timeout_seconds")
+"""Keys of `environment` that have an effect with `data.name: verifiers`."""
 
 
 def has_environment(config: Config) -> bool:
@@ -30,6 +36,11 @@ def has_environment(config: Config) -> bool:
       UserError: both a name and tools are set, or other keys are set without a name and without tools.
     """
     section = config.environment
+    if config.data.name == VERIFIERS:
+        _check_verifiers(section)
+        return True
+    if any(each.get("name") == VERIFIERS for each in config.data.sources or ()):
+        raise UserError("data.sources: verifiers cannot be part of a mix; set data.name=verifiers.")
     if section.name is not None and section.tools is not None:
         raise UserError("environment.tools: environment.name is set too; set one of them.")
     if section.tools is not None and not section.tools:
@@ -57,6 +68,9 @@ def environments_of(config: Config) -> Environments | None:
     if not has_environment(config):
         return None
     section = config.environment
+    if config.data.name == VERIFIERS:
+        workers = MOST_WAITING if section.workers is None else section.workers
+        return VerifiersEnvironments(settings_of(config.data), section.timeout_seconds, workers)
     name, tools = section.name, section.tools or []
     place: str | list[str]
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
@@ -84,6 +98,17 @@ def environments_of(config: Config) -> Environments | None:
         timeout_seconds=section.timeout_seconds,
         memory_gb=section.memory_gb,
     )
+
+
+def _check_verifiers(section: EnvironmentConfig) -> None:
+    """Raises UserError if a key is set that environments of `verifiers` do not read."""
+    for field in dataclasses.fields(EnvironmentConfig):
+        if field.name not in READ_BY_VERIFIERS and getattr(section, field.name) != field.default:
+            read = ", ".join(READ_BY_VERIFIERS)
+            raise UserError(
+                f"environment.{field.name}: data.name=verifiers does not read it; it reads {read}. The environment "
+                "itself is set by data.path and data.arguments. Remove it."
+            )
 
 
 def _check_unlimited(section: EnvironmentConfig) -> None:

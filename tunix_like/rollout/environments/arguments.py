@@ -14,6 +14,8 @@ from tunix_like.rollout.environments.local import LocalEnvironments
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.settings import check_effect
 from tunix_like.rollout.environments.trajectories import Player
+from tunix_like.rollout.environments.verifiers import VerifiersEnvironments
+from tunix_like.rollout.environments.verifiers_player import VerifiersPlayer
 from tunix_like.types import Engine
 
 
@@ -38,6 +40,9 @@ def make_player(
         raise UserError(
             f"environment: got the text {environment!r}; pass the class, or EnvironmentPool({environment!r})."
         )
+    if isinstance(environment, VerifiersEnvironments):
+        eos_ids = rollout.eos_tokens or tokenizer.eos_ids
+        return VerifiersPlayer(environment, config or EnvironmentConfig(), tokenizer, eos_ids)
     running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
     check_effect(config or EnvironmentConfig(), running, made=running is not environment)
     tools = [dict(tool) for tool in running.tools]

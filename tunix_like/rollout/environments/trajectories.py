@@ -84,6 +84,10 @@ class Player:
                 self.conversations = Conversations(self.tokenizer, bool(self.environments.tools))
         return self._bridges[chat]
 
+    def check_prompt(self, prompt: Any) -> None:
+        """Checks that trajectories with this prompt can have several turns. Raises UserError as `bridge`."""
+        self.bridge(prompt)
+
     def check(self, rows: Any) -> str | Sequence[Message] | None:
         """Checks that prompts of the form of the first row can have several turns; returns the first observation of
         this row.

@@ -1,0 +1,92 @@
+"""Reads the tasks of an environment of the package `verifiers` (the format of the Environments Hub)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunix_like.data.source import HIDDEN_COLUMN, DataSource, MappedRows, Record, RowRange, take
+from tunix_like.errors import UserError
+from tunix_like.runtime.verifiers_process import VerifiersProcess
+
+if TYPE_CHECKING:
+    from tunix_like.config.schema import DataConfig
+
+NAME = "verifiers"
+"""The name of this source in `data.name`."""
+
+MOST_HELD_OUT = 64
+"""Number of held-out tasks if neither `data.eval_size` nor `data.eval_arguments` is set; at most a tenth of all."""
+
+TASK_COLUMN = "task"
+"""The column with the task as the environment gets it."""
+
+
+def load(config: DataConfig) -> DataSource:
+    """Lists the tasks in a process of its own.
+
+    The held-out rows are the tasks of the taskset with `data.eval_arguments`; without them, the last ones of the
+    taskset.
+
+    Raises:
+      UserError: the package is not installed, the environment cannot be loaded, its arguments are wrong, or it has too
+        few tasks.
+    """
+    train, held_out = config.train_size, config.eval_size
+    both = None if train is None or held_out is None else train + held_out
+    wanted = {
+        "train": both if config.eval_arguments is None else train,
+        "eval": held_out,
+        "eval_arguments": config.eval_arguments,
+    }
+    process = VerifiersProcess(settings_of(config) | {"list": wanted})
+    process.kill()
+    found = process.first
+    assert found is not None
+    if not found["train"]:
+        raise UserError(f"data.path={config.path}: its taskset has no tasks; check data.arguments.")
+    if "eval" in found:
+        rows, tests = take(found["train"], train, "data.train_size"), take(found["eval"], held_out, "data.eval_size")
+    else:
+        rows, tests = _split(found["train"], train, held_out)
+    return DataSource(MappedRows(rows, record), MappedRows(tests, record), None, reward="exact_match")
+
+
+def settings_of(config: DataConfig) -> dict[str, Any]:
+    """Returns the settings of the process of an environment. Raises UserError if `data.path` is unset."""
+    if config.path is None:
+        raise UserError(
+            "data.path: data.name=verifiers needs the id of an installed environment, or a Python file with one."
+        )
+    if config.path.endswith(".py") and not Path(config.path).is_file():
+        raise UserError(f"data.path={config.path}: there is no such file.")
+    return {"path": config.path, "arguments": config.arguments or {}, "list": None}
+
+
+def _split(tasks: Sequence[Any], train: int | None, held_out: int | None) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the first tasks to train on, and the last ones as held-out tasks."""
+    if held_out is None:
+        held_out = min(MOST_HELD_OUT, len(tasks) // 10)
+    wanted = max(train or 0, 1) + held_out
+    if wanted > len(tasks):
+        raise UserError(
+            f"data.train_size and data.eval_size: {wanted} tasks are needed, but the taskset has {len(tasks)}; lower "
+            "them."
+        )
+    left = len(tasks) - held_out
+    return RowRange(tasks, 0, left if train is None else train), RowRange(tasks, left, len(tasks))
+
+
+def record(task: Mapping[str, Any]) -> Record:
+    """Returns the row of a task: `prompt`, `task` and, if the task has a text of this name, `answer`."""
+    data = task["data"]
+    known = {name: value for name, value in data.items() if name != "idx"}
+    row = {
+        "prompt": task["messages"],
+        TASK_COLUMN: data,
+        HIDDEN_COLUMN: hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest(),
+    }
+    return row | ({"answer": data["answer"]} if isinstance(data.get("answer"), str) else {})

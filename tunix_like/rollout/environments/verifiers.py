@@ -1,0 +1,282 @@
+"""Environments of the package `verifiers`: their harness asks for completions, and gets turns of the policy.
+
+The harness decides which conversation the model sees. So a turn is the answer to a request of the harness, and an
+observation is its next request.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tunix_like.data.verifiers import TASK_COLUMN
+from tunix_like.rewards.calls import LONGEST_REASON, Failure
+from tunix_like.rollout.environments.outcomes import Outcome
+from tunix_like.rollout.environments.process_tree import descendants_of
+from tunix_like.rollout.environments.verifiers_calls import Call, answer_of, refusal_of
+from tunix_like.rollout.serving.fields import RequestError
+from tunix_like.runtime.verifiers_process import Lost, VerifiersProcess
+
+SECONDS_TO_END = 5.0
+"""Time that the process has to end, and to cancel an episode, before it is killed."""
+
+FULL = "the limit of tokens or turns of this trajectory is reached"
+
+
+@dataclasses.dataclass
+class _Episode:
+    """An episode that is played.
+
+    Attributes:
+      id: its number in the process; numbers of trajectories are used again.
+      calls: the requests that are not answered. The policy answers the first.
+      deadline: when the next request or the end must have come; None while the policy is sampling.
+      closing: whether further requests are refused.
+      end: the end of an episode that ended while the policy was sampling.
+    """
+
+    id: int
+    calls: collections.deque[Call] = dataclasses.field(default_factory=collections.deque)
+    deadline: float | None = None
+    closing: bool = False
+    end: Outcome | None = None
+
+
+class VerifiersEnvironments:
+    """Plays episodes of one environment in a process of its own. Implements `Environments`.
+
+    The observation of an outcome is the messages of a request. The whole request is in `calls`.
+
+    Args:
+      settings: see `verifiers_worker.load`.
+      timeout_seconds: time until the first request of an episode, and from an answer to the next request or the end.
+      workers: maximum number of episodes that have not sent their first request.
+
+    Attributes:
+      calls: the request that a trajectory waits for, by number.
+      tokens: number of tokens of the prompt and of the turn, by number; for the answer of the next `step`.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def __init__(self, settings: Mapping[str, Any], timeout_seconds: float = 20.0, workers: int = 32):
+        self.settings, self.timeout_seconds, self.workers = settings, timeout_seconds, workers
+        self._ids = itertools.count()
+        self._process: VerifiersProcess | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.calls: dict[int, Call] = {}
+        self.tokens: dict[int, tuple[int, int]] = {}
+        self._episodes: dict[int, _Episode] = {}
+        self._numbers: dict[int, int] = {}
+        self._waiting: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+        self._starting: set[int] = set()
+        self._cancelled: dict[int, float] = {}
+        self._ready: list[Outcome] = []
+
+    def reset(self, number: int, columns: Mapping[str, Any]) -> None:
+        """Queues an episode with the task in the column `task`. Its observation is the first request."""
+        self.calls.pop(number, None)
+        task = columns.get(TASK_COLUMN)
+        if isinstance(task, Mapping):
+            self._waiting.append((number, task))
+        else:
+            self._ready.append(_failed(number, "error", f"the row has no column '{TASK_COLUMN}'."))
+
+    def step(self, number: int, completion: str, reason: str = "stop") -> None:
+        """Answers the request of a trajectory.
+
+        Args:
+          reason: "stop", or "length" for a turn that the limit of tokens ended; later requests are then refused.
+        """
+        episode = self._episodes.get(number)
+        if episode is None:
+            self._ready.append(_failed(number, "error", "the episode has ended."))
+            return
+        episode.closing = reason == "length"
+        if episode.end is not None:
+            self._ready.append(episode.end)
+            self._drop(number)
+            return
+        answer = answer_of(episode.calls.popleft(), completion, reason, self.tokens.pop(number, (0, 0)))
+        self._say(answer)
+        if episode.calls and not episode.closing:
+            self._observe(number, episode)
+        else:
+            episode.deadline = time.monotonic() + self.timeout_seconds
+
+    def finish(self, number: int) -> None:
+        """Refuses further requests of a trajectory; the outcome is its end with its reward."""
+        episode = self._episodes.get(number)
+        if episode is None:
+            self._ready.append(Outcome(number))
+        elif episode.end is not None:
+            self._ready.append(episode.end._replace(done=False))
+            self._drop(number)
+        else:
+            episode.closing, episode.deadline = True, time.monotonic() + self.timeout_seconds
+            self._refuse(episode)
+
+    def outcomes(self, wait: bool) -> list[Outcome]:
+        """See `Environments`."""
+        self._take(0.0)
+        self._expire()
+        if self._waiting and not self._episodes:
+            self._settle()
+        self._start()
+        while wait and not self._ready and (limits := self._deadlines()):
+            self._take(max(0.0, min(limits) - time.monotonic()))
+            self._expire()
+            self._start()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def cancel(self, number: int) -> None:
+        """Drops the episode of a trajectory."""
+        if (episode := self._episodes.get(number)) is not None:
+            self._say({"kind": "cancel", "episode": episode.id})
+            self._cancelled[episode.id] = time.monotonic() + SECONDS_TO_END
+            self._drop(number)
+
+    def close(self) -> None:
+        """Ends the process and drops all episodes."""
+        process, self._process = self._process, None
+        self._clear()
+        if process is not None and not process.end(SECONDS_TO_END):
+            _kill(process)
+
+    def _deadlines(self) -> list[float]:
+        return [each.deadline for each in self._episodes.values() if each.deadline is not None]
+
+    def _settle(self) -> None:
+        """Waits until the process has cancelled the late episodes, so that no new one waits behind them."""
+        while self._cancelled:
+            self._take(max(0.0, min(self._cancelled.values()) - time.monotonic()))
+            self._expire()
+
+    def _start(self) -> None:
+        """Starts queued episodes, up to `workers` that have not sent a request."""
+        while self._waiting and len(self._starting) < self.workers:
+            if self._process is None:
+                self._process = VerifiersProcess(self.settings)
+            number, task = self._waiting.popleft()
+            self._drop(number)
+            episode = self._episodes[number] = _Episode(next(self._ids))
+            episode.deadline = time.monotonic() + self.timeout_seconds
+            self._numbers[episode.id] = number
+            self._starting.add(number)
+            self._say({"kind": "run", "episode": episode.id, "task": task})
+
+    def _take(self, seconds: float) -> None:
+        """Takes the messages that have arrived; waits up to `seconds` for the first one."""
+        try:
+            while self._process is not None and (message := self._process.next(seconds)) is not None:
+                seconds = 0.0
+                if message["kind"] == "unusable":
+                    self._lose(message["reason"])
+                    return
+                number = self._numbers.get(message["episode"])
+                if message["kind"] == "end":
+                    self._cancelled.pop(message["episode"], None)
+                    if number is not None:
+                        self._end(number, message)
+                elif number is not None:
+                    self._request(number, self._episodes[number], message)
+                else:
+                    self._say(refusal_of(message["call"], 409, "the episode is over"))
+        except Lost as error:
+            self._lose(str(error))
+
+    def _request(self, number: int, episode: _Episode, message: Mapping[str, Any]) -> None:
+        self._starting.discard(number)
+        try:
+            call = Call.of(message["call"], message["body"])
+        except RequestError as error:
+            self._say(refusal_of(message["call"], error.http, str(error)))
+            return
+        episode.calls.append(call)
+        if episode.closing:
+            self._refuse(episode)
+        elif len(episode.calls) == 1:
+            self._observe(number, episode)
+
+    def _observe(self, number: int, episode: _Episode) -> None:
+        """Makes the first request of an episode the observation of its trajectory."""
+        episode.deadline = None
+        call = self.calls[number] = episode.calls[0]
+        self._ready.append(Outcome(number, observation=call.latest))
+
+    def _refuse(self, episode: _Episode) -> None:
+        """Stops an episode, which is scored as it is."""
+        self._say({"kind": "stop", "episode": episode.id})
+        while episode.calls:
+            self._say(refusal_of(episode.calls.popleft().id, 400, FULL))
+
+    def _end(self, number: int, message: Mapping[str, Any]) -> None:
+        """Takes the end of an episode."""
+        episode = self._episodes[number]
+        outcome = Outcome(number, reward=message["reward"] or 0.0, done=not episode.closing, info=message["metrics"])
+        if (problem := message.get("error")) is not None:
+            outcome = _failed(number, "timeout" if message.get("timeout") else "error", problem)
+        if episode.deadline is None:
+            episode.end = outcome
+        else:
+            self._ready.append(outcome)
+            self._drop(number)
+
+    def _expire(self) -> None:
+        """Cancels the episodes that are too late. A process that does not cancel them is killed."""
+        now = time.monotonic()
+        for number, episode in list(self._episodes.items()):
+            if episode.deadline is not None and episode.deadline <= now:
+                what = "sent no request" if number in self._starting else "neither sent a request nor ended"
+                reason = f"the episode has {what} within environment.timeout_seconds={self.timeout_seconds:g}."
+                self.cancel(number)
+                self._ready.append(_failed(number, "timeout", reason))
+        if any(limit <= now for limit in self._cancelled.values()):
+            self._lose("its process does not answer, so it was started again")
+
+    def _lose(self, why: str) -> None:
+        """Gives up the process and all its episodes."""
+        process, self._process = self._process, None
+        if process is not None:
+            _kill(process)
+        for number, episode in list(self._episodes.items()):
+            outcome = _failed(number, "error", f"the environment is lost: {why}")
+            if episode.deadline is None:
+                episode.end = outcome
+                continue
+            self._drop(number)
+            self._ready.append(outcome)
+        self._cancelled.clear()
+        self._starting.clear()
+
+    def _drop(self, number: int) -> None:
+        episode = self._episodes.pop(number, None)
+        self._starting.discard(number)
+        if episode is not None:
+            self._numbers.pop(episode.id, None)
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        if self._process is not None:
+            self._process.say(message)
+
+
+def _failed(number: int, kind: Any, reason: str) -> Outcome:
+    return Outcome(number, failure=Failure(kind, f"verifiers: {reason}"[:LONGEST_REASON]))
+
+
+def _kill(process: VerifiersProcess) -> None:
+    """Kills a process and all that it has started."""
+    for pid in list(descendants_of(process.pid)):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()

@@ -1,0 +1,92 @@
+"""Reads the requests of a harness of `verifiers`, and writes the answers, in the form of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tunix_like.rollout.serving.chat import checked_messages, checked_tools, parsed_calls
+from tunix_like.rollout.serving.fields import RequestError
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
+    "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
+}  # fmt: skip
+"""Fields that would change what a turn is, and their values without an effect. The sampling parameters of a request are
+not read: those of `rollout` apply."""
+
+
+class Call(NamedTuple):
+    """A request of a harness.
+
+    Attributes:
+      id: its number.
+      variables: of the chat template, `tools` included.
+      stream: whether the answer is written as events.
+    """
+
+    id: int
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    stream: bool
+
+    @staticmethod
+    def of(id: int, body: Mapping[str, Any]) -> Call:
+        """Checks a request. Raises RequestError if training cannot answer it."""
+        for name, values in NEUTRAL.items():
+            if body.get(name) not in values:
+                raise RequestError(f"{name}: got {str(body[name])[:80]}; it is not supported in training", name)
+        tools = [] if body.get("tool_choice") == "none" else checked_tools(body.get("tools"))
+        variables = body.get("chat_template_kwargs") or {}
+        if not isinstance(variables, dict):
+            raise RequestError("chat_template_kwargs: it must be an object", "chat_template_kwargs")
+        given = {**variables, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+        return Call(id, checked_messages(body.get("messages")), given, bool(body.get("stream")))
+
+    @property
+    def latest(self) -> list[dict[str, Any]]:
+        """The messages after the last one of the role assistant."""
+        places = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return self.messages[places[-1] + 1 if places else 0 :]
+
+
+def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> dict[str, Any]:
+    """Returns the message with the answer to a call.
+
+    Args:
+      text: a turn of the policy; tool calls in it are parsed if the call has tools.
+      reason: "stop" or "length".
+      tokens: number of tokens of the prompt and of the turn.
+    """
+    content, calls = parsed_calls(text) if "tools" in call.variables else (text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+        reason = "tool_calls" if reason == "stop" else reason
+    usage = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*tokens, sum(tokens)), strict=True))
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": "policy"}
+    if not call.stream:
+        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        body: Any = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+        return _message(call.id, 200, body)
+    if calls:
+        message["tool_calls"] = [{"index": place, **each} for place, each in enumerate(calls)]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
+        {"choices": [], "usage": usage},
+    ]
+    lines = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
+    return _message(call.id, 200, "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), stream=True)
+
+
+def refusal_of(call: int, status: int, reason: str) -> dict[str, Any]:
+    """Returns the message that refuses a call."""
+    return _message(call, status, {"error": {"message": reason, "type": "invalid_request_error", "code": status}})
+
+
+def _message(call: int, status: int, body: Any, stream: bool = False) -> dict[str, Any]:
+    return {"kind": "answer", "call": call, "status": status, "body": body, "stream": stream}

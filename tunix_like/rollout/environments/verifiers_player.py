@@ -1,0 +1,206 @@
+"""Plays trajectories of `verifiers`: the requests of a harness become tokens, and the turns answer them.
+
+At each turn the model sees exactly what the chat template renders for the request. If that begins with the tokens that
+the model has seen and sampled, the rest is appended to the row. Otherwise the row gets a new segment, as with
+`environment.history=template`. Sampled tokens are never encoded again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tunix_like.config.schema import EnvironmentConfig
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError
+from tunix_like.rewards.calls import Failure
+from tunix_like.rollout.environments.conversations import Continued, Conversation
+from tunix_like.rollout.environments.outcomes import Outcome
+from tunix_like.rollout.environments.trajectories import Player, Trajectories
+from tunix_like.rollout.environments.verifiers import VerifiersEnvironments
+from tunix_like.rollout.environments.verifiers_calls import Call
+from tunix_like.types import Message, Problem, Reply, Turn
+
+_NEXT: tuple[Message, ...] = ({"role": "assistant", "content": "A known answer"}, {"role": "user", "content": "Next"})
+_NO_LIMIT = 1 << 40
+
+
+class VerifiersPlayer(Player):
+    """A `Player` for environments of `verifiers`."""
+
+    environments: VerifiersEnvironments
+
+    def __init__(
+        self,
+        environments: VerifiersEnvironments,
+        config: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+    ):
+        if tokenizer.chat_template is None:
+            raise UserError(
+                "data.name=verifiers: the requests of a harness are chats, and the tokenizer has no chat template; add "
+                "chat_template.jinja to the folder of the model."
+            )
+        super().__init__(environments, config, tokenizer, eos_ids)
+
+    @property
+    def rewrites(self) -> bool:
+        return True
+
+    def check_prompt(self, prompt: Any) -> None:
+        """Does nothing: the harness writes the messages after a turn."""
+
+    def check(self, rows: Any) -> None:
+        """Plays the first row up to the first request of its harness.
+
+        Raises:
+          UserError: there is none, or it cannot be rendered.
+        """
+        if not len(rows):
+            return
+        self.environments.reset(0, rows[0])
+        (outcome,) = self.environments.outcomes(wait=True)
+        reason = None if outcome.failure is None else outcome.failure.reason
+        if reason is None and outcome.done:
+            reason = "the episode has ended without a request."
+        if reason is None:
+            (found,) = self.tokens([self.environments.calls[0]])
+            reason = found if isinstance(found, str) else None
+        self.environments.cancel(0)
+        if reason is not None:
+            raise UserError(
+                f"data.path={self.environments.settings['path']}: its first task cannot be played. {reason}"
+            )
+
+    def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
+        return VerifiersTrajectories(self, problems, size, max_prompt_length)
+
+    def tokens(self, calls: Sequence[Call], further: Sequence[Message] = ()) -> list[list[int] | str]:
+        """Renders requests, each with `further` messages; returns their token ids, or why there are none."""
+        found: dict[int, list[int] | str] = {}
+        by_variables: dict[str, list[int]] = {}
+        for place, call in enumerate(calls):
+            by_variables.setdefault(json.dumps(call.variables, sort_keys=True), []).append(place)
+        for places in by_variables.values():
+            variables = calls[places[0]].variables
+            chats = [[*calls[place].messages, *further] for place in places]
+            texts = self.tokenizer.render_guarded(chats, True, **variables)
+            for place, text in zip(places, texts, strict=True):
+                found[place] = str(text) if isinstance(text, UserError) else self._encoded(text)
+        return [found[place] for place in range(len(calls))]
+
+    def _encoded(self, text: str) -> list[int] | str:
+        try:
+            return self.tokenizer.encode_guarded(text, _NO_LIMIT) or "environment: the request has no tokens."
+        except UserError as error:
+            return str(error)
+
+
+class VerifiersTrajectories(Trajectories):
+    """The trajectories of one rollout."""
+
+    player: VerifiersPlayer
+    _environments: VerifiersEnvironments
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Answers the requests. The harness gets a truncated turn too, and later requests are refused."""
+        for turn in turns:
+            number = turn.group * self.size + turn.sample
+            if turn.group in self._own:
+                conversation = self._states[number].conversation
+                assert conversation is not None
+                self._environments.tokens[number] = len(conversation.tokens), len(turn.tokens)
+                if turn.truncated and self._states[number].failure is None and not self._states[number].over:
+                    self._environments.step(number, self.player.tokenizer.decode(turn.tokens), "length")
+        super().submit(turns)
+
+    def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
+        """Returns the first request of a problem; None if there is none, or it is too long.
+
+        Trajectories with another first request, or one that is too long, are unscored.
+        """
+        for number in first:
+            if number in self._numbers(group) and number not in self._environments.calls:
+                self._fail(number, "environment: the episode has ended without a request.")
+        numbers = [number for number in self._numbers(group) if number in first and number in self._environments.calls]
+        rendered = dict(zip(numbers, self.player.tokens([self._environments.calls[n] for n in numbers]), strict=True))
+        prompt = next((each for each in rendered.values() if isinstance(each, list)), None)
+        for number, each in rendered.items():
+            if isinstance(each, str):
+                self._fail(number, each)
+            elif each != prompt:
+                self._fail(
+                    number,
+                    "environment: the first request of this trajectory differs from those of other trajectories of its "
+                    "row, which share their prompt.",
+                )
+            elif len(each) > most:
+                self._fail(
+                    number,
+                    f"environment: the first request has {len(each)} tokens, more than "
+                    f"rollout.max_prompt_length={most}.",
+                )
+        if prompt is None or len(prompt) > most:
+            return None
+        return self.player.tokenizer.decode(prompt, skip_special_tokens=False), prompt
+
+    def _fail(self, number: int, reason: str) -> None:
+        self._states[number].failure = Failure("error", reason)
+
+    def _begun(self, groups: Sequence[int]) -> list[int]:
+        """Begins the conversations; returns the number of tokens that each prompt keeps with later turns."""
+        calls: dict[int, Call] = {}
+        for group in groups:
+            good = [number for number in self._numbers(group) if self._states[number].failure is None]
+            if good:
+                calls[group] = self._environments.calls[good[0]]
+        later = dict(zip(calls, self.player.tokens(list(calls.values()), _NEXT), strict=True))
+        kept = [_common(self.problems[group].tokens, later.get(group, "")) for group in groups]
+        for group, size in zip(groups, kept, strict=True):
+            tokens = [int(token) for token in self.problems[group].tokens]
+            for number in self._numbers(group):
+                self._states[number].conversation = Conversation([], [*tokens], size)
+        return kept
+
+    def _bridged(self, outcomes: Sequence[Outcome]) -> list[Reply]:
+        """Returns how rows continue with the requests of their harnesses."""
+        replies = []
+        rendered = self.player.tokens([self._environments.calls[outcome.number] for outcome in outcomes])
+        for outcome, ids in zip(outcomes, rendered, strict=True):
+            state = self._states[outcome.number]
+            state.note(outcome.observation)
+            assert state.conversation is not None
+            tokens, restart, problem = _continued(state.conversation, ids)
+            if tokens is None:
+                self._fail(outcome.number, f"environment: {problem}")
+                replies.append(self._ended(outcome.number))
+            else:
+                replies.append(Reply(*divmod(outcome.number, self.size), tokens, restart))
+        return replies
+
+
+def _common(tokens: Sequence[int], later: Sequence[int] | str) -> int:
+    """Returns how many tokens of a prompt a later turn keeps; all if that is not known, or none would be kept."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, later, strict=False))
+    return sum(1 for _ in same) or len(tokens)
+
+
+def _continued(conversation: Conversation, ids: list[int] | str) -> Continued:
+    """Returns how a row continues so that the model sees the tokens `ids`."""
+    if isinstance(ids, str):
+        return Continued(None, problem=ids)
+    seen, kept = conversation.tokens, conversation.prompt
+    if ids[:kept] != seen[:kept]:
+        return Continued(
+            None,
+            problem="the harness sent a conversation that does not begin with the prompt, which the trajectories of a "
+            "row share.",
+        )
+    conversation.tokens = list(ids)
+    if ids[: len(seen)] == seen:
+        return Continued(ids[len(seen) :])
+    conversation.rewritten += 1
+    return Continued(ids[kept:], restart=True)

@@ -1,0 +1,136 @@
+"""The process of an environment of the package `verifiers`, seen from the training process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tunix_like.errors import UserError
+
+SECONDS_TO_START = 300.0
+"""Time until an environment is loaded; it may read a data set."""
+
+_ROOT = Path(__file__).parents[2]
+_WORKER = "tunix_like.runtime.verifiers_worker"
+_SHOWN = 2000
+_SECONDS_TO_READ = 1.0
+
+
+class Lost(Exception):
+    """The process has ended; the message says why, as far as it is known."""
+
+
+class VerifiersProcess:
+    """Starts the process (see `verifiers_worker`) and exchanges messages with it.
+
+    Args:
+      settings: the first message.
+
+    Raises:
+      UserError: the package `verifiers` is not installed, or the environment cannot be used.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]):
+        if importlib.util.find_spec("verifiers") is None:
+            raise UserError(
+                "data.name=verifiers needs the package verifiers; install it with pip install 'tunix-like[envs]'."
+            )
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_released`
+        path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the training process, which ends this one
+        )
+        self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="verifiers", daemon=True)
+        self._reader.start()
+        self.say(settings)
+        try:
+            self.first = self.next(SECONDS_TO_START)
+        except Lost as error:
+            self.first = {"kind": "unusable", "reason": str(error)}
+        if self.first is None or self.first["kind"] == "unusable":
+            self.kill()
+            reason = f"it was not loaded within {SECONDS_TO_START:g} s" if self.first is None else self.first["reason"]
+            raise UserError(f"data.path={settings['path']}: the environment cannot be used. {reason.rstrip('.')}.")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Sends a message. If the process has ended, `next` says so."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def next(self, seconds: float) -> dict[str, Any] | None:
+        """Returns the next message; None if there is none within `seconds`.
+
+        Raises:
+          Lost: the process has ended.
+        """
+        try:
+            message = self._messages.get(seconds > 0, seconds if seconds > 0 else None)
+        except queue.Empty:
+            return None
+        if message is None:
+            self._messages.put(None)
+            raise Lost(self._why())
+        return message
+
+    def end(self, seconds: float) -> bool:
+        """Asks the process to end; returns whether it has ended within `seconds`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        self._release()
+        return True
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+        self._process.wait()
+        self._release()
+
+    def _release(self) -> None:
+        """Closes the files of a process that has ended."""
+        self._reader.join(_SECONDS_TO_READ)  # a program that the process has started may hold its output open
+        files = [self._process.stdin, self._errors, *([] if self._reader.is_alive() else [self._process.stdout])]
+        for file in files:
+            assert file is not None
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(ValueError, OSError):
+            for line in self._process.stdout:
+                self._messages.put(json.loads(line))
+        self._messages.put(None)
+
+    def _why(self) -> str:
+        status = self._process.wait()
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - _SHOWN))
+        said = self._errors.read().decode(errors="replace").strip()
+        return f"its process has ended with status {status}" + (f": {said}" if said else "")

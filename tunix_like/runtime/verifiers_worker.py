@@ -1,0 +1,309 @@
+"""The process in which an environment of the package `verifiers` runs: its tasks, its harness and its rewards.
+
+The training process starts it and exchanges lines of JSON with it over standard input and output. The harness sends its
+requests to the interception server of `verifiers`, which forwards them to an endpoint of this process. From there they
+go to the training process, which samples the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import hmac
+import itertools
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+KEY_VARIABLE = "TUNIX_LIKE_EPISODES_API_KEY"
+"""Environment variable of this process with the key of its endpoint; `verifiers` passes no such name to programs."""
+
+MODEL = "policy"
+LOCAL = "127.0.0.1"
+
+
+class Unusable(Exception):
+    """The environment cannot be used; the message says why."""
+
+
+def main() -> None:
+    """Reads the settings from the first line, and then lists tasks or plays episodes."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)  # what the environment prints must not be read as a message
+    settings = json.loads(sys.stdin.buffer.readline())
+    with _reported(out):
+        config, env = load(settings)
+        if settings["list"] is not None:
+            _say(out, {"kind": "tasks", **_listed(settings, env)})
+            return
+        asyncio.run(Episodes(env, config, out).run())
+
+
+@contextlib.contextmanager
+def _reported(out: IO[str]) -> Iterator[None]:
+    """Reports an exception of the environment's code as the reason why it cannot be used."""
+    try:
+        yield
+    except Exception as error:
+        _say(out, {"kind": "unusable", "reason": _reason(error)})
+
+
+def _say(out: IO[str], message: Mapping[str, Any]) -> None:
+    out.write(json.dumps(message) + "\n")
+
+
+def _reason(error: BaseException) -> str:
+    """Returns one line about an error."""
+    import pydantic
+
+    if isinstance(error, pydantic.ValidationError):
+        return _wrong("data.arguments", error)
+    text = " ".join(str(error).split())
+    if isinstance(error, Unusable):
+        return text
+    cause = "" if error.__cause__ is None else f" ({error.__cause__})"
+    return f"{type(error).__name__}: {text.rstrip('.')}{cause}"
+
+
+def _wrong(where: str, error: Any) -> str:
+    """Returns one line about arguments that `verifiers` refuses."""
+    found = error.errors()[0]
+    return f"{'.'.join([where, *map(str, found['loc'])])}: {found['msg']}"
+
+
+def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Loads an environment; returns its agent's configuration and the environment.
+
+    Args:
+      settings: `path`, the id of a taskset or a Python file, and `arguments`, the configuration in the form of
+        `verifiers`.
+
+    Raises:
+      Unusable: it has several agents, or its harness runs commands and no runtime is set.
+      Exception: whatever `verifiers` and the module of the environment raise.
+    """
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.runtimes import PrimeConfig
+    from verifiers.v1.utils.loaders import harness_class, load_environment, resolve_env_config
+
+    given = _with_taskset(settings["path"], settings["arguments"])
+    config = resolve_env_config(copy.deepcopy(given))
+    agents = agent_config_fields(config)
+    if len(agents) != 1:
+        raise Unusable(f"it has the agents {', '.join(agents)}; only environments with one agent can be trained on")
+    ((name, agent),) = agents.items()
+    changed = dict(given.get(name) or {})
+    if isinstance(agent.runtime, PrimeConfig) and "runtime" not in changed:
+        harness = config.agent_harnesses()[name].id
+        if harness_class(harness).EXECUTES_CODE:
+            raise Unusable(
+                f"its harness {harness} runs commands of the model, and no runtime is set; set "
+                f"data.arguments.{name}.runtime.type to docker, or to subprocess if they may run on this machine, or "
+                f"choose another harness (data.arguments.{name}.harness.id)"
+            )
+        changed["runtime"] = {"type": "subprocess"}
+    config = resolve_env_config({**copy.deepcopy(given), name: changed})
+    return agent_config_fields(config)[name], load_environment(config)
+
+
+def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with the id of the taskset; makes a file importable."""
+    name = path
+    if path.endswith(".py"):
+        file = Path(path).absolute()
+        name = file.stem
+        if not name.isidentifier() or name != name.lower():
+            raise Unusable(f"the name of the file {file.name} must be a lower-case Python name")
+        sys.path.insert(0, str(file.parent))
+    given = copy.deepcopy(dict(arguments))
+    given["taskset"] = {**(given.get("taskset") or {}), "id": name}
+    return given
+
+
+def _listed(settings: Mapping[str, Any], env: Any) -> dict[str, Any]:
+    """Returns the tasks to train on and, if they have arguments of their own, those to evaluate on."""
+    import pydantic
+    from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+    wanted = settings["list"]
+    found = {"train": _tasks(env.taskset, wanted["train"])}
+    if wanted["eval_arguments"] is not None:
+        given = _with_taskset(settings["path"], settings["arguments"])["taskset"] | wanted["eval_arguments"]
+        try:
+            config = taskset_config_type(given["id"]).model_validate(given)
+        except pydantic.ValidationError as error:
+            raise Unusable(_wrong("data.eval_arguments", error)) from None
+        found["eval"] = _tasks(load_taskset(config), wanted["eval"])
+    return found
+
+
+def _tasks(taskset: Any, most: int | None) -> list[dict[str, Any]]:
+    if most is None and not taskset.bounded:
+        raise Unusable("its tasks do not end; set data.train_size and data.eval_size")
+    return [
+        {"data": task.data.model_dump(mode="json"), "messages": _messages(task.data)}
+        for task in itertools.islice(taskset, most)
+    ]
+
+
+def _messages(data: Any) -> list[dict[str, str]]:
+    """Returns the prompt of a task as messages with texts; the harness may send others."""
+    from verifiers.v1.types import content_text
+
+    found = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+    if isinstance(data.prompt, str):
+        return [*found, {"role": "user", "content": data.prompt}]
+    given = [{"role": each.role, "content": content_text(each.content) or ""} for each in data.prompt or []]
+    return [*found, *given] or [{"role": "user", "content": ""}]
+
+
+class Episodes:
+    """Plays episodes, as many at the same time as the training process asks for.
+
+    Messages from it: `run` (episode, task), `answer` (call, status, body, whether it is a stream), `stop` (episode) and
+    `cancel` (episode). Messages to it: `ready`, `request` (episode, call, body) and `end` (episode, reward, ...).
+    """
+
+    def __init__(self, env: Any, agent: Any, out: IO[str]):
+        self._env, self._agent, self._out = env, agent, out
+        self._task_class = type(env.taskset).task_type()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._traces: dict[int, Any] = {}
+        self._of_trace: dict[str, int] = {}
+        self._answers: dict[int, tuple[int, asyncio.Future[Mapping[str, Any]]]] = {}
+        self._calls = itertools.count()
+        self._key = secrets.token_urlsafe(32)
+
+    async def run(self) -> None:
+        """Plays until standard input ends."""
+        os.environ[KEY_VARIABLE] = self._key
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ[name] = ",".join(filter(None, [os.environ.get(name), LOCAL, "localhost"]))
+        lines = asyncio.StreamReader(limit=1 << 30)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
+        async with self._endpoint() as url, self._env.serving():
+            self._context = self._model(url)
+            _say(self._out, {"kind": "ready"})
+            while line := await lines.readline():
+                self._take(json.loads(line))
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def _endpoint(self) -> Any:
+        """Serves `/chat/completions` on a free port of this machine."""
+        from aiohttp import web
+
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/v1/chat/completions", self._forward)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, LOCAL, 0, backlog=2048)
+            await site.start()
+            yield f"http://{LOCAL}:{runner.addresses[0][1]}/v1"
+        finally:
+            await runner.cleanup()
+
+    def _model(self, url: str) -> Any:
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+        return ModelContext(model=MODEL, client=EvalClientConfig(base_url=url, api_key_var=KEY_VARIABLE))
+
+    async def _forward(self, http: Any) -> Any:
+        """Sends a request to the training process and waits for its answer."""
+        from aiohttp import web
+
+        if not hmac.compare_digest(http.headers.get("authorization", ""), f"Bearer {self._key}"):
+            return web.json_response({"error": {"message": "the key is missing or wrong"}}, status=401)
+        episode = self._of_trace.get(http.headers.get("x-session-id", ""))
+        if episode is None:
+            return web.json_response({"error": {"message": "the request is of no running episode"}}, status=409)
+        call = next(self._calls)
+        body, answer = await http.json(), asyncio.get_running_loop().create_future()
+        self._answers[call] = episode, answer
+        try:
+            _say(self._out, {"kind": "request", "episode": episode, "call": call, "body": body})
+            found = await answer
+        finally:
+            self._answers.pop(call, None)
+        if found["stream"]:
+            return web.Response(text=found["body"], content_type="text/event-stream")
+        return web.json_response(found["body"], status=found["status"])
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "run":
+            task = asyncio.create_task(self._play(message["episode"], message["task"]))
+            self._running[message["episode"]] = task
+        elif kind == "answer":
+            _, answer = self._answers.get(message["call"], (None, None))
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif kind == "stop":
+            if (trace := self._traces.get(message["episode"])) is not None:
+                trace.stop("max_total_tokens")  # it is scored as it is
+        elif kind == "cancel" and (running := self._running.get(message["episode"])) is not None:
+            running.cancel()
+
+    async def _play(self, episode: int, data: Mapping[str, Any]) -> None:
+        """Plays one episode and reports its end."""
+
+        def began(trace: Any) -> None:
+            self._traces[episode], self._of_trace[trace.id] = trace, episode
+
+        end: dict[str, Any] = {"kind": "end", "episode": episode, "reward": None, "metrics": {}, "stop": None}
+        try:
+            task = self._task_class(self._task_class.data_type().model_validate(data), self._env.config.taskset.task)
+            (slot,) = self._env.slots(task)
+            end |= _result(await self._env.run_slot(slot, self._context, on_trace=began))
+        except asyncio.CancelledError:
+            end["error"] = "the episode was cancelled"
+        except Exception as error:
+            end["error"] = _reason(error)
+        finally:
+            self._running.pop(episode, None)
+            trace = self._traces.pop(episode, None)
+            self._of_trace.pop(getattr(trace, "id", ""), None)
+            for owner, answer in list(self._answers.values()):
+                if owner == episode:
+                    answer.cancel()
+        _say(self._out, end)
+
+
+def _result(episode: Any) -> dict[str, Any]:
+    """Returns the reward, the metrics and the problem of an episode that has ended."""
+    if len(episode.traces) != 1:
+        problem = f"{episode.last_error.type}: {episode.last_error.message}" if episode.last_error else None
+        return {
+            "error": problem or f"it has {len(episode.traces)} traces; only environments with one can be trained on"
+        }
+    (trace,) = episode.traces
+    values = {name: each.value for name, each in trace.rewards.items() if each is not None} | {
+        name: value for name, value in trace.metrics.items() if value is not None
+    }
+    found: dict[str, Any] = {
+        "reward": trace.reward,
+        "metrics": {name: float(value) for name, value in values.items() if math.isfinite(value)},
+        "stop": trace.stop_condition,
+    }
+    if episode.ok and math.isfinite(trace.reward):
+        return found
+    error = trace.last_error or episode.last_error
+    if error is not None:
+        text = f"{error.type}: {error.message}" + (f"\n{error.traceback}" if error.traceback else "")
+    else:
+        text = f"the reward is {trace.reward}" if episode.ok else f"the episode has failed ({trace.stop_condition})"
+    return found | {"error": text, "timeout": bool(trace.is_timeout or episode.is_timeout)}
+
+
+if __name__ == "__main__":
+    main()
