@@ -265,7 +265,7 @@ def test_a_metric_and_a_field_of_the_observation():
         environment.close()
     with (
         odd_server([answer]) as url,
-        pytest.raises(UserError, match="no field 'words'; it has: text, n, meta"),
+        pytest.raises(EnvironmentMisconfigured, match="no field 'words'; it has: text, n, meta"),
     ):
         OpenEnv(url, observation="words").reset()
 

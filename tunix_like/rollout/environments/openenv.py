@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from tunix_like.errors import UserError
+from tunix_like.errors import EnvironmentMisconfigured, UserError
 from tunix_like.rollout.environments.deadline import patience
 from tunix_like.rollout.environments.openenv_session import (
     InvalidAction,
@@ -94,7 +94,10 @@ class OpenEnv:
         answer = self._opened(columns)
         if answer.get("done") is True:
             raise UserError(f"OpenEnv server {self.url}: the episode is over after the reset, before the first turn.")
-        shown = self._shown(answer["observation"])
+        try:
+            shown = self._shown(answer["observation"])
+        except UserError as error:
+            raise EnvironmentMisconfigured(str(error)) from None
         return f"\n{shown}" if isinstance(shown, str) else shown
 
     def _opened(self, columns: Mapping[str, Any]) -> dict[str, Any]:
