@@ -235,8 +235,8 @@ def test_only_a_lost_connection_is_an_unavailable_server():
 
 @has_websockets
 def test_a_server_without_a_free_session(monkeypatch):
-    full = '{"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}'
-    with odd_server([full]) as url, pytest.raises(EnvironmentMisconfigured, match="set max_concurrent_envs"):
+    full = '{"type": "error", "data": {"message": "full.", "code": "CAPACITY_REACHED"}}'
+    with odd_server([full]) as url, pytest.raises(EnvironmentMisconfigured, match=r"full\. Each .*max_concurrent_envs"):
         OpenEnv(url).reset()
     monkeypatch.setattr(deadline, "_end", time.monotonic() + 10)
     with odd_server(iter([full, "not sent, because the session is closed", seen()])) as url:

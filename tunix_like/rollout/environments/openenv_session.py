@@ -251,7 +251,7 @@ class Session:
         if code == "VALIDATION_ERROR" and what == "step":
             raise InvalidAction(_invalid_fields(content.get("errors")) or text)
         if code == "CAPACITY_REACHED":
-            text += (
+            text = text.rstrip(".") + (
                 ". Each trajectory needs a session: set max_concurrent_envs of the server to at least data.batch_size "
                 "x algorithm.num_generations, and eval.batch_size x eval.samples"
             )
