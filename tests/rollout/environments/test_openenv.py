@@ -425,6 +425,13 @@ def test_a_run_with_a_server(tmp_path, monkeypatch, capsys):
         assert cli.main(["check-rewards", example, *small, at]) == 0, capsys.readouterr().out
         assert cli.main(["train", example, *small, at]) == 0
         assert "environment/solved" in capsys.readouterr().out
+        wrong = [example, *small, at, "environment.arguments.observation=words"]
+        assert cli.main(["check-rewards", *wrong]) == cli.main(["train", *wrong, "training.output_dir=wrong"]) == 2
+        assert capsys.readouterr().err.count("error: environment.arguments: the observation of") == 2
+    with serving("guess", 1) as small_server:
+        own = [f"environment.arguments.url={small_server}", "training.output_dir=full"]
+        assert cli.main(["train", example, *small, *own]) == 2
+        assert "active. Cannot accept new connections. Each trajectory needs" in capsys.readouterr().err
     # In a process of its own, because the type checks of the tests look at `tools` too.
     command = [sys.executable, "-m", "tunix_like", "train", example, *small, at, "training.output_dir=other"]
     done = subprocess.run(
