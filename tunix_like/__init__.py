@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import RolloutConfig as RolloutConfig
     from tunix_like.config.schema import SFTConfig as SFTConfig
     from tunix_like.data.tokenizer import Tokenizer as Tokenizer
+    from tunix_like.errors import EnvironmentUnavailable as EnvironmentUnavailable
     from tunix_like.errors import UserError as UserError
     from tunix_like.models.loading import export_model as export_model
     from tunix_like.models.loading import load_model as load_model
@@ -65,7 +66,7 @@ _NAMES_OF_MODULE = {
         "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig "
         "SFTConfig"
     ),
-    "tunix_like.errors": "UserError",
+    "tunix_like.errors": "EnvironmentUnavailable UserError",
     "tunix_like.models.loading": "export_model load_model",
     "tunix_like.models.lora": "add_lora load_adapter merge_lora save_adapter",
     "tunix_like.rewards": "register_reward_fn",

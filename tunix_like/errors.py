@@ -26,9 +26,19 @@ class NotSaved(UserError):
 
 
 class EngineLost(UserError):
-    """The servers that generate completions do not answer. The state of the run is saved, and it can be resumed."""
+    """The servers that generate completions, or the service of the environments, do not answer. The state of the run is
+    saved, and it can be resumed."""
 
     status = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class EnvironmentUnavailable(UserError):
+    """An environment raises it if a service that it needs cannot be reached. Its trajectory is unscored; if this
+    happens to all trajectories of a batch, the run stops with `EngineLost`."""
+
+
+class EnvironmentMisconfigured(UserError):
+    """The configuration does not fit an environment. The run stops if `reset` raises it."""
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) -> None:

@@ -4,8 +4,8 @@
     python examples/gsm8k/make_tiny_model.py --data mine.jsonl --column question --out tiny
 
 The tokenizer is a byte-level BPE of at most 2,048 tokens, trained on one column of a JSON-lines file (of a folder:
-train.jsonl), with a ChatML template. Use the folder as `model.path=tiny model.init=random`. It does NOT make anything
-that can solve a problem.
+train.jsonl), with a ChatML template that renders tools. Use the folder as `model.path=tiny model.init=random`. It does
+NOT make anything that can solve a problem.
 """
 
 from __future__ import annotations
@@ -27,10 +27,28 @@ from tunix_like.errors import UserError
 
 VOCAB_SIZE = 2048
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+# ChatML. Tools are written into the system message, and tool calls as in the templates of Qwen2.5.
+CHATML = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{% endif %}
+    {{- '# Tools\n\nYou may call these functions:\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' + (tool | tojson) }}{% endfor %}
+    {{- '\n</tools>\n\nWrite a call as:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and loop.first and message.role == 'system') %}
+    {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {%- set given = call.function.arguments %}
+        {{- '\n<tool_call>\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+        {{- (given if given is string else given | tojson) + '}\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+""".strip()
 # How Qwen cuts text before the BPE. transformers rebuilds exactly this for a folder of type qwen2, whatever its
 # tokenizer.json says, so another rule would give other ids there.
 QWEN_WORDS = (

@@ -143,6 +143,11 @@ def test_an_environment_is_played_with_a_prompt(generate):
     assert "3 turns, ended by environment.max_turns=3" in error
 
 
+def test_an_environment_that_cannot_be_reset_has_no_turns(generate):
+    code, said, error = generate("--prompt", "abc>", "environment.name=mine.py:Short")
+    assert code == 2 and said == "" and "needs an argument 'text'" in error and "--row N plays a row" in error
+
+
 def test_text_of_an_environment_is_never_a_turn_of_the_model(generate):
     code, said, _ = generate("--prompt", "abc>", "environment.name=mine.py:Liar")
     assert code == 0 and said.splitlines()[1:] == ["environment: I am the model"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from tunix_like.cli import main as cli
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.rollout.environments.bridge import make_bridge
+from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +52,26 @@ def test_a_file_without_the_column(monkeypatch, capsys):
         run(monkeypatch, "--data", "b.jsonl", "--out", "tiny")
     assert "b.jsonl does not exist" in capsys.readouterr().err
     assert not Path("tiny").exists()
+
+
+def test_the_template_renders_tools_and_tool_calls(monkeypatch):
+    """As the parser of tool calls reads them. Without tools, the text is that of ChatML."""
+    Path("a.jsonl").write_text('{"question": "How many?"}\n' * 9)
+    run(monkeypatch, "--data", "a.jsonl", "--out", "tiny")
+    tokenizer = Tokenizer.from_folder("tiny")
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q"}
+    assert tokenizer.render([system, question]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+    )
+    text = tokenizer.render([system, question], tools=[tool])
+    assert text.count("<|im_start|>") == 3 and text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert json.dumps(tool) in text and "Be brief" not in tokenizer.render([question], tools=[tool])
+    make_bridge(tokenizer, True, tokenizer.eos_ids, [tool], most_tokens=200, overlong="cut")
+    for given in ({"a": 5, "b": "é"}, '{"a": 5, "b": "é"}'):
+        call = {"type": "function", "function": {"name": "add", "arguments": given}}
+        turn = {"role": "assistant", "content": None, "tool_calls": [call, call]}
+        said = tokenizer.render([question, turn, {"role": "tool", "content": "7"}], tools=[tool]).split("<|im_start|>")
+        assert tool_calls(said[3]) == [ToolCall("add", {"a": 5, "b": "é"})] * 2 and said[4].startswith(
+            "tool\n7<|im_end|>"
+        )

@@ -97,6 +97,23 @@ def test_each_cause_is_told_with_its_counts_a_completion_and_keys_that_exist(cau
     assert named <= {key.name for key in keys()}
 
 
+def test_failures_of_an_environment_name_its_keys():
+    def diagnosed(kinds, late):
+        rollout, *rest = made([[NAN] * 4, [NAN] * 4], late=late, failed=8)
+        reasons = [None if kind is None else [kind, "why"] for kind in kinds]
+        episodes = [Episode([], 1, False, 0, NAN, {}, reason) for reason in reasons]
+        return diagnose(task_of(), rollout._replace(episodes=episodes), *rest)
+
+    found = diagnosed(["timeout", *["error"] * 5, "unavailable", "misconfigured"], 1)
+    assert (
+        "8 of 8 completions have no reward (1 because a call of the environment timed out, 7 because the" in found.found
+    )
+    assert "raise environment.timeout_seconds." in found.advice and "reward" not in found.found.partition("(")[2]
+    found = diagnosed([None] * 2 + ["error"] * 6, 1)
+    assert "(1 because a reward function timed out, 1 because one failed, 0 because a call of the env" in found.found
+    assert found.advice.endswith("raise rewards.timeout_seconds or environment.timeout_seconds.")
+
+
 def test_a_step_with_a_signal():
     assert has_signal(*made([[0.0] * 4, [0, 1, 0, 0]])[1:])
     assert has_signal(*made([[0, 1, 0, 0]], trained=[True, True, False, False])[1:])

@@ -10,18 +10,21 @@ import tunix_like
 from tunix_like import (
     EnvironmentConfig,
     EnvironmentPool,
+    EnvironmentUnavailable,
     EnvStepResult,
     EvalConfig,
     MaxRLConfig,
     RolloutConfig,
     UserError,
 )
+from tunix_like.errors import EngineLost, EnvironmentMisconfigured
 from tunix_like.rollout.collection import shape_rewards
 from tunix_like.types import GroupBatch
 
 from .small_learner import ROWS, TOKENIZER, assert_same, collect, make, watch_sampler
 
-ENDS = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "abcdefgh"]
+LETTERS = "abcdefgh"
+ENDS = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
 LENGTHS = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=48, eos_tokens=ENDS)
 TURNS = EnvironmentConfig(max_turns=4, max_observation_tokens=40)
 
@@ -128,6 +131,60 @@ def test_a_failing_environment_costs_its_trajectory(tmp_path):
     assert rows[0]["train/reward/unscored_frac"] == failed and np.isfinite(rows[0]["train/loss"])
     told = (tmp_path / "rollouts" / "reward_failure.txt").read_text()
     assert "no reset" in told or "no step" in told or "reward" in told or "bytes" in told
+
+
+class Away(Vowels):
+    """Cannot be reset after two batches, for answers with these first letters."""
+
+    batches, letters, error = 0, "", EnvironmentUnavailable
+
+    def reset(self, answer: str, **columns) -> None:
+        super().reset(answer)
+        if Away.batches >= 2 and answer[0] in self.letters:
+            raise self.error("the service is away.")
+
+
+def away(monkeypatch, letters, **arguments):
+    monkeypatch.setattr(Away, "batches", 0)
+    monkeypatch.setattr(Away, "letters", letters)
+    made = learner(Away, max_steps=4, **arguments)
+    inner = made.engine.generate
+
+    def generate(*given):
+        yield from inner(*given)
+        Away.batches += 1
+
+    monkeypatch.setattr(made.engine, "generate", generate)
+    return made
+
+
+def test_a_lost_service_stops_the_run_after_the_last_step(tmp_path, monkeypatch):
+    """With status 75. The resumed run is the one without the loss."""
+    whole = away(monkeypatch, "")
+    collect(whole)
+    settings = {"output_dir": str(tmp_path / "reset"), "checkpoint_every_n_steps": 100}
+    with pytest.raises(EngineLost, match="all 16 trajectories failed. the service is away. Start the server, then"):
+        collect(away(monkeypatch, LETTERS, **settings))
+    assert (tmp_path / "reset" / "checkpoints" / "2").exists() and EngineLost.status == 75
+    resumed = away(monkeypatch, "", **settings)
+    assert [row["step"] for row in collect(resumed)] == [3, 4]
+    assert_same(resumed.params, whole.params)
+
+
+def test_a_service_that_some_trajectories_lose_is_counted(monkeypatch):
+    rows = collect(away(monkeypatch, "abcd"), batch_size=8)
+    assert [row["train/turns/unavailable_frac"] > 0 for row in rows] == [False, False, True, True]
+    assert all(row["train/turns/unavailable_frac"] == row["train/reward/error_frac"] < 1 for row in rows)
+
+
+def test_a_wrong_configuration_stops_the_run(monkeypatch):
+    """Also if it fails for some trajectories only, unless a call that was too long may be the cause."""
+    monkeypatch.setattr(Away, "error", EnvironmentMisconfigured)
+    with pytest.raises(EnvironmentMisconfigured, match="^the service is away.$"):
+        collect(away(monkeypatch, "ab"), batch_size=8)
+    made = away(monkeypatch, "ab")
+    made.player.overtime = True
+    assert collect(made, batch_size=8)[3]["train/reward/error_frac"] > 0
 
 
 def test_limits_of_turns_and_observations():

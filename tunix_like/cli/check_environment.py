@@ -19,6 +19,7 @@ from tunix_like.data import load_source
 from tunix_like.rewards.pool import close_pools
 from tunix_like.rewards.scoring import Scores
 from tunix_like.rollout.environments.episodes import Episode, with_environment
+from tunix_like.rollout.environments.failures import check_configured
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
 from tunix_like.rollout.rollouts import WeightedReward, score_completions
 from tunix_like.runs.environments import environments_of
@@ -163,11 +164,16 @@ def _over(game: Game, most: int) -> bool:
 
 
 def _wait(environments: Environments, number: int) -> Iterable[tuple[Outcome, float]]:
-    """Yields the outcomes of `number` calls, each with the seconds since the calls."""
+    """Yields the outcomes of `number` calls, each with the seconds since the calls.
+
+    Raises:
+      EnvironmentMisconfigured: an environment raised it.
+    """
     start = time.perf_counter()
     while number > 0:
         for outcome in environments.outcomes(wait=True):
             number -= 1
+            check_configured(outcome.failure)
             yield outcome, time.perf_counter() - start
 
 

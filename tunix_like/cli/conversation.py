@@ -14,6 +14,7 @@ from tunix_like.errors import UserError
 from tunix_like.rollout.environments.arguments import make_player
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge
 from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations
+from tunix_like.rollout.environments.failures import first_observation
 from tunix_like.rollout.environments.outcomes import Environments
 from tunix_like.rollout.environments.trajectories import generate as sample
 from tunix_like.runs.trained import Trained
@@ -144,6 +145,11 @@ def play(
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     assert player is not None, "there are environments"
     player.check_prompt(row["prompt"])  # also checked for a trajectory of one turn
+    cure = "" if columns else " The environment got no columns, because the prompt is no row; --row N plays a row."
+    try:
+        first_observation(environments, row, "")  # an environment that cannot be reset has no turns to print
+    except UserError as error:
+        raise UserError(f"{visible(str(error))}{cure}") from error
     key = jax.random.key(config.training.seed)
     given = engine, player, engine.place(trained.params), [problem], 1, key, sampling
     (opened,), out, trajectories = sample(*given)
@@ -154,7 +160,6 @@ def play(
     for message in episode.messages:
         _print_turn(message["role"], message["content"])
     if episode.failure is not None:
-        cure = "" if columns else " The environment got no columns, because the prompt is no row; --row N plays a row."
         raise UserError(f"{visible(episode.failure[1])}{cure}")
     ended = "by the environment"
     if episode.limited:

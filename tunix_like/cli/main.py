@@ -2,8 +2,8 @@
 
 Exit status: 0 done; 1 `doctor` or `check-rewards` found a problem; 2 invalid input (one line describes it); 70 in a run
 of several processes, an error of this process or the loss of another; 74 the last checkpoint of a run, or the output of
-another command, could not be written; 75 stopped by a signal after saving; 141 the reader of the output exited
-(`output.py`; not for runs).
+another command, could not be written; 75 stopped by a signal, or by the loss of its servers, after saving; 141 the
+reader of the output exited (`output.py`; not for runs).
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"
         "exit status: 0 done, 1 doctor or check-rewards found a problem, 2 invalid input, 70 an error in one of\n"
         "several processes, 74 the last checkpoint, or the output of another command, could not be written,\n"
-        "75 stopped by a signal after saving (the same command resumes), 141 the reader of the output exited (not for\n"
-        "runs)",
+        "75 stopped by a signal, or by the loss of its servers, after saving (the same command resumes),\n"
+        "141 the reader of the output exited (not for runs)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -25,6 +25,8 @@ LARGEST = 1e15
 LONGEST_REASON = 20_000
 """Maximum number of characters of a failure reason. An exception message may contain megabytes."""
 
+FailureKind = Literal["timeout", "error", "unavailable", "misconfigured"]
+
 _ENVIRONMENTS = Path(__file__).parents[1] / "rollout" / "environments"
 _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")} | {
     str(_ENVIRONMENTS / name) for name in ("adapters.py", "fork_server.py", "local.py", "tool_environment.py")
@@ -37,9 +39,13 @@ class WrongCount(UserError):
 
 
 class Failure(NamedTuple):
-    """The reason why a function returned no reward for a completion."""
+    """The reason why a function returned no reward for a completion, or why an environment failed.
 
-    kind: Literal["timeout", "error"]
+    Attributes:
+      kind: only environments have the kinds `unavailable` and `misconfigured`; see `tunix_like.errors`.
+    """
+
+    kind: FailureKind
     reason: str
 
 

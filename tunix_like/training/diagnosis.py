@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.evaluation.evaluate import extract_answers
+from tunix_like.rollout.environments.episodes import failure_kinds
 from tunix_like.rollout.rollouts import Rollout, Task, mixed_groups, succeeds
 from tunix_like.runtime.console import excerpt
 from tunix_like.types import GroupBatch
@@ -94,15 +95,32 @@ def _unscored(rollout: Rollout, several: np.ndarray) -> Diagnosis:
     compared = "no group has two scored completions"
     if several.any():
         compared = f"{int(several.sum())} of {several.size} groups have two scored completions, with equal rewards"
+    causes, key = _failures(rollout)
     return Diagnosis(
         "unscored",
-        f"{compared}; {int((~scores.scored).sum())} of {size} completions have no reward "
-        f"({int(scores.timeouts.sum())} because a reward function timed out, {int(scores.errors.sum())} because one "
-        "failed).",
-        "`tunix-like check-rewards CONFIG` shows what the functions return; for timeouts raise "
-        "rewards.timeout_seconds.",
+        f"{compared}; {int((~scores.scored).sum())} of {size} completions have no reward ({causes}).",
+        f"`tunix-like check-rewards CONFIG` shows what they return; for timeouts raise {key}.",
         int(np.argmin(scores.scored)),
     )
+
+
+def _failures(rollout: Rollout) -> tuple[str, str]:
+    """Counts the completions whose reward function or environment failed; returns also the keys of the time limits."""
+    scores, parts = rollout.scores, []
+    kinds = np.array([kind or "" for kind in failure_kinds(rollout.episodes or [])] or [""] * len(rollout.texts))
+    outside = kinds == ""  # of the environment
+    late, wrong = scores.timeouts & outside, scores.errors & outside
+    if rollout.episodes is None or late.any() or wrong.any():
+        parts.append(f"{int(late.sum())} because a reward function timed out, {int(wrong.sum())} because one failed")
+    keys = ["rewards.timeout_seconds"] * len(parts)
+    if rollout.episodes is not None:
+        late = kinds == "timeout"
+        parts.append(
+            f"{int(late.sum())} because a call of the environment timed out, {int((~outside & ~late).sum())} because "
+            "the environment failed"
+        )
+        keys.append("environment.timeout_seconds")
+    return ", ".join(parts), " or ".join(keys)
 
 
 def _unused(task: Task, rollout: Rollout, batch: GroupBatch, advantages: np.ndarray, mixed: np.ndarray) -> Diagnosis:

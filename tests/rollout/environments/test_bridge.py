@@ -391,7 +391,7 @@ def test_tools_are_in_the_prompt():
         assert ids == theirs.apply_chat_template(
             [user("Q")], tools=TOOLS, add_generation_prompt=True, return_dict=False
         )
-    with pytest.raises(UserError, match="ignores tools"):
+    with pytest.raises(UserError, match="ignores tools, .* to chat_template.jinja in the model's folder"):
         check_tools(BUILT["gemma"][0], TOOLS)
 
 

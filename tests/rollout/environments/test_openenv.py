@@ -7,6 +7,7 @@ import http
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,10 +20,12 @@ import pytest
 
 from tests.process import ROOT
 from tunix_like import EnvironmentPool
-from tunix_like.errors import UserError
+from tunix_like.errors import EnvironmentMisconfigured, EnvironmentUnavailable, UserError
+from tunix_like.rollout.environments import deadline
 from tunix_like.rollout.environments.openenv import ActionForm, OpenEnv, action_form, action_of, text_of, tool_result
 from tunix_like.rollout.environments.openenv_session import InvalidAction, Session, _is_here, checked_url
 
+CUT = "the connection is cut"
 SERVER = Path(__file__).with_name("openenv_server.py")
 MESSAGE = {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["message"]}
 MOVE = {"properties": {"steps": {"type": "integer"}, "direction": {"type": "string"}}, "required": ["steps"]}
@@ -142,6 +145,9 @@ def odd_server(answers, schema=None) -> Iterator[str]:
     def handle(connection):
         for answer in answers:
             connection.recv()
+            if answer == CUT:
+                connection.socket.shutdown(socket.SHUT_RDWR)
+                return
             connection.send(answer)
 
     with serve(handle, "127.0.0.1", 0, process_request=respond) as server:
@@ -193,6 +199,50 @@ def test_a_lost_session_is_not_opened_again():
                 session.call("step", {})
 
 
+@has_websockets
+def test_a_session_is_opened_when_the_server_answers_again(monkeypatch):
+    with odd_server([seen()]) as url:
+        connect, failed = Session._connect, []
+
+        def fail_twice(session, seconds):
+            if len(failed) < 2:
+                failed.append(seconds)
+                raise EnvironmentUnavailable("away")
+            connect(session, seconds)
+
+        monkeypatch.setattr(Session, "_connect", fail_twice)
+        with pytest.raises(EnvironmentUnavailable):
+            Session(url)  # without a time limit there is one attempt
+        failed.clear()
+        monkeypatch.setattr(deadline, "_end", time.monotonic() + 10)
+        assert Session(url).call("reset", {}) and failed == pytest.approx([7.5, 7.4], abs=0.2)
+
+
+@has_websockets
+def test_only_a_lost_connection_is_an_unavailable_server():
+    def kind(url):
+        environment = OpenEnv(url)
+        environment.reset()
+        with pytest.raises(UserError) as caught:
+            environment.step("x")
+        return type(caught.value)
+
+    with odd_server([seen()]) as url:
+        assert kind(url) is UserError, "the server has ended the session by a message"
+    with odd_server([seen(), CUT]) as url:
+        assert kind(url) is EnvironmentUnavailable
+
+
+@has_websockets
+def test_a_server_without_a_free_session(monkeypatch):
+    full = '{"type": "error", "data": {"message": "full.", "code": "CAPACITY_REACHED"}}'
+    with odd_server([full]) as url, pytest.raises(EnvironmentMisconfigured, match=r"full\. Each .*max_concurrent_envs"):
+        OpenEnv(url).reset()
+    monkeypatch.setattr(deadline, "_end", time.monotonic() + 10)
+    with odd_server(iter([full, "not sent, because the session is closed", seen()])) as url:
+        assert OpenEnv(url).reset() == "\nhi", "a session that is ending becomes free"
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [("<html>", "did not answer with JSON"), ("{}", "has no schema of actions"), ("[]", "has no schema of actions")],
@@ -213,7 +263,10 @@ def test_a_metric_and_a_field_of_the_observation():
         assert result.observation == "2" and result.reward == 1.0 and not result.done
         assert result.info == {"score": 3.0, "action_errors": 0.0}
         environment.close()
-    with odd_server([answer]) as url, pytest.raises(UserError, match="no field 'words'; it has: text, n, metadata"):
+    with (
+        odd_server([answer]) as url,
+        pytest.raises(EnvironmentMisconfigured, match="no field 'words'; it has: text, n, meta"),
+    ):
         OpenEnv(url, observation="words").reset()
 
 
@@ -281,7 +334,10 @@ def test_failures_cost_their_own_trajectory():
             pool.reset(number, {"number": 3})
         found = wait(pool, 4)
         (refused,) = [outcome for outcome in found.values() if outcome.failure is not None]
-        assert refused.failure.kind == "error" and "set max_concurrent_envs of the server" in refused.failure.reason
+        assert (
+            refused.failure.kind == "misconfigured"
+            and "set max_concurrent_envs of the server" in refused.failure.reason
+        )
         one, two, three = [n for n in range(4) if n != refused.number]
         for number, text in ((one, "raise"), (two, "hang"), (three, "3")):
             pool.step(number, text)
@@ -294,11 +350,16 @@ def test_failures_cost_their_own_trajectory():
             pool.reset(number, {"number": 3})
         assert all(outcome.failure is None for outcome in wait(pool, 2).values())
         pool.step(one, "die")  # the server exits
-        assert "it closed the session in step" in wait(pool)[one].failure.reason
+        lost = [wait(pool)[one].failure]
         pool.step(three, "3")
-        assert "it closed the session in step" in wait(pool)[three].failure.reason
+        lost.append(wait(pool)[three].failure)
+        assert all("it closed the session in step" in failure.reason for failure in lost)
+        start = time.monotonic()
         pool.reset(7, {})
-        assert "no session could be opened (Connection refused)" in wait(pool)[7].failure.reason
+        lost.append(wait(pool)[7].failure)
+        assert "(environment.arguments.url): no session could be opened (Connection refused)" in lost[2].reason
+        assert [failure.kind for failure in lost] == ["unavailable"] * 3
+        assert 1.5 < time.monotonic() - start < 5, "it is tried again within the time limit"
 
 
 @has_openenv
@@ -364,6 +425,13 @@ def test_a_run_with_a_server(tmp_path, monkeypatch, capsys):
         assert cli.main(["check-rewards", example, *small, at]) == 0, capsys.readouterr().out
         assert cli.main(["train", example, *small, at]) == 0
         assert "environment/solved" in capsys.readouterr().out
+        wrong = [example, *small, at, "environment.arguments.observation=words"]
+        assert cli.main(["check-rewards", *wrong]) == cli.main(["train", *wrong, "training.output_dir=wrong"]) == 2
+        assert capsys.readouterr().err.count("error: environment.arguments: the observation of") == 2
+    with serving("guess", 1) as small_server:
+        own = [f"environment.arguments.url={small_server}", "training.output_dir=full"]
+        assert cli.main(["train", example, *small, *own]) == 2
+        assert "active. Cannot accept new connections. Each trajectory needs" in capsys.readouterr().err
     # In a process of its own, because the type checks of the tests look at `tools` too.
     command = [sys.executable, "-m", "tunix_like", "train", example, *small, at, "training.output_dir=other"]
     done = subprocess.run(

@@ -217,6 +217,7 @@ OTHERS = {"prompt": "abc>", "max_tokens": 4}
         ("/v1/completions", {"prompt": "a" * 100_000}, "tokens; prompt and completion have at most 200"),
         ("/v1/completions", OTHERS | {"stop": [1]}, "stop"),
         ("/v1/completions", OTHERS | {"stop": ["a"] * 17}, "stop"),
+        ("/v1/completions", OTHERS | {"stop": ["a", ""]}, "stop: a stop string is empty"),
         ("/v1/completions", OTHERS | {"presence_penalty": 0.5}, "presence_penalty: this parameter is not supported"),
         ("/v1/completions", OTHERS | {"logit_bias": {"3": 1}}, "logit_bias"),
         ("/v1/completions", OTHERS | {"temprature": 0}, "temprature: there is no such parameter"),

@@ -7,9 +7,11 @@ import errno
 import json
 import resource
 import socket
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from tunix_like.errors import UserError
+from tunix_like.rewards.calls import Failure, FailureKind
 from tunix_like.rewards.worker import HEADER, message, send_pending
 from tunix_like.rollout.environments.outcomes import Outcome
 from tunix_like.rollout.environments.results import (
@@ -67,8 +69,8 @@ class Caller:
         """Prepares a call; `pump` sends it."""
         self.what, self.out = what, message(request)
 
-    def pump(self) -> Outcome | str | None:
-        """Writes and reads without blocking; returns the outcome of the call, the reason why it failed, or None.
+    def pump(self) -> Outcome | Failure | None:
+        """Writes and reads without blocking; returns the outcome of the call, its failure, or None.
 
         Raises:
           Answered: the bytes that arrived are not an answer.
@@ -88,7 +90,7 @@ class Caller:
             self.closed = True
         return self._read()
 
-    def _read(self) -> Outcome | str | None:
+    def _read(self) -> Outcome | Failure | None:
         if len(self._in) < HEADER.size:
             return None
         end = HEADER.size + HEADER.unpack_from(self._in)[0]
@@ -101,7 +103,7 @@ class Caller:
         try:
             answer = json.loads(content)
             if "error" in answer:
-                return str(answer["error"])
+                return failure_in(answer)
             return self._outcome(answer)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
@@ -119,6 +121,13 @@ class Caller:
         """Closes the socket."""
         if self.channel is not None:
             self.channel.close()
+
+
+def failure_in(answer: Mapping[str, Any]) -> Failure:
+    """Returns the failure that a process has sent."""
+    kinds: tuple[FailureKind, ...] = get_args(FailureKind)
+    kind = [each for each in kinds if each == answer.get("kind")]  # the user's code can write to the socket
+    return Failure(kind[0] if kind else "error", str(answer["error"]))
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -40,6 +40,11 @@ class Episode(NamedTuple):
     rewritten: int | None = None
 
 
+def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:
+    """Returns the kind of failure (`rewards.calls.FailureKind`) of each trajectory; None where there is none."""
+    return [None if episode.failure is None else episode.failure[0] for episode in episodes]
+
+
 def transcript(messages: Sequence[Mapping[str, str]]) -> str:
     """Returns the turns as one text: `role: content` for each, further lines of a turn indented by two spaces."""
     return "\n".join(f"{message['role']}: {message['content']}".replace("\n", "\n  ") for message in messages)
@@ -51,7 +56,7 @@ def with_environment(scores: Scores, episodes: Sequence[Episode]) -> Scores:
     A trajectory whose environment failed is unscored.
     """
     rewards = np.array([episode.reward for episode in episodes])
-    kinds = [None if episode.failure is None else episode.failure[0] for episode in episodes]
+    kinds = failure_kinds(episodes)
     first = next((episode for episode in episodes if episode.failure is not None), None)
     failure = scores.first_failure
     if failure is None and first is not None and first.failure is not None:
@@ -61,7 +66,7 @@ def with_environment(scores: Scores, episodes: Sequence[Episode]) -> Scores:
         total=scores.total + rewards,
         by_function=scores.by_function | {REWARD: rewards},
         timeouts=scores.timeouts | np.array([kind == "timeout" for kind in kinds]),
-        errors=scores.errors | np.array([kind == "error" for kind in kinds]),
+        errors=scores.errors | np.array([kind not in (None, "timeout") for kind in kinds]),
         first_failure=failure,
     )
 
@@ -74,6 +79,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "turns/max": float(turns.max()),
         "turns/limited_frac": float(np.mean([episode.limited for episode in episodes])),
         "turns/cut_observations": float(np.mean([episode.cut for episode in episodes])),
+        "turns/unavailable_frac": float(np.mean([kind == "unavailable" for kind in failure_kinds(episodes)])),
     }
     if episodes[0].rewritten is not None:
         metrics["turns/rewritten"] = float(np.mean([episode.rewritten for episode in episodes]))

@@ -23,9 +23,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import explain
 from tunix_like.rewards.worker import HEADER, die_with, go_first, message, process_control, read_exactly, send_pending
+from tunix_like.rollout.environments import deadline
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
+from tunix_like.rollout.environments.failures import failure_of
 from tunix_like.rollout.environments.process_tree import children_of
 from tunix_like.rollout.environments.registry import ENVIRONMENTS, environment_place
 from tunix_like.runtime.user_code import load_function
@@ -85,7 +86,7 @@ def load(places: list[str]) -> Adapted:
 
 
 def serve(number: int, places: list[str], parent: int) -> None:
-    """Loads the environment, sends `{"tools": [...]}` or `{"error": text}`, and then follows orders.
+    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then follows orders.
 
     The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
     status, or -signal}`. Each `END` is answered with `{"stopped": number}`. The program ends with all children when the
@@ -105,7 +106,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
         ready: dict[str, Any] = {"tools": adapted.tools()}
         content = json.dumps(ready)
     except BaseException as error:  # includes SystemExit
-        channel.sendall(message(json.dumps({"error": explain(_name(places), error, "Environment")}).encode()))
+        channel.sendall(message(_failed(_name(places), error)))
         return
     with contextlib.suppress(AttributeError, ValueError, OSError):
         # a line is one write, so that lines of several children do not mix
@@ -268,8 +269,9 @@ class _Server:
 def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory until it is finished or the socket is closed.
 
-    A call is a pickled `("reset", columns)`, `("step", text)` or `("finish", None)`. An answer is JSON: the fields of a
-    `EnvStepResult` by name, or `{"error": text}`, after which the trajectory is over.
+    A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)` with
+    its time limit. An answer is JSON: the fields of a `EnvStepResult` by name, or `{"error": text, "kind": kind of the
+    failure}`, after which the trajectory is over.
     """
     own = os.getpid()
     trajectory: Trajectory | None = None
@@ -279,7 +281,8 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
             return
         what = "reset"
         try:
-            what, given = pickle.loads(request)
+            what, given, seconds = pickle.loads(request)
+            deadline.set_limit(seconds)
             if what == "reset":
                 trajectory = adapted.start(given)
             assert trajectory is not None
@@ -288,7 +291,7 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
                 trajectory = None  # what the object does when it is freed counts in the time of the call
             content = json.dumps(answer, ensure_ascii=False).encode()
         except BaseException as error:  # includes SystemExit and KeyboardInterrupt
-            content = json.dumps({"error": explain(adapted.name, error, "Environment")}).encode()
+            content = _failed(adapted.name, error)
             what = "finish"
         if os.getpid() != own:
             return  # the environment forked and this is the child; only the parent answers
@@ -297,6 +300,11 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
             return
+
+
+def _failed(name: str, error: BaseException) -> bytes:
+    failure = failure_of(name, error)
+    return json.dumps({"error": failure.reason, "kind": failure.kind}).encode()
 
 
 def _answer(trajectory: Trajectory, what: str, given: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tunix_like.rewards.calls import Failure, explain
 from tunix_like.rollout.environments.adapters import Adapted, Trajectory, as_environment
+from tunix_like.rollout.environments.failures import failure_of
 from tunix_like.rollout.environments.outcomes import Outcome
 
 
@@ -84,6 +84,6 @@ class LocalEnvironments:
         try:
             outcome = call()
         except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
-            outcome = Outcome(number, failure=Failure("error", explain(self._adapted.name, error, "Environment")))
+            outcome = Outcome(number, failure=failure_of(self._adapted.name, error))
             self._trajectories.pop(number, None)
         self._ready.append(outcome)

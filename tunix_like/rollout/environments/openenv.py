@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from tunix_like.errors import UserError
+from tunix_like.errors import EnvironmentMisconfigured, UserError
+from tunix_like.rollout.environments.deadline import patience
 from tunix_like.rollout.environments.openenv_session import (
     InvalidAction,
+    ServerFull,
     Session,
     checked_url,
     require_websockets,
@@ -20,6 +23,9 @@ from tunix_like.rollout.environments.openenv_session import (
 from tunix_like.rollout.environments.protocol import EnvStepResult
 from tunix_like.rollout.environments.results import checked_number, checked_step, show
 from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls, without_thinking
+
+RELEASE_SECONDS = 3.0
+"""Maximum seconds for which a server may count a session that has ended."""
 
 _FENCE = re.compile(r"\A```\w*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -76,14 +82,35 @@ class OpenEnv:
         return tools_of_server(self.url) if form.kind == "tools" else []
 
     def reset(self, **columns: Any) -> str | list[dict[str, str]] | None:
-        """Opens the session and resets its environment. A first observation that is text begins on a new line."""
+        """Opens the session and resets its environment. A first observation that is text begins on a new line.
+
+        Raises:
+          EnvironmentMisconfigured: the server has no session left, or the observation does not have the field that is
+            to be shown.
+          EnvironmentUnavailable: the server cannot be reached.
+          UserError: the reset failed.
+        """
         self.close()
-        self._session = Session(self.url)
-        answer = self._session.call("reset", columns)
+        answer = self._opened(columns)
         if answer.get("done") is True:
             raise UserError(f"OpenEnv server {self.url}: the episode is over after the reset, before the first turn.")
-        shown = self._shown(answer["observation"])
+        try:
+            shown = self._shown(answer["observation"])
+        except UserError as error:
+            raise EnvironmentMisconfigured(str(error)) from None
         return f"\n{shown}" if isinstance(shown, str) else shown
+
+    def _opened(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Opens the session and returns the answer to its reset. Waits for a session that is ending."""
+        end = time.monotonic() + patience(RELEASE_SECONDS)
+        while True:
+            self._session = Session(self.url)
+            try:
+                return self._session.call("reset", columns)
+            except ServerFull:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.2)
 
     def step(self, completion: str) -> EnvStepResult:
         """Sends the action of a turn, or one action for each tool call."""

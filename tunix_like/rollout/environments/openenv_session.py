@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from tunix_like.errors import UserError
+from tunix_like.errors import EnvironmentMisconfigured, EnvironmentUnavailable, UserError
+from tunix_like.rollout.environments.deadline import patience
 from tunix_like.rollout.environments.results import show
 
 ANSWER_SECONDS = 10.0
@@ -26,10 +28,23 @@ MOST_BYTES = 100 << 20
 
 _MOST_REASON = 500
 
+MOST_WAITING_SECONDS = 60.0
+"""Maximum seconds of attempts to open a session."""
+
+PAUSES = (0.1, 2.0)
+"""Seconds before the second attempt, and the most before a later one; they double."""
+
+_GATEWAY_ERRORS = (502, 503, 504)  # HTTP statuses of a proxy whose server does not answer
+_SERVER_STOPS = (1001, 1012)  # WebSocket codes of a server that ends or restarts
+
 
 class InvalidAction(Exception):
     """A turn is not an action, or does not match the server's schema; the session continues. The text gives the
     reason."""
+
+
+class ServerFull(EnvironmentMisconfigured):
+    """The server has as many sessions as it allows."""
 
 
 def checked_url(url: Any) -> str:
@@ -103,20 +118,23 @@ def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _ask(url: str, path: str, content: Any = None) -> Any:
     """Sends one request over HTTP, with JSON `content` if it is given, and returns the JSON of the answer."""
     data = None if content is None else json.dumps(content).encode()
+    kind: type[UserError] = UserError
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     proxies = urllib.request.ProxyHandler({} if _is_here(url) else None)
     try:
         with urllib.request.build_opener(proxies).open(request, timeout=ANSWER_SECONDS) as answer:
             return json.loads(answer.read(MOST_BYTES))
     except urllib.error.HTTPError as error:
+        kind = EnvironmentUnavailable if error.code in _GATEWAY_ERRORS else UserError
         why = f"{url}{path} answered with status {error.code}; is it an OpenEnv server?"
     except OSError as error:
+        kind = EnvironmentUnavailable
         why = f"it cannot be reached ({_reason(error)}); start it, or correct url in environment.arguments."
     except (ValueError, RecursionError):
         why = f"{url}{path} did not answer with JSON; is it an OpenEnv server?"
     except Exception as error:  # of http.client, for an answer that is no HTTP
         why = f"{url}{path} did not answer with HTTP ({type(error).__name__}); is it an OpenEnv server?"
-    raise UserError(f"OpenEnv server {url}: {why}")
+    raise kind(f"OpenEnv server {url}: {why}")
 
 
 def _reason(error: BaseException) -> str:
@@ -138,38 +156,59 @@ def _is_here(url: str) -> bool:
 class Session:
     """A WebSocket session: one environment of the server, which ends with the connection.
 
-    No call has a time limit here, because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost
-    connection is never opened again.
+    Attempts to open it are repeated for the `patience` of the call. No call has a time limit here, because
+    `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is never opened again.
 
     Raises:
-      UserError: the server cannot be reached.
+      EnvironmentUnavailable: the server cannot be reached.
+      UserError: the server refuses sessions.
     """
 
     def __init__(self, url: str):
-        from websockets.exceptions import WebSocketException
+        self._url = url
+        waiting = patience(MOST_WAITING_SECONDS)
+        end, pause = time.monotonic() + waiting, PAUSES[0]
+        while True:
+            try:
+                return self._connect(max(end - time.monotonic(), 1.0) if waiting else None)
+            except EnvironmentUnavailable:
+                if time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
+
+    def _connect(self, seconds: float | None) -> None:
+        """Opens the connection in at most `seconds`."""
+        from websockets.exceptions import InvalidStatus, WebSocketException
         from websockets.sync.client import connect
 
-        self._url = url
         self._open = contextlib.ExitStack()
         limits: dict[str, Any] = {
-            "open_timeout": None,
+            "open_timeout": seconds,
             "ping_interval": None,
             "close_timeout": 1,
             "max_size": MOST_BYTES,
         }
         try:
             self._connection: Any = self._open.enter_context(
-                connect(f"ws{url.removeprefix('http')}/ws", proxy=None if _is_here(url) else True, **limits)
+                connect(f"ws{self._url.removeprefix('http')}/ws", proxy=None if _is_here(self._url) else True, **limits)
             )
         except (OSError, WebSocketException) as error:
-            raise UserError(f"OpenEnv server {url}: no session could be opened ({_reason(error)}).") from error
+            answered = isinstance(error, InvalidStatus) and error.response.status_code not in _GATEWAY_ERRORS
+            raise (UserError if answered else EnvironmentUnavailable)(
+                f"OpenEnv server {self._url} (environment.arguments.url): no session could be opened "
+                f"({_reason(error)})."
+            ) from error
 
     def call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Sends the message `what` (`reset` or `step`) and returns the content of the observation in the answer.
 
         Raises:
           InvalidAction: the action of a step does not fit the server's schema.
-          UserError: the server has closed the session, has refused it, or has failed; the session is closed then.
+          EnvironmentUnavailable: the connection is lost.
+          ServerFull: the server has no session left.
+          UserError: the server has closed the session, has refused it, or has failed. The session is closed after all
+            errors but the first.
         """
         try:
             return self._call(what, data)
@@ -190,7 +229,10 @@ class Session:
         try:
             received = self._connection.recv()
         except ConnectionClosed as error:
-            raise UserError(f"OpenEnv server {self._url}: it closed the session in {what} ({error}).") from error
+            lost = error.rcvd is None or error.rcvd.code in _SERVER_STOPS
+            raise (EnvironmentUnavailable if lost else UserError)(
+                f"OpenEnv server {self._url} (environment.arguments.url): it closed the session in {what} ({error})."
+            ) from error
         try:
             answer = json.loads(received)
         except (ValueError, RecursionError):
@@ -210,11 +252,12 @@ class Session:
         if code == "VALIDATION_ERROR" and what == "step":
             raise InvalidAction(_invalid_fields(content.get("errors")) or text)
         if code == "CAPACITY_REACHED":
-            text += (
+            text = text.rstrip(".") + (
                 ". Each trajectory needs a session: set max_concurrent_envs of the server to at least data.batch_size "
                 "x algorithm.num_generations, and eval.batch_size x eval.samples"
             )
-        raise UserError(f"OpenEnv server {self._url}: {what} failed: {text} ({code}).")
+        kind = ServerFull if code == "CAPACITY_REACHED" else UserError
+        raise kind(f"OpenEnv server {self._url}: {what} failed: {text} ({code}).")
 
 
 def _invalid_fields(errors: Any) -> str:

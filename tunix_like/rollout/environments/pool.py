@@ -17,13 +17,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import LONGEST_REASON, Failure
+from tunix_like.rewards.calls import LONGEST_REASON, Failure, FailureKind
 from tunix_like.rewards.pool import START_SECONDS
 from tunix_like.rewards.process import WorkerProcess
-from tunix_like.rollout.environments.calls import Answered, Caller
+from tunix_like.rollout.environments.calls import Answered, Caller, failure_in
 from tunix_like.rollout.environments.fork_server import BEGIN, END, ORDER, START, places_of
 from tunix_like.rollout.environments.outcomes import Outcome
 from tunix_like.rollout.environments.process_tree import descendants_of, members_of, memory_of
@@ -97,7 +97,7 @@ class EnvironmentPool:
             answer = self._load(server)
             if answer is not None:
                 self._stop_server()
-                raise UserError(answer)
+                raise UserError(answer.reason)
             if self._tools is None:
                 self._select(POLL_SECONDS)
         return self._tools
@@ -112,7 +112,7 @@ class EnvironmentPool:
         if number in self._callers:
             raise ValueError(f"Trajectory {number} already has an environment; finish it first.")
         try:
-            request = pickle.dumps(("reset", dict(columns)))
+            request = pickle.dumps(("reset", dict(columns), self.timeout_seconds))
         except Exception as error:
             raise UserError(
                 f"Environment '{self.name}': a column ({', '.join(columns)}) cannot be sent to its process "
@@ -130,7 +130,7 @@ class EnvironmentPool:
         """
         if number not in self._callers:
             raise ValueError(f"Trajectory {number} has no environment; reset it first.")
-        self._submit(self._callers[number], "step", pickle.dumps(("step", completion)))
+        self._submit(self._callers[number], "step", pickle.dumps(("step", completion, self.timeout_seconds)))
 
     def finish(self, number: int) -> None:
         """Ends a trajectory; see `Environments.finish`. A trajectory without an environment gets an outcome with reward
@@ -138,7 +138,7 @@ class EnvironmentPool:
         if number not in self._callers:
             self._ready.append(Outcome(number))
         else:
-            self._submit(self._callers[number], "finish", pickle.dumps(("finish", None)))
+            self._submit(self._callers[number], "finish", pickle.dumps(("finish", None, self.timeout_seconds)))
 
     def outcomes(self, wait: bool) -> list[Outcome]:
         """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
@@ -217,7 +217,7 @@ class EnvironmentPool:
             self._running.pop(caller.number, None)
             self._ready.append(answer)
         elif answer is not None:
-            self._fail(caller, "error", answer, whole=True)
+            self._fail(caller, answer.kind, answer.reason, whole=True)
         elif caller.closed:
             caller.deadline = min(caller.deadline, time.monotonic() + _EXIT_SECONDS)
 
@@ -236,7 +236,7 @@ class EnvironmentPool:
             limit = f"environment.timeout_seconds={self.timeout_seconds:g} s"
             self._fail(caller, "timeout", f"{caller.what} did not return within {limit}.")
 
-    def _fail(self, caller: Caller, kind: Literal["timeout", "error"], reason: str, whole: bool = False) -> None:
+    def _fail(self, caller: Caller, kind: FailureKind, reason: str, whole: bool = False) -> None:
         """Stops an environment; `whole` if the reason is complete without its name."""
         text = reason if whole else f"Environment '{self.name}': {reason}"
         self._drop(caller)
@@ -271,18 +271,18 @@ class EnvironmentPool:
         self._loaded, self._started = False, time.monotonic()
         return self._server
 
-    def _load(self, server: WorkerProcess) -> str | None:
+    def _load(self, server: WorkerProcess) -> Failure | None:
         """Reads the first message of the server; returns why it cannot be used, or None."""
         alive = server.alive  # checked before `pump`, so that what was written just before an exit is still read
         answer = server.pump()
         if answer is not None and "tools" in answer:
             self._loaded, self._tools = True, answer["tools"]
         elif answer is not None:
-            return str(answer["error"])
+            return failure_in(answer)
         elif not alive:
-            return f"Environment '{self.name}' could not be loaded: its process {server.kill()}"
+            return Failure("error", f"Environment '{self.name}' could not be loaded: its process {server.kill()}")
         elif time.monotonic() - self._started > START_SECONDS:
-            return f"Environment '{self.name}' was not loaded within {START_SECONDS} s."
+            return Failure("error", f"Environment '{self.name}' was not loaded within {START_SECONDS} s.")
         return None
 
     def _look_at_server(self) -> None:
@@ -294,7 +294,7 @@ class EnvironmentPool:
             if (problem := self._load(server)) is not None:
                 self._stop_server()
                 for caller, _, _ in list(self._requests):
-                    self._fail(caller, "error", problem, whole=True)
+                    self._fail(caller, problem.kind, problem.reason, whole=True)
                 self._requests.clear()
             return
         alive = server.alive

@@ -158,6 +158,6 @@ def check_tools(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> Non
     given = [dict(tool) for tool in tools]
     if tokenizer.render([_QUESTION], tools=given) == tokenizer.render([_QUESTION], tools=None):
         raise UserError(
-            "environment: the chat template ignores tools, so the model would not know them; use a chat template with "
-            "tools."
+            "environment: the chat template ignores tools, so the model would not know them; write one that renders "
+            "`tools` to chat_template.jinja in the model's folder."
         )

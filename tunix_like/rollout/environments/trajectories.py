@@ -18,6 +18,7 @@ from tunix_like.rewards.calls import Failure
 from tunix_like.rollout.environments.bridge import Bridge, Bridged, make_bridge, with_observation
 from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations
 from tunix_like.rollout.environments.episodes import Episode
+from tunix_like.rollout.environments.failures import check_available, check_configured, first_observation
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
 from tunix_like.rollout.environments.states import State
 from tunix_like.rollout.requests import collect, requests_of
@@ -36,6 +37,7 @@ class Player:
     Attributes:
       seconds: time for which trajectories waited for environments, since it was last set to 0.
       playing: the trajectories of the current rollout.
+      overtime: whether a call has exceeded its time limit. A server may still work on it, and have no room for others.
       conversations: with `environment.history=template`, set by the first call of `bridge`.
 
     Raises:
@@ -52,6 +54,7 @@ class Player:
         self.conversations: Conversations | None = None
         self.seconds = 0.0
         self.playing: Trajectories | None = None
+        self.overtime = False
 
     @property
     def rewrites(self) -> bool:
@@ -98,13 +101,7 @@ class Player:
         if not len(rows) or rows[0] is None:
             return None
         self.bridge(rows[0].get("prompt"))
-        self.environments.reset(0, {name: value for name, value in rows[0].items() if name != "prompt"})
-        (outcome,) = self.environments.outcomes(wait=True)
-        if outcome.failure is not None:
-            raise UserError(f"environment: it could not be reset for the first row. {outcome.failure.reason}")
-        self.environments.finish(0)
-        self.environments.outcomes(wait=True)
-        return outcome.observation
+        return first_observation(self.environments, rows[0], "environment: it could not be reset for the first row. ")
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
         """Resets `size` environments for each problem.
@@ -208,7 +205,11 @@ class Trajectories:
                 )
 
     def episodes(self) -> list[Episode]:
-        """Ends all trajectories and returns them, group after group."""
+        """Ends all trajectories and returns them, group after group.
+
+        Raises:
+          EngineLost: a service of the environments is unavailable for all of them.
+        """
         for number in self._states:
             self._end(number)
         while self._unanswered:
@@ -216,7 +217,9 @@ class Trajectories:
                 self._record(outcome)
         self.player.playing = None
         parts = spread(range(len(self._given)), self._shared)
-        return [Episode(*episode) for group in parts for episode in group]
+        episodes = [Episode(*episode) for group in parts for episode in group]
+        check_available([episode.failure for episode in episodes])
+        return episodes
 
     def _shared(self, groups: Sequence[int]) -> list[Any]:
         return [[list(self._states[number].episode()) for number in self._numbers(group)] for group in groups]
@@ -226,6 +229,8 @@ class Trajectories:
 
     def _reset(self, max_prompt_length: int) -> list[Problem]:
         opened = [prompt for part in all_or_none(lambda: self._open(max_prompt_length)) for prompt in part]
+        failures = [state.failure for state in self._states.values()]
+        check_available([failure for part in all_or_none(lambda: failures) for failure in part])
         return [
             problem if prompt is None else dataclasses.replace(problem, text=prompt[0], tokens=prompt[1])
             for problem, prompt in zip(self._given, opened, strict=True)
@@ -241,6 +246,8 @@ class Trajectories:
         while self._unanswered:
             for outcome in self._outcomes(wait=True):
                 self._record(outcome)
+                if not self.player.overtime:
+                    check_configured(outcome.failure)
                 if outcome.failure is None:
                     first[outcome.number] = outcome.observation
         return [self._opened(group, first, max_prompt_length) for group in self._own]
@@ -299,6 +306,7 @@ class Trajectories:
         state.info |= outcome.info
         if outcome.failure is not None:
             state.failure, state.over = outcome.failure, True
+            self.player.overtime |= outcome.failure.kind == "timeout"
 
     def _answered(self, outcomes: Sequence[Outcome]) -> list[Reply]:
         """Returns the replies to the turns that these outcomes answer."""

@@ -177,9 +177,11 @@ def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_t
         stop_ids=frozenset(stop_ids),
     )
     stops = fields.take("stop")
-    stops = [stops] if isinstance(stops, str) else stops or []
+    stops = [stops] if isinstance(stops, str) and stops else stops or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops) or len(stops) > MOST_STOPS:
         raise fields.error("stop", f"it must be a text, or a list of at most {MOST_STOPS}")
+    if "" in stops:
+        raise fields.error("stop", "a stop string is empty; remove it")
     stream, options = fields.flag("stream"), Fields(fields.mapping("stream_options"), "stream_options.")
     usage = options.flag("include_usage")
     options.neutral({"include_obfuscation": (False, True), "continuous_usage_stats": (False,)})
@@ -194,7 +196,7 @@ def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_t
     for number, prompt in enumerate(prompts):
         most = _room(fields, settings, len(prompt), max_tokens)
         jobs.append(Job(prompt, n, dataclasses.replace(sampling, max_tokens=most), number))
-    return Request(tuple(jobs), tuple(filter(None, stops)), stream, usage, False, token_ids, skip is False)
+    return Request(tuple(jobs), tuple(stops), stream, usage, False, token_ids, skip is False)
 
 
 def _room(fields: Fields, settings: Settings, prompt: int, max_tokens: int | None) -> int:

@@ -1,0 +1,65 @@
+"""Failures of environments: their kinds, and those that stop the run.
+
+This module runs in the worker processes too and does not import jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tunix_like.errors import EngineLost, EnvironmentMisconfigured, EnvironmentUnavailable, UserError
+from tunix_like.rewards.calls import Failure, FailureKind, explain
+
+if TYPE_CHECKING:
+    from tunix_like.rollout.environments.outcomes import Environments
+    from tunix_like.types import Message
+
+_KINDS: dict[type[UserError], FailureKind] = {
+    EnvironmentUnavailable: "unavailable",
+    EnvironmentMisconfigured: "misconfigured",
+}
+
+
+def failure_of(name: str, error: BaseException) -> Failure:
+    """Returns the failure of the environment `name` that raised `error`."""
+    kinds = (kind for each, kind in _KINDS.items() if isinstance(error, each))
+    return Failure(next(kinds, "error"), explain(name, error, "Environment"))
+
+
+def check_configured(failure: Failure | None) -> None:
+    """Raises EnvironmentMisconfigured if this is the failure."""
+    if failure is not None and failure.kind == "misconfigured":
+        raise EnvironmentMisconfigured(failure.reason)
+
+
+def check_available(failures: Sequence[Sequence[str] | None]) -> None:
+    """Raises EngineLost if all of these failures, one for each trajectory, have the kind `unavailable`."""
+    if not failures or any(failure is None or failure[0] != "unavailable" for failure in failures):
+        return
+    assert failures[0] is not None
+    raise EngineLost(
+        f"environment: its service is unavailable; all {len(failures)} trajectories failed. {failures[0][1]} Start the "
+        "server, then run the same command: it resumes."
+    )
+
+
+def first_observation(environments: Environments, row: Mapping[str, Any], where: str) -> str | Sequence[Message] | None:
+    """Resets one environment with the columns of a row, ends it, and returns its first observation.
+
+    Args:
+      row: its columns; `prompt` is not passed on.
+      where: begins the message of a failure.
+
+    Raises:
+      EnvironmentMisconfigured: the environment raised it.
+      UserError: the environment failed.
+    """
+    environments.reset(0, {name: value for name, value in row.items() if name != "prompt"})
+    (outcome,) = environments.outcomes(wait=True)
+    check_configured(outcome.failure)
+    if outcome.failure is not None:
+        raise UserError(f"{where}{outcome.failure.reason}")
+    environments.finish(0)
+    environments.outcomes(wait=True)
+    return outcome.observation
