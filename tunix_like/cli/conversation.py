@@ -15,8 +15,8 @@ from tunix_like.rollout.environments.arguments import make_player
 from tunix_like.rollout.environments.bridge import Bridge, make_bridge
 from tunix_like.rollout.environments.conversations import Continued, Conversation, Conversations
 from tunix_like.rollout.environments.failures import first_observation
+from tunix_like.rollout.environments.generation import generate as sample
 from tunix_like.rollout.environments.outcomes import Environments
-from tunix_like.rollout.environments.trajectories import generate as sample
 from tunix_like.runs.trained import Trained
 from tunix_like.runtime import console, progress
 from tunix_like.runtime.visible import visible

@@ -21,7 +21,8 @@ from tunix_like.evaluation.statistics import intervals, mean_known, problem_valu
 from tunix_like.rewards import ANSWERS, REWARDS, Scores, close_pools
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.environments.episodes import episode_metrics, with_environment
-from tunix_like.rollout.environments.trajectories import Player, generate
+from tunix_like.rollout.environments.generation import generate
+from tunix_like.rollout.environments.trajectories import Player
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
 from tunix_like.rollout.rollouts import (
     Rollout,

@@ -23,7 +23,8 @@ from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rollout.environments.episodes import with_environment
-from tunix_like.rollout.environments.trajectories import Player, generate
+from tunix_like.rollout.environments.generation import generate
+from tunix_like.rollout.environments.trajectories import Player
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
 from tunix_like.rollout.rollouts import (
     Rollout,

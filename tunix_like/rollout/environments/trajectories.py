@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array
 
 from tunix_like.config.schema import EnvironmentConfig
 from tunix_like.data.stream import render
@@ -21,10 +20,9 @@ from tunix_like.rollout.environments.episodes import Episode
 from tunix_like.rollout.environments.failures import check_available, check_configured, first_observation
 from tunix_like.rollout.environments.outcomes import Environments, Outcome
 from tunix_like.rollout.environments.states import State
-from tunix_like.rollout.requests import collect, requests_of
 from tunix_like.rollout.rollouts import segment_starts
 from tunix_like.runtime.processes import all_or_none, share, spread
-from tunix_like.types import Completions, Engine, Message, Problem, Reply, SamplingParams, Turn
+from tunix_like.types import Completions, Message, Problem, Reply, Turn
 
 
 class Player:
@@ -373,32 +371,3 @@ class Trajectories:
         state.over = True
         self._unanswered.add(number)
         self._environments.finish(number)
-
-
-def generate(
-    engine: Engine,
-    player: Player | None,
-    params: Any,
-    problems: Sequence[Problem],
-    size: int,
-    key: Array,
-    sampling: SamplingParams,
-) -> tuple[list[Problem], Completions, Trajectories | None]:
-    """Samples `size` completions of each problem, with environments if there is a player.
-
-    Returns:
-      the problems, with the first observations in their prompts; the completions; the trajectories, or None.
-    """
-    trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
-    if trajectories is not None:
-        problems = trajectories.problems
-    requests = requests_of(problems, size)
-    given = params, requests, key, sampling
-    # An engine without turns need not have the parameter `responder`.
-    samples = engine.generate(*given) if trajectories is None else engine.generate(*given, trajectories)
-    out = collect(samples, requests)
-    if trajectories is not None and player is not None and player.rewrites:
-        while isinstance(inner := getattr(engine, "engine", None), Engine):  # it wraps the one to name
-            engine = inner
-        trajectories.check_rows(out, type(engine).__name__)
-    return list(problems), out, trajectories
