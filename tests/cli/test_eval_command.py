@@ -154,6 +154,7 @@ def test_a_k_of_the_run_that_does_not_fit(place, monkeypatch, capsys):
     assert "eval.k: got 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_presets(place, monkeypatch, capsys):
     """Greedy takes the token of the largest logit at every place; overrides are stronger than a preset."""
     monkeypatch.chdir(place)

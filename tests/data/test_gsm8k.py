@@ -85,6 +85,7 @@ def real():
     return REAL
 
 
+@pytest.mark.slow
 def test_real_rows_load_and_solutions_alone_are_graded_right():
     data = load_source(DataConfig(name="gsm8k", path=str(real())))
     assert (len(data.train), len(data.eval)) == (7473, 1319)

@@ -414,6 +414,7 @@ def groups(folder, step):
     return [(source, *map(np.array, zip(*pairs, strict=True))) for (_, source), pairs in found.items()]
 
 
+@pytest.mark.slow
 def test_every_group_has_its_own_estimator(home):
     """Against compute_advantages on the rewards of each group alone; one compilation, one loss for all."""
     found = collections.defaultdict(list)
@@ -434,6 +435,7 @@ def test_every_group_has_its_own_estimator(home):
     assert all(row["train/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_what_is_said(home, said):
     assert (
         "sources: by_maxpo 20% (maxpo, k 2); by_grpo 20% (grpo, ddof 0); order_1 20% (maxrl, truncation_order 1); "
@@ -445,6 +447,7 @@ def test_what_is_said(home, said):
     assert load(home / RUN / "config.yaml").data == load(home / "mixed.yaml").data
 
 
+@pytest.mark.slow
 def test_the_example(home, said):
     """Two sizes of maze, each with its estimator, rewarded and drawn as mazes are."""
     text = said["example"]
@@ -456,6 +459,7 @@ def test_the_example(home, said):
     assert {"eval/pass@1/small", "eval/pass@4/large"} <= rows[3].keys()
 
 
+@pytest.mark.slow
 def test_metrics_of_each_source(home):
     """From the completions that were written down."""
     rows = {row["step"]: row for row in metric_rows(home / RUN) if "step" in row}
@@ -476,6 +480,7 @@ def test_metrics_of_each_source(home):
             assert row[f"eval/pass@{k}"] == pytest.approx(whole)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_by_bit(home):
     """Two steps and two more are four: weights, rows of metrics, completions, advantages."""
     whole, halves = (open_trained(str(home / name)).params for name in (RUN, "halves"))
@@ -514,6 +519,7 @@ BAD_ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", BAD_ESTIMATORS)
 def test_bad_estimators(given, home):
     """Found with the config, before any data is read."""

@@ -157,6 +157,7 @@ def last_row(folder: Path) -> dict:
     return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_estimator_loss_and_reward_train_a_model_of_the_family(folder):
     config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
     assert config["algorithm"]["advantage_estimator"] == "median"

@@ -315,6 +315,7 @@ def test_loading_imports_neither_torch_nor_transformers():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, (2, 4)])
 def test_the_host_holds_one_part_of_one_tensor_at_a_time(tmp_path, monkeypatch, shape):
     """Of a file in bfloat16 that becomes float32: no more than the largest part of a device and a tenth."""

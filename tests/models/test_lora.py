@@ -18,12 +18,12 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_abstract, save_model
 from tunix_like.models.lora import join_params, split_params, without_adapters
 
-from .test_parity import FAMILIES, MASKS, SMALL, TOKENS
+from .test_parity import FAMILIES, MASKS, SMALL, TOKENS, slow_variants
 
 REAL = MASKS["right"]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama-rope", "gemma3"])
+@pytest.fixture(scope="module", params=slow_variants(["qwen2", "qwen3", "llama-rope", "gemma3"]))
 def place(request, tmp_path_factory):
     """(transformers model, its folder) of one family: with biases, with heads of another width, with norms behind the
     MLP."""

@@ -109,7 +109,15 @@ RIGHT = np.arange(max(LENGTHS))[None] < np.array(LENGTHS)[:, None]
 MASKS = {"right": RIGHT, "left": RIGHT[:, ::-1].copy()}
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+VARIANTS = ("qwen2-tied", "qwen3-untied", "llama-rope", "gemma2", "mistral", "smollm3", "qwen3-moe-shares")
+"""Families of which a plain run tests another one with the same parts."""
+
+
+def slow_variants(names):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in names]
+
+
+@pytest.fixture(scope="session", params=slow_variants(FAMILIES))
 def reference(request, tmp_path_factory):
     """(transformers model, folder it was saved to) for one family."""
     import torch
@@ -191,7 +199,7 @@ NEW = ("gemma3", "gemma2", "mistral", "smollm3", "qwen3-moe", "qwen3-moe-shares"
 BINS = ((9, 7), (3, 12))  # lengths of the completions that share a bin of 20, of prompts of 17 and 3 tokens
 
 
-@pytest.mark.parametrize("reference", NEW, indirect=True)
+@pytest.mark.parametrize("reference", slow_variants(NEW), indirect=True)
 def test_gradients_agree_with_autograd(reference):
     """Of every weight, through prompts that are computed once and completions that share bins."""
     import torch

@@ -13,6 +13,7 @@ from tunix_like.report.contents import curves
 from tunix_like.report.reading import read_runs
 
 
+@pytest.mark.slow
 def test_every_curve_of_the_page_is_a_file_too(tmp_path):
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=9)
     assert main(["report", str(first), str(second), "--png", str(tmp_path / "out")]) == 0

@@ -156,6 +156,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(sorted(GROUPS)), min_size=4, max_size=24),
     st.integers(1, 4),

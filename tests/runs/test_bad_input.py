@@ -682,7 +682,10 @@ SMALL = (
 
 @pytest.mark.parametrize(
     ("reward", "word"),
-    [("short", "'rewards.py:short' returned 1 values for 4 completions"), ("negative", "non-negative rewards only")],
+    [
+        pytest.param("short", "'rewards.py:short' returned 1 values for 4 completions", marks=pytest.mark.slow),
+        ("negative", "non-negative rewards only"),
+    ],
 )
 def test_a_bad_reward_loses_nothing(reward, word, place, monkeypatch, capsys, tmp_path):
     """What needs completions to be known stops the run at once, with those completions kept."""

@@ -46,6 +46,7 @@ def shared(monkeypatch):
     monkeypatch.setattr(recipe, "assemble", assembled)
 
 
+@pytest.mark.slow
 def test_held_out_prompts_in_the_training_data_are_warned_of_once_and_before_sft(shared, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "tunix_like"):
         tunix_like.run(

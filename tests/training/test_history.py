@@ -161,6 +161,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_mesh_trains_like_one_device():
     one, many = learner(), learner(mesh=build_mesh(MeshConfig(shape=[8, 1])))
     expected, found = (collect(each, batch_size=8) for each in (one, many))
@@ -168,6 +169,7 @@ def test_a_mesh_trains_like_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), one.params, many.params)
 
 
+@pytest.mark.slow
 def test_several_updates_a_reference_and_evaluation():
     """Log-probabilities of the trainer before the updates and of the reference go through the same segments."""
     algo = MaxRLConfig(num_generations=4, truncation_order=1, num_iterations=2, beta=0.1)

@@ -69,6 +69,7 @@ def test_one_pass_over_any_kind_of_data(kind):
     assert (seen == ordered) == ("Map" not in kind and kind != "tuple"), "sequences are shuffled, streams are not"
 
 
+@pytest.mark.slow
 def test_an_iterable_is_read_again_but_a_generator_ends():
     assert len(collect(make(max_steps=3), NotASequence())) == 3
     assert len(collect(make(max_steps=3), plain(ROWS))) == 2

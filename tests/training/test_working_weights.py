@@ -46,7 +46,7 @@ def assert_equal_trees(found, expected, tolerance=2e-5):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", MODELS)
 def test_stacked_layers_have_the_same_gradient(name, remat):
     """Lanes of own prompts and lanes that are picked from a set; the gradient of every single parameter."""

@@ -144,6 +144,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_wrong_answer_is_asked_for_again(serve, connect, fault):
     """It is not trained on: the log-probabilities of all samples are those of the trainer."""
@@ -182,6 +183,7 @@ def test_a_request_that_the_server_refuses(serve, connect):
         learner.train(ROWS, batch_size=4)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again(serve, connect, caplog):
     """It has other weights then, and is not used before it has those of the step. With another server, that one works
     meanwhile."""
@@ -215,6 +217,7 @@ def test_a_server_that_is_killed_and_started_again(serve, connect, caplog):
         caplog.clear()
 
 
+@pytest.mark.slow
 def test_a_slow_server(serve, connect, caplog):
     slow, quick = serve(), serve()
     engine = connect(slow, quick, request_timeout_seconds=1.0)
@@ -225,6 +228,7 @@ def test_a_slow_server(serve, connect, caplog):
     assert "did not answer within 1 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_all_servers_gone(serve, connect, tmp_path):
     """The state before the step is saved, and the run goes on from there with the same prompts."""
     server = serve()
@@ -252,6 +256,7 @@ def test_all_servers_gone(serve, connect, tmp_path):
     assert drawn == [prompts[0] for prompts in seen], "the same prompts as in an uninterrupted run"
 
 
+@pytest.mark.slow
 def test_a_lost_engine_in_an_evaluation(serve, connect, tmp_path):
     """The step before it is complete: its row and its checkpoint are written."""
     server = serve()
@@ -307,6 +312,7 @@ def test_a_server_of_another_kind(serve, connect, monkeypatch):
         connect(server)
 
 
+@pytest.mark.slow
 def test_weights_of_adapters(serve, tmp_path):
     """They are merged."""
     server = serve()

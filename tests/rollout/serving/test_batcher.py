@@ -96,7 +96,7 @@ def check(found, jobs):
             assert reason == ("stop" if expected.finished[0, sample] else "length")
 
 
-@pytest.mark.parametrize("steps", [3, programs.MOST_STEPS])
+@pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.slow), programs.MOST_STEPS])
 def test_completions_are_those_of_the_sampler(run, monkeypatch, steps):
     """With few rows, so that completions wait, join beside others, and caches grow and shrink."""
     monkeypatch.setattr(batcher, "MOST_STEPS", steps)
@@ -110,6 +110,7 @@ def test_completions_are_those_of_the_sampler(run, monkeypatch, steps):
     assert (made.batcher.running, made.batcher.waiting) == (0, 0)
 
 
+@pytest.mark.slow
 def test_rows_of_a_mesh_are_those_of_one_device(run):
     mesh = build_mesh(MeshConfig(shape=[2, 2]), jax.devices()[:4])
     jobs = list(many_jobs(4, np.random.default_rng(5), 40))
@@ -228,6 +229,7 @@ def test_slots_that_cannot_be_allocated_again(run, monkeypatch):
     check(made.finish([good]), [good])
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_everything(run, monkeypatch):
     """After it, no job compiles a program."""
     made = run(rows=3, longest=150)

@@ -166,6 +166,7 @@ def test_generate_has_the_fields_of_vllm(address, letters):
     assert choice["token_ids"] == tokens[: tokens.index(tokens[3]) + 1] and choice["stop_reason"] == tokens[3]
 
 
+@pytest.mark.slow
 def test_many_clients_get_their_own_answers(client, letters):
     """64 at once, with all lengths; every answer is the greedy one of its prompt."""
     rng = np.random.default_rng(0)
