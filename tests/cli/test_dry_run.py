@@ -143,12 +143,13 @@ def test_gsm8k_with_the_calculator(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     yaml_file = str(EXAMPLES / "environments" / "gsm8k_calculator.yaml")
     argv = ["train", yaml_file, "model.path=qwen2.5_0.5b", "data.path=rows", "--dry-run"]
-    assert cli.main(argv) == 2
-    assert re.search("template.*tool", capsys.readouterr().err)
     template = home / "qwen2.5_0.5b" / "chat_template.jinja"
     before = template.read_text()
-    template.write_text(QWEN25_TEMPLATE)
     try:
+        template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+        assert cli.main(argv) == 2
+        assert re.search("template.*tool", capsys.readouterr().err)
+        template.write_text(QWEN25_TEMPLATE)
         assert cli.main(argv) == 0
     finally:
         template.write_text(before)
@@ -159,6 +160,8 @@ def test_gsm8k_with_the_calculator(home, monkeypatch, capsys):
 
 @pytest.mark.parametrize("example", OTHERS)
 def test_the_other_examples(example, monkeypatch, capsys):
+    if "verifiers" in example:
+        pytest.importorskip("verifiers")
     monkeypatch.chdir(ROOT)
     assert cli.main(["train", example, "--dry-run"]) == 0
     said = capsys.readouterr().out

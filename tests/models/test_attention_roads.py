@@ -88,8 +88,8 @@ SINGLE = {
     "windows": Causal(window=3),
     "windows in bins": Causal(BINS, window=2),
     "starts": Lengths(np.array([7, 1, 3, 5], np.int32), jnp.arange(-3, 25).reshape(4, 7) % 6),
-    "positions": Positions(COLUMNS),
-    "starts of positions": Positions(COLUMNS, jnp.arange(28).reshape(4, 7) % 6),
+    "positions": Positions(jnp.asarray(COLUMNS)),
+    "starts of positions": Positions(jnp.asarray(COLUMNS), jnp.arange(28).reshape(4, 7) % 6),
 }
 
 
