@@ -48,7 +48,7 @@ class VerifiersProcess:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_released`
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _WORKER],
+            [sys.executable, "-m", _WORKER, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -65,7 +65,8 @@ class VerifiersProcess:
             self.first = {"kind": "unusable", "reason": str(error)}
         if self.first is None or self.first["kind"] == "unusable":
             self.kill()
-            reason = f"it was not loaded within {SECONDS_TO_START:g} s" if self.first is None else self.first["reason"]
+            late = f"it was not loaded within {SECONDS_TO_START:g} s; if its tasks do not end, set data.train_size"
+            reason = late if self.first is None else self.first["reason"]
             raise UserError(f"data.path={settings['path']}: the environment cannot be used. {reason.rstrip('.')}.")
 
     @property

@@ -17,6 +17,8 @@ import math
 import os
 import secrets
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -33,7 +35,11 @@ class Unusable(Exception):
 
 
 def main() -> None:
-    """Reads the settings from the first line, and then lists tasks or plays episodes."""
+    """Reads the settings from the first line, and then lists tasks or plays episodes.
+
+    The command line has the id of the training process.
+    """
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)  # what the environment prints must not be read as a message
     settings = json.loads(sys.stdin.buffer.readline())
@@ -43,6 +49,13 @@ def main() -> None:
             _say(out, {"kind": "tasks", **_listed(settings, env)})
             return
         asyncio.run(Episodes(env, config, out).run())
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended, also while an environment loads."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 @contextlib.contextmanager

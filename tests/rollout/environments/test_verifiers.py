@@ -8,7 +8,10 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -19,7 +22,7 @@ import numpy as np
 import pytest
 
 from tests.process import ROOT
-from tests.rollout.engines.stand_in import StandIn
+from tests.rollout.engines.stand_in import StandIn, until
 from tests.tiny_model import HF
 from tests.training.small_learner import collect, make
 from tunix_like import load_model, run
@@ -514,3 +517,28 @@ def test_a_run_of_the_example(monkeypatch, tmp_path):
 def test_the_environments_of_a_config():
     made = environments_of(load(EXAMPLE, ["environment.workers=5", "environment.timeout_seconds=7"]))
     assert isinstance(made, VerifiersEnvironments) and (made.workers, made.timeout_seconds) == (5, 7.0)
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read from Linux's /proc")
+def test_the_process_ends_with_the_training_process():
+    """Also while it loads; its input stays open here."""
+    code = (
+        "import os, subprocess, sys; given = [sys.executable, '-m', 'tunix_like.runtime.verifiers_worker']; "
+        "print(subprocess.Popen([*given, str(os.getpid())], stdout=subprocess.DEVNULL).pid)"
+    )
+    read, write = os.pipe()
+    try:
+        said = subprocess.run(
+            [sys.executable, "-c", code], stdin=read, stdout=subprocess.PIPE, cwd=ROOT, check=True, text=True
+        )
+        assert until(lambda: has_ended(int(said.stdout)), 20)
+    finally:
+        os.close(read)
+        os.close(write)

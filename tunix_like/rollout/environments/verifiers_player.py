@@ -72,7 +72,8 @@ class VerifiersPlayer(Player):
         self.environments.cancel(0)
         if reason is not None:
             raise UserError(
-                f"data.path={self.environments.settings['path']}: its first task cannot be played. {reason}"
+                f"data.path={self.environments.settings['path']}: its first task cannot be played. "
+                + reason.splitlines()[0]  # a traceback may follow
             )
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
