@@ -181,9 +181,9 @@ def test_a_refused_update_is_found(engine, monkeypatch):
     made = learner(engine)
     writes, save = [], engine._publish
 
-    def stale(config, weights):
+    def stale(config, weights, expected):
         writes.append(weights)
-        save(config, writes[0])
+        save(config, writes[0], expected)
 
     monkeypatch.setattr(engine, "_publish", stale)
     with pytest.raises(UserError, match="other log-probabilities"):
