@@ -134,7 +134,8 @@ def test_a_run_whose_folder_or_lock_is_deleted_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path, quick, other):
+def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path, quick, monkeypatch, other):
+    monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 60.0)
     write(tmp_path, **other)
     done, began = threading.Event(), time.monotonic()
     me = run_lock._me()
@@ -148,7 +149,7 @@ def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path, quick,
     finally:
         done.set()
         beats.join()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 30, "it ends when the file is touched, not after the whole wait"
     assert json.loads((tmp_path / "run.lock").read_text()) == me | other
 
 

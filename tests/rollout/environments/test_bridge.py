@@ -291,9 +291,9 @@ def test_ten_megabytes_cost_no_more_than_what_fits(unit, chat):
     ours, _ = BUILT["qwen25"]
     bridge = make_bridge(ours, chat, ours.eos_ids, most_tokens=256, overlong="cut")
     bridge.tokens(["x"], [ours.eos_id])
-    begun = time.monotonic()
+    begun = time.process_time()  # not the time that passed, which depends on the load of the machine
     results = bridge.tokens([unit * (10_000_000 // len(unit)), "short"], [ours.eos_id] * 2)
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
     assert results[0].cut and 200 < len(results[0].tokens) <= 256 and not results[1].cut
 
 

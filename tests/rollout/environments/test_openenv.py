@@ -359,7 +359,7 @@ def test_failures_cost_their_own_trajectory():
         lost.append(wait(pool)[7].failure)
         assert "(environment.arguments.url): no session could be opened (Connection refused)" in lost[2].reason
         assert [failure.kind for failure in lost] == ["unavailable"] * 3
-        assert 1.5 < time.monotonic() - start < 5, "it is tried again within the time limit"
+        assert 1.5 < time.monotonic() - start < 30, "it is tried again within the time limit"
 
 
 @has_openenv
