@@ -40,7 +40,7 @@ LONG_FILES = {
 }
 LONG_BODIES: dict[str, str] = {}
 MANY_PARAMETERS = {
-    "config/schema.py:key": "declares a field; one keyword for each of its properties",
+    "config/keys.py:key": "declares a field; one keyword for each of its properties",
     "models/loading.py:load_model": "a public constructor",
 }
 """Exceptions, each with its reason; the lists are exact, so an entry that is no longer needed fails."""

@@ -7,10 +7,9 @@ into them (`load.py`). `None` means unset: the documentation of the key describe
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any
 
+from tunix_like.config.keys import Checked, key
 from tunix_like.config.urls import check_server_url
 from tunix_like.errors import UserError, nearest
 
@@ -18,115 +17,12 @@ LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum"
 ATTENTIONS = ("auto", "plain", "blocked", "cudnn", "splash")
 KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
 QUANTIZATIONS = ("int8", "nf4")
-LARGEST_INT = 2**31 - 1
-SMALLEST_FLOAT, LARGEST_FLOAT = 1.1754944e-38, 3.4028235e38
 OVERLONG = ("skip", "error")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def key(
-    default: Any = None,
-    *,
-    doc: str,
-    choices: Sequence[str] | None = None,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    blank: bool = False,
-    python_only: bool = False,
-) -> Any:
-    """Declares a dataclass field with its documentation and allowed range.
-
-    The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text.
-    """
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-        "below": below,
-        "blank": blank,
-        "python_only": python_only,
-    }
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def number_problem(value: Any) -> str | None:
-    """Returns a message if a program cannot represent this number in int32 or float32, its widest types, else None."""
-    if isinstance(value, int) and abs(value) > LARGEST_INT:
-        return f"integers must be between -{LARGEST_INT} and {LARGEST_INT}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "give a finite number"
-    if isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
-        return f"in float32 it would be {'infinite' if abs(value) > 1 else '0'}"
-    return None
-
-
-def _text_problem(text: str) -> str | None:
-    """Returns what is wrong with a text that cannot be a file name or be encoded in UTF-8, or None."""
-    if "\0" in text:
-        return "it contains a NUL character, which is invalid in file names; remove it"
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # Python decodes an argument in another encoding than UTF-8 to surrogates
-        return "it contains a lone surrogate (half of a character); write it in UTF-8"
-    return None
-
-
-def shortened(value: Any) -> str:
-    """Returns `repr(value)`, truncated for messages; Python itself raises an error for integers of over 4300 digits."""
-    if isinstance(value, int) and abs(value) > 10**60:
-        return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def check_ranges(section: Any, path: str) -> None:
-    """Raises `UserError` naming `path.key` for the first value of a config dataclass outside its declared range."""
-    for field in dataclasses.fields(section):
-        value, rule, name = getattr(section, field.name), field.metadata, f"{path}.{field.name}"
-        if value is None or not rule:
-            continue
-        if isinstance(value, str) and not value.strip() and not rule["blank"]:
-            raise UserError(f"{name}: got {value!r}, an empty text; give a value, or omit the key.")
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and (problem := _text_problem(text)):
-                raise UserError(f"{name}: got {shortened(text)}; {problem}.")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        may_be_number = number and rule["at_least"] is not None  # `auto` or a number
-        if rule["choices"] is not None and value not in rule["choices"] and not may_be_number:
-            other = "" if rule["at_least"] is None else f" Or a number, at least {rule['at_least']}."
-            raise UserError(f"{name}: unknown value '{value}'. {nearest(str(value), rule['choices'])}{other}")
-        for item in value if isinstance(value, list) else [value]:
-            if problem := number_problem(item):
-                raise UserError(f"{name}: got {shortened(item)}; {problem}.")
-        if not number:
-            continue
-        if rule["at_least"] is not None and value < rule["at_least"]:
-            raise UserError(f"{name}: got {value}; it must be at least {rule['at_least']}.")
-        if rule["above"] is not None and value <= rule["above"]:
-            raise UserError(f"{name}: got {value}; it must be above {rule['above']}.")
-        if rule["at_most"] is not None and value > rule["at_most"]:
-            raise UserError(f"{name}: got {value}; it must be at most {rule['at_most']}.")
-        if rule["below"] is not None and value >= rule["below"]:
-            raise UserError(f"{name}: got {value}; it must be below {rule['below']}.")
-
-
-class _Checked:
-    """Checks ranges in the constructor, so that Python and YAML users get the same errors."""
-
-    section = ""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, self.section)
-
-
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(_Checked):
+class ModelConfig(Checked):
     section = "model"
     path: str | None = key(doc="folder or hub id of a Hugging Face model (config.json, tokenizer, safetensors)")
     init: str = key(
@@ -158,7 +54,7 @@ class ModelConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraConfig(_Checked):
+class LoraConfig(Checked):
     """Low-rank adapters on frozen weights (LoRA, arXiv 2106.09685)."""
 
     section = "lora"
@@ -181,7 +77,7 @@ class LoraConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig(_Checked):
+class DataConfig(Checked):
     section = "data"
     name: str = key(
         "maze",
@@ -234,7 +130,7 @@ class DataConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig(_Checked):
+class AlgorithmConfig(Checked):
     """Settings of the learner; unset keys take the default of the selected learner (see `training/learners.py`)."""
 
     section = "algorithm"
@@ -304,7 +200,7 @@ class AlgorithmConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig(_Checked):
+class RolloutConfig(Checked):
     section = "rollout"
     max_prompt_length: int = key(512, doc="maximum prompt length in tokens", at_least=1)
     max_tokens_to_generate: int = key(
@@ -378,7 +274,7 @@ class RolloutConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardsConfig(_Checked):
+class RewardsConfig(Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
         doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match or FILE.py:function; "
@@ -397,7 +293,7 @@ class RewardsConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvironmentConfig(_Checked):
+class EnvironmentConfig(Checked):
     """Settings of trajectories of several turns, and of the environment that answers the turns."""
 
     section = "environment"
@@ -445,7 +341,7 @@ class EnvironmentConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig(_Checked):
+class OptimizerConfig(Checked):
     """AdamW with linear warm-up and a learning-rate schedule."""
 
     section = "optimizer"
@@ -465,7 +361,7 @@ class OptimizerConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class SFTConfig(_Checked):
+class SFTConfig(Checked):
     section = "sft"
     max_steps: int = key(0, doc="supervised fine-tuning steps on the `answer` column; 0: none", at_least=0)
     batch_size: int = key(32, doc="examples per supervised step", at_least=1)
@@ -479,7 +375,7 @@ class SFTConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig(_Checked):
+class EvalConfig(Checked):
     section = "eval"
     samples: int = key(16, doc="completions per held-out problem", at_least=1)
     k: list[int] | None = key(doc="values of k for pass@k and maj@k; unset: 1, 2, 4, ... up to eval.samples")
@@ -490,7 +386,7 @@ class EvalConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class RLTrainingConfig(_Checked):
+class RLTrainingConfig(Checked):
     section = "training"
     output_dir: str | None = key(doc="run folder; unset: runs/<config>-<estimator>-s<seed> (CLI), none (Python)")
     max_steps: int | None = key(doc="training steps (rollout batches); unset: one epoch of the data", at_least=1)
@@ -550,7 +446,7 @@ class RLTrainingConfig(_Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig(_Checked):
+class MeshConfig(Checked):
     section = "mesh"
     shape: list[int] | str = key("auto", doc="devices along each axis; auto: all devices along the first axis")
     axis_names: list[str] = key(

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix_like.algorithms.registry import check_parameters
+from tunix_like.config.keys import check_ranges, key
 from tunix_like.config.load import read_section
-from tunix_like.config.schema import AlgorithmConfig, DataConfig, check_ranges, key
+from tunix_like.config.schema import AlgorithmConfig, DataConfig
 from tunix_like.errors import UserError, nearest
 
 _OF_THE_RUN = ("batch_size", "shuffle", "overlong_prompts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix_like.config.schema import LARGEST_FLOAT, number_problem, shortened
+from tunix_like.config.keys import LARGEST_FLOAT, number_problem, shortened
 from tunix_like.errors import UserError
 
 HF_NAMES = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from tunix_like.config.schema import Config, RewardsConfig, number_problem, shortened
+from tunix_like.config.keys import number_problem, shortened
+from tunix_like.config.schema import Config, RewardsConfig
 from tunix_like.data import DataSource, check_rewards
 from tunix_like.errors import UserError, nearest
 from tunix_like.rewards import check_arguments, pooled

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunix_like.config.keys import shortened
 from tunix_like.config.load import read_yaml
-from tunix_like.config.schema import shortened
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.processes import is_first
 from tunix_like.storage.loggers.events import EventFiles
