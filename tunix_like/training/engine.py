@@ -88,7 +88,28 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
         )
 
 
-class CheckedEngine:
+class WrappedEngine:
+    """Passes everything on to another engine, except `generate`, which subclasses implement."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    @property
+    def max_prompt_length(self) -> int:
+        """The limit of the wrapped engine."""
+        return self.engine.max_prompt_length
+
+    @property
+    def row_steps(self) -> int:
+        """The count of the wrapped engine."""
+        return self.engine.row_steps
+
+    def place(self, params: Any) -> Any:
+        """Returns the result of the wrapped engine."""
+        return self.engine.place(params)
+
+
+class CheckedEngine(WrappedEngine):
     """Wraps an engine of the user, and checks its samples.
 
     Args:
@@ -98,22 +119,8 @@ class CheckedEngine:
     """
 
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):
-        self.engine = engine
+        super().__init__(engine)
         self.vocab_size, self.max_tokens = model.vocab_size, task.rollout_config.max_tokens_to_generate
-
-    @property
-    def max_prompt_length(self) -> int:
-        """The limit of the checked engine."""
-        return self.engine.max_prompt_length
-
-    @property
-    def row_steps(self) -> int:
-        """The count of the checked engine."""
-        return self.engine.row_steps
-
-    def place(self, params: Any) -> Any:
-        """Returns the result of the checked engine."""
-        return self.engine.place(params)
 
     def generate(
         self,

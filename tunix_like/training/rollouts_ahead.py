@@ -13,6 +13,7 @@ from tunix_like.data.stream import Resumable
 from tunix_like.errors import EngineLost
 from tunix_like.rollout.collection import Collected, Collector
 from tunix_like.runtime.profile import Clock
+from tunix_like.training.engine import WrappedEngine
 from tunix_like.types import Engine, Sample
 
 
@@ -47,22 +48,12 @@ class _DroppedError(Exception):
     """The run has ended, so what is sampled ahead is not needed."""
 
 
-class _Droppable:
+class _Droppable(WrappedEngine):
     """The engine of the thread; its generation ends after the next sample when `dropped` is set."""
 
     def __init__(self, engine: Engine, dropped: threading.Event):
-        self.engine, self.dropped = engine, dropped
-
-    @property
-    def max_prompt_length(self) -> int:
-        return self.engine.max_prompt_length
-
-    @property
-    def row_steps(self) -> int:
-        return self.engine.row_steps
-
-    def place(self, params: Any) -> Any:
-        return self.engine.place(params)
+        super().__init__(engine)
+        self.dropped = dropped
 
     def generate(self, *given: Any) -> Iterator[Sample]:
         for sample in self.engine.generate(*given):

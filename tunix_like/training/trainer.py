@@ -5,6 +5,7 @@ A trainer owns the weights while it trains, and writes them back to its model at
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ class _Stream(NamedTuple):
     batches: Iterator[list[Prompt]]
 
 
-class Trainer:
+class Trainer(abc.ABC):
     """Base of `Learner` and `SFTTrainer`. A subclass implements `step`, which `loop.run` calls.
 
     Attributes:
@@ -126,9 +127,9 @@ class Trainer:
 
     # Called by the loop.
 
+    @abc.abstractmethod
     def open_checkpoints(self) -> Checkpoints | None:
         """Opens the checkpoints of the run folder for writing; None without a folder."""
-        raise NotImplementedError
 
     def open_log(self) -> MetricsLog:
         """Opens the log of metrics, with the configured loggers."""
@@ -148,12 +149,12 @@ class Trainer:
         finally:
             nnx.update(self.model, self.params)
 
+    @abc.abstractmethod
     def step(self, number: int) -> dict[str, Any] | None:
         """Runs step `number` (from 1). Returns its metrics without prefix, or None when the data is exhausted.
 
         Metrics are numbers and lists of numbers.
         """
-        raise NotImplementedError
 
     def to_save(self) -> Any:
         """Returns the pytree of a checkpoint."""
@@ -163,7 +164,7 @@ class Trainer:
         """Restores the state after `step` from the pytree that `to_save` returned."""
         self.state = TrainState(saved["params"], saved["opt_state"])
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int) -> None:  # noqa: B027 (a trainer need not have such files)
         """Removes the trainer's own files of steps after `step` (-1: of all steps), which will be repeated."""
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
@@ -174,9 +175,9 @@ class Trainer:
         """Returns True when the row just logged ends the training early."""
         return False
 
+    @abc.abstractmethod
     def _settings(self) -> dict[str, Any]:
         """Returns the settings that loggers record for a run without `config.yaml`."""
-        raise NotImplementedError
 
     # Called by subclasses at the start of `train`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 import json
 import secrets
@@ -54,7 +55,7 @@ class Choice:
         return text
 
 
-class Answer:
+class Answer(abc.ABC):
     """The answer to one request: its completions, and how its route writes them.
 
     Subclasses write the choices.
@@ -72,6 +73,28 @@ class Answer:
         """Returns the whole answer, after all completions have ended."""
         choices = [self.choice(choice) for choice in self.choices.values()]
         return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """Returns the fields before the choices."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
+
+    def usage(self) -> dict[str, int]:
+        """Returns the numbers of tokens; each prompt counts once."""
+        prompt = sum(len(job.prompt) for job in self.request.jobs)
+        completion = sum(len(choice.tokens) for choice in self.choices.values())
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    @abc.abstractmethod
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """Returns a completion that has ended."""
+
+    def token_text(self, token: int) -> str:
+        """Returns the text of one token."""
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+
+class StreamedAnswer(Answer):
+    """An answer that may also be a stream of events."""
 
     def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
         """Yields the events of a further part of a completion.
@@ -94,30 +117,12 @@ class Answer:
         """The `object` of an event."""
         return self.kind
 
-    def head(self, kind: str) -> dict[str, Any]:
-        """Returns the fields before the choices."""
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
-
-    def usage(self) -> dict[str, int]:
-        """Returns the numbers of tokens; each prompt counts once."""
-        prompt = sum(len(job.prompt) for job in self.request.jobs)
-        completion = sum(len(choice.tokens) for choice in self.choices.values())
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """Returns a completion that has ended."""
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
         """Yields further parts of a completion."""
-        raise NotImplementedError
-
-    def token_text(self, token: int) -> str:
-        """Returns the text of one token."""
-        return self.tokenizer.decode([token], skip_special_tokens=False)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(StreamedAnswer):
     """The answer of `/v1/completions`."""
 
     kind, prefix = "text_completion", "cmpl-"
@@ -131,7 +136,7 @@ class CompletionAnswer(Answer):
         return self._choice(choice, choice.text, slice(0, None))
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """See `Answer`."""
+        """See `StreamedAnswer`."""
         if text or choice.reason is not None or ((self.request.logprobs or self.request.token_ids) and choice.tokens):
             yield self._choice(choice, text, tokens)
 
@@ -160,7 +165,7 @@ class CompletionAnswer(Answer):
         }
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(StreamedAnswer):
     """The answer of `/v1/chat/completions`."""
 
     kind, prefix, streamed_kind = "chat.completion", "chatcmpl-", "chat.completion.chunk"
@@ -185,7 +190,7 @@ class ChatAnswer(Answer):
         return found
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """See `Answer`."""
+        """See `StreamedAnswer`."""
         if choice not in self._begun:
             self._begun.add(choice)
             yield {

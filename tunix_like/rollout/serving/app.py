@@ -19,7 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.rollout.serving import requests
-from tunix_like.rollout.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, GenerateAnswer, event
+from tunix_like.rollout.serving.answers import (
+    Answer,
+    ChatAnswer,
+    Choice,
+    CompletionAnswer,
+    GenerateAnswer,
+    StreamedAnswer,
+    event,
+)
 from tunix_like.rollout.serving.fields import RequestError, parse_object
 from tunix_like.rollout.serving.hub import Exchange, Hub
 from tunix_like.rollout.serving.metrics import CONTENT_TYPE
@@ -35,6 +43,7 @@ DISCONNECTED = 499
 """Status in the metrics of requests whose client disconnected."""
 
 Parse = Callable[[Mapping[str, Any], Settings, Tokenizer], Request]
+MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
 
 
 class Failed(Exception):
@@ -60,7 +69,7 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
         "max_model_len": settings.longest,
     }
 
-    def sampling(path: str, parse: Parse, answer: type[Answer]) -> Route:
+    def sampling(path: str, parse: Parse, answer: MakeAnswer) -> Route:
         async def endpoint(http: Http) -> Response:
             return await _sample(server, http, parse, answer)
 
@@ -162,7 +171,7 @@ class _Events(StreamingResponse):
             await self._events.aclose()
 
 
-async def _sample(server: Server, http: Http, parse: Parse, kind: type[Answer]) -> Response:
+async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) -> Response:
     """Answers a request that samples completions."""
     began = time.monotonic()
     try:
@@ -171,8 +180,8 @@ async def _sample(server: Server, http: Http, parse: Parse, kind: type[Answer]) 
         # In a thread, because long texts take milliseconds to encode and a chat template may take seconds.
         request = await run_in_threadpool(parse, body, server.settings, server.tokenizer)
         server.hub.check_room()
-        answer = kind(request, server.settings, server.tokenizer)
-        if request.stream:
+        answer = make(request, server.settings, server.tokenizer)
+        if request.stream and isinstance(answer, StreamedAnswer):
             return _Events(_events(server.hub, answer, began))
         return await _whole(server.hub, http, answer, began)
     except RequestError as error:
@@ -246,7 +255,7 @@ async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple
             yield choice, text, slice(before, len(choice.tokens))
 
 
-async def _events(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[str, None]:
+async def _events(hub: Hub, answer: StreamedAnswer, began: float) -> AsyncGenerator[str, None]:
     """Yields the events of a streamed answer. The response closes it when the client disconnects."""
     grown = _grown(hub, answer, began)
     try:
