@@ -64,12 +64,11 @@ class TurnSchedule(Schedule):
     def _make_room(self) -> None:
         """Makes space in the cache for another token of every live row, without overwriting rows that wait."""
         self._free_columns(1)
-        held = self._kept(fetch(self.rows.age, self.sampler.mesh))
-        self.rows = self._placed(self.rows._replace(held=jnp.asarray(held)))
+        self.rows = self._placed(self.rows._replace(held=jnp.asarray(self._kept())))
 
-    def _kept(self, ages: Int[np.ndarray, "A g"]) -> Bool[np.ndarray, "A g"]:
+    def _kept(self) -> Bool[np.ndarray, "A g"]:
         """Returns which rows continue: those with a completion that may get more tokens."""
-        return (self.row_sample >= 0) & (ages < self.sampler.max_tokens)
+        return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
         """Enlarges the cache; a block of replies may need more columns than the longest completion."""
@@ -83,10 +82,9 @@ class TurnSchedule(Schedule):
 
         It enlarges the cache if more than half of it has tokens, and otherwise removes columns without tokens.
         """
-        rows = self.rows
-        ages, firsts, spans, column = fetch((rows.age, rows.first, rows.span, rows.column), self.sampler.mesh)
-        kept = self._kept(ages)
-        used, most = (int(np.where(kept, each, 0).max()) for each in (spans, ages - firsts))
+        spans, column = fetch((self.rows.span, self.rows.column), self.sampler.mesh)
+        kept, cached = self._kept(), self.ages - self._of_rows(self.first)
+        used, most = (int(np.where(kept, each, 0).max()) for each in (spans, cached))
         if used + count <= self.rows.room and column + count <= self.rows.room:
             return
         if most + count > self.rows.room or (self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * most):
@@ -183,8 +181,6 @@ class TurnSchedule(Schedule):
 
     def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
         """Appends tokens to rows, by slot and row, and continues these rows."""
-        for place, tokens in replies.items():
-            self.ages[place] += len(tokens)
         longest = max(map(len, replies.values()))
         short = max(-(-longest // 4) * 4, 4)  # below the smallest bucket, padding is a large part of the block
         width = min(short, length_bucket(min(longest, MOST_APPENDED)))
@@ -197,6 +193,7 @@ class TurnSchedule(Schedule):
             self._free_columns(width)
             given = self.sampler.graphdef, self.params, self.prompts, self.rows
             self.rows = self._placed(decoding.append(*given, block, counts))
+            self.ages = self.ages + counts
             self.sampler.row_steps += block.size
         resumed = np.zeros(self.ages.shape, bool)
         for place in replies:
