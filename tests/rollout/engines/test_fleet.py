@@ -7,46 +7,12 @@ import threading
 import jax
 import pytest
 
-from tests.rollout.engines.stand_in import StandIn, until
+from tests.rollout.engines.stand_in import until
 from tests.training.small_learner import TOKENIZER, make_model, params_of
 from tunix_like import RolloutConfig, UserError
 from tunix_like.errors import EngineLost
-from tunix_like.models.loading import export_model
-from tunix_like.rollout.engines import fleet
 from tunix_like.rollout.engines.vllm import VLLMEngine
 from tunix_like.types import Request, SamplingParams
-
-
-@pytest.fixture
-def serve(tmp_path, monkeypatch):
-    monkeypatch.setattr(fleet, "POLL_SECONDS", 0.05)
-    export_model(make_model(), TOKENIZER, tmp_path / "model")
-    servers = []
-
-    def start():
-        servers.append(StandIn(tmp_path / "model", TOKENIZER))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
-
-
-@pytest.fixture
-def connect(tmp_path):
-    engines = []
-
-    def build(*servers, wait=60.0):
-        rollout = RolloutConfig(
-            max_prompt_length=8, max_tokens_to_generate=4, engine="vllm", urls=[server.url for server in servers],
-            wait_for_servers_seconds=wait, request_timeout_seconds=20.0,
-        )  # fmt: skip
-        engines.append(VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=1e-4))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
 
 
 def sampled(engine, version):
@@ -99,7 +65,7 @@ def test_a_server_that_another_run_uses(serve, connect):
 def test_the_error_says_why_no_server_has_the_weights(serve, connect):
     """It is of the type that saves the run. Afterwards the weights before are not taken for those of the servers."""
     server = serve()
-    engine = connect(server, wait=5.0)
+    engine = connect(server, wait_for_servers_seconds=5.0)
     before = params_of(make_model())
     engine.place(before)
 

@@ -6,57 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from tests.rollout.engines.stand_in import StandIn, until
+from tests.rollout.engines.stand_in import until
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model, params_of, varied
 from tests.training.test_environments import Vowels
 from tunix_like import EnvironmentConfig, EvalConfig, LoraConfig, RolloutConfig, UserError
 from tunix_like.config.load import load
 from tunix_like.errors import EngineLost
-from tunix_like.models.loading import export_model
 from tunix_like.models.lora import add_lora
-from tunix_like.rollout.engines import fleet
 from tunix_like.rollout.engines.vllm import VLLMEngine
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "model"
-    export_model(make_model(), TOKENIZER, folder)
-    return folder
-
-
-@pytest.fixture
-def serve(model_folder, monkeypatch):
-    """Starts stand-ins; servers that failed are asked again soon."""
-    monkeypatch.setattr(fleet, "POLL_SECONDS", 0.05)
-    servers = []
-
-    def start(**settings):
-        servers.append(StandIn(model_folder, TOKENIZER, **settings))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
-
-
-@pytest.fixture
-def connect(tmp_path):
-    """Builds engines of servers, and closes them."""
-    engines = []
-
-    def build(*servers, max_gap=1e-4, **settings):
-        lengths = {"max_prompt_length": 8, "max_tokens_to_generate": 4} | settings
-        urls = [server if isinstance(server, str) else server.url for server in servers]
-        rollout = RolloutConfig(
-            engine="vllm", urls=urls, **{"wait_for_servers_seconds": 60.0, "request_timeout_seconds": 10.0} | lengths
-        )
-        engines.append(VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=max_gap))
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.close()
 
 
 def test_a_run(serve, connect, tmp_path):
