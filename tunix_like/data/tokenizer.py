@@ -323,8 +323,8 @@ class Tokenizer:
         encoded as plain text. In a string that is the whole prompt, control tokens are encoded as control tokens.
 
         Args:
-          most: a prompt with more ids than this may be truncated to somewhat more than this. This bounds the time:
-            100,000 characters would take up to a second.
+          most: if a prompt has more ids than this, only its beginning may be encoded, to at least `most` + 1 ids. This
+            bounds the time: 100,000 characters would take up to a second.
 
         Raises:
           UserError: see `render` and `encode`.

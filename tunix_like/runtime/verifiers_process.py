@@ -58,7 +58,7 @@ class VerifiersProcess:
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="verifiers", daemon=True)
         self._reader.start()
-        self.say(settings)
+        self.send(settings)
         try:
             self.first = self.next(SECONDS_TO_START)
         except Lost as error:
@@ -73,8 +73,8 @@ class VerifiersProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. If the process has ended, `next` says so."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message. If the process has ended, the next call of `next` raises `Lost`."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")

@@ -46,7 +46,7 @@ def main() -> None:
     with _reported(out):
         config, env = load(settings)
         if settings["list"] is not None:
-            _say(out, {"kind": "tasks", **_listed(settings, env)})
+            _send(out, {"kind": "tasks", **_listed(settings, env)})
             return
         asyncio.run(Episodes(env, config, out).run())
 
@@ -64,10 +64,10 @@ def _reported(out: IO[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _say(out, {"kind": "unusable", "reason": _reason(error)})
+        _send(out, {"kind": "unusable", "reason": _reason(error)})
 
 
-def _say(out: IO[str], message: Mapping[str, Any]) -> None:
+def _send(out: IO[str], message: Mapping[str, Any]) -> None:
     out.write(json.dumps(message) + "\n")
 
 
@@ -203,7 +203,7 @@ class Episodes:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
         async with self._endpoint() as url, self._env.serving():
             self._context = self._model(url)
-            _say(self._out, {"kind": "ready"})
+            _send(self._out, {"kind": "ready"})
             while line := await lines.readline():
                 self._take(json.loads(line))
             for task in self._running.values():
@@ -244,7 +244,7 @@ class Episodes:
         body, answer = await http.json(), asyncio.get_running_loop().create_future()
         self._answers[call] = episode, answer
         try:
-            _say(self._out, {"kind": "request", "episode": episode, "call": call, "body": body})
+            _send(self._out, {"kind": "request", "episode": episode, "call": call, "body": body})
             found = await answer
         finally:
             self._answers.pop(call, None)
@@ -289,7 +289,7 @@ class Episodes:
             for owner, answer in list(self._answers.values()):
                 if owner == episode:
                     answer.cancel()
-        _say(self._out, end)
+        _send(self._out, end)
 
 
 def _result(episode: Any) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Process:
         self.calls = itertools.count()
         self.pid = 0
 
-    def say(self, message):
+    def send(self, message):
         self.said.append(message)
         if message["kind"] == "run":
             script = self.scripts[message["episode"]] = type(self).harness(message["task"])

@@ -19,7 +19,7 @@ class State:
 
     Attributes:
       last: the last token of its current turn.
-      over: whether its environment has failed or was told to finish.
+      over: whether its environment has failed, or its end has been requested.
       conversation: None with `environment.history=sampled`.
     """
 

@@ -107,7 +107,7 @@ class VerifiersEnvironments:
             self._drop(number)
             return
         answer = answer_of(episode.calls.popleft(), completion, reason, self.tokens.pop(number, (0, 0)))
-        self._say(answer)
+        self._send(answer)
         if episode.calls and not episode.closing:
             self._observe(number, episode)
         else:
@@ -142,7 +142,7 @@ class VerifiersEnvironments:
     def cancel(self, number: int) -> None:
         """Drops the episode of a trajectory."""
         if (episode := self._episodes.get(number)) is not None:
-            self._say({"kind": "cancel", "episode": episode.id})
+            self._send({"kind": "cancel", "episode": episode.id})
             self._cancelled[episode.id] = time.monotonic() + SECONDS_TO_END
             self._drop(number)
 
@@ -173,7 +173,7 @@ class VerifiersEnvironments:
             episode.deadline = time.monotonic() + self.timeout_seconds
             self._numbers[episode.id] = number
             self._starting.add(number)
-            self._say({"kind": "run", "episode": episode.id, "task": task})
+            self._send({"kind": "run", "episode": episode.id, "task": task})
 
     def _take(self, seconds: float) -> None:
         """Takes the messages that have arrived; waits up to `seconds` for the first one."""
@@ -191,7 +191,7 @@ class VerifiersEnvironments:
                 elif number is not None:
                     self._request(number, self._episodes[number], message)
                 else:
-                    self._say(refusal_of(message["call"], 409, "the episode is over"))
+                    self._send(refusal_of(message["call"], 409, "the episode is over"))
         except Lost as error:
             self._lose(str(error))
 
@@ -200,7 +200,7 @@ class VerifiersEnvironments:
         try:
             call = Call.of(message["call"], message["body"])
         except RequestError as error:
-            self._say(refusal_of(message["call"], error.http, str(error)))
+            self._send(refusal_of(message["call"], error.http, str(error)))
             return
         episode.calls.append(call)
         if episode.closing:
@@ -216,9 +216,9 @@ class VerifiersEnvironments:
 
     def _refuse(self, episode: _Episode) -> None:
         """Stops an episode, which is scored as it is."""
-        self._say({"kind": "stop", "episode": episode.id})
+        self._send({"kind": "stop", "episode": episode.id})
         while episode.calls:
-            self._say(refusal_of(episode.calls.popleft().id, 400, FULL))
+            self._send(refusal_of(episode.calls.popleft().id, 400, FULL))
 
     def _end(self, number: int, message: Mapping[str, Any]) -> None:
         """Takes the end of an episode."""
@@ -265,9 +265,9 @@ class VerifiersEnvironments:
         if episode is not None:
             self._numbers.pop(episode.id, None)
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         if self._process is not None:
-            self._process.say(message)
+            self._process.send(message)
 
 
 def _failed(number: int, kind: Any, reason: str) -> Outcome:
