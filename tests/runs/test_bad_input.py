@@ -457,7 +457,7 @@ MISTAKES = {
     "unsupported value": ((*REVERSED, "model.config.hidden_act=gelu"), ["'hidden_act' = 'gelu'", 'only "silu" is']),
     "small vocabulary": (
         (*REVERSED, "model.config.vocab_size=12"),
-        ["tokenizer has 13 tokens", "vocabulary of the model only 12", "set vocab_size"],
+        ["tokenizer has 13 tokens", "vocabulary of the model has only 12", "set vocab_size"],
     ),
     "no tokenizer, no vocabulary": (
         (*REVERSED, "data.name=jsonl", "data.path=good.jsonl"),
