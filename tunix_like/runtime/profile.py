@@ -59,13 +59,13 @@ class Clock:
 
 
 class Compilations:
-    """Counts the programs that XLA compiled (or loaded from the compilation cache), and the seconds that it took."""
+    """Counts the programs that XLA compiled (or loaded from the compilation cache), and the seconds of compilation."""
 
     def __init__(self) -> None:
         self._seen = len(_DURATIONS)
 
     def take(self) -> tuple[int, float]:
-        """Returns the number of compilations and their seconds since the last call."""
+        """Returns the number of compilations since the last call, and their total seconds."""
         new = _DURATIONS[self._seen :]
         self._seen += len(new)
         return len(new), sum(new)
@@ -84,7 +84,7 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 def _on_begin(event: str, value: float, **metadata: str | int) -> None:
-    """Handles the start of a compilation. jax reports a duration at its start, as a scalar event, and at its end."""
+    """Reports the start of a compilation. jax sends a scalar event at the start and a duration event at the end."""
     if event == _COMPILE:
         name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
         progress.compiling("decoding" if name == "advance" else name)
@@ -104,7 +104,7 @@ class Profile:
     """Writes a profiler trace of some steps.
 
     Args:
-      steps: the first and the last step, or None for no trace.
+      steps: the first and the last step of the trace; None writes no trace.
       folder: the run folder; the trace is written to its subfolder `profile/`.
 
     Raises:
@@ -136,7 +136,7 @@ class Profile:
                 self.close()
 
     def close(self) -> None:
-        """Stops a running trace at the end of the run."""
+        """Stops the trace if it is running. Must be called at the end of the run."""
         if self._running and self.folder is not None:
             self._running = False
             jax.profiler.stop_trace()
