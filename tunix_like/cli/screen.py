@@ -111,7 +111,7 @@ def _say_best(folder: Path, metric: str) -> None:
     best = best_of(folder, metric)
     kept = best.among(complete_steps(folder / "checkpoints"))  # `Checkpoints.steps` would wait for the other processes
     if kept is None:
-        console.print_text(f"best: there is no checkpoint of a step with {metric}")
+        console.print_text(f"best: no checkpoint has a value of {metric}")
     else:
         console.print_text(f"best: {best.describe(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
 

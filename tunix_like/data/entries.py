@@ -70,7 +70,7 @@ def entries(config: DataConfig) -> list[Entry]:
     for name in _OF_A_SOURCE:
         if name != "name" and getattr(config, name) != getattr(defaults, name):
             raise UserError(
-                f"data.{name} is set beside data.sources, where no source reads it; move it into the entries of "
+                f"data.{name} is set beside data.sources, but no source reads it there; move it into the entries of "
                 "data.sources that need it."
             )
     result = [_entry(values, f"data.sources[{i}]") for i, values in enumerate(config.sources)]
@@ -132,7 +132,7 @@ def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[st
     """Returns the estimator and its parameters by label, for the sources of a mix that set any of these.
 
     Args:
-      algorithm: the resolved `algorithm` section. Entries without an estimator use its estimator.
+      algorithm: the resolved `algorithm` section. Entries that set no estimator use the estimator of this section.
 
     Raises:
       UserError: an unknown estimator, or parameters that it does not accept; the message names the entry.

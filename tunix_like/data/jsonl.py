@@ -77,8 +77,8 @@ class JsonlRows(Sequence[Record]):
                     self._columns.update(dict.fromkeys(row))
                     if len(self._columns) > MOST_COLUMNS:
                         raise UserError(
-                            f"{where}: the rows up to here have more than {MOST_COLUMNS} different columns; put what "
-                            "differs from row to row into one column."
+                            f"{where}: the rows up to here have more than {MOST_COLUMNS} different columns; put values "
+                            "that differ from row to row into one column."
                         )
                     self._starts.append(offset)
                 advance(((offset + len(line)) >> 20) - (offset >> 20))

@@ -110,7 +110,7 @@ def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], n
     if not kept:
         raise UserError(
             f"{entry.place} ('{entry.label}'): another source of name={entry.config.name} holds out all of its "
-            "training rows; remove one of the two, or give them different rows."
+            "training rows; remove one of the two sources, or give them different rows."
         )
     if len(kept) < len(rows):
         logger.warning(
@@ -226,7 +226,7 @@ class Interleaved(Sequence[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Tag:
-    """Adds to a row of a mix the label and the reward name of its source, and None for columns of other sources."""
+    """Adds columns to a row of a mix: the label and the reward of its source, and None for columns of other sources."""
 
     label: str
     reward: str | None

@@ -94,7 +94,7 @@ def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the template in chat_template.jinja or, if there is no such file, the one in tokenizer_config.json.
+    """Returns the template in chat_template.jinja or, if there is no such file, the template in tokenizer_config.json.
 
     If tokenizer_config.json has a list of templates, the template named `default` is returned.
     """

@@ -57,9 +57,9 @@ MOST_DEVICES = 256
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 
-# `cores` is the number of processors, and `units` is the number of arithmetic units of each. `shared` and `optin` are the
-# shared memory per processor and per block (opt-in) in bytes. `cache` is the level-2 cache in bytes. `clock` is in GHz.
-# The values are from the vendor's white papers of the A100 and the H100 and from its table of compute capabilities.
+# `cores` is the number of processors, and `units` is the number of arithmetic units of each. `shared` and `optin` are
+# the shared memory per processor and per block (opt-in) in bytes. `cache` is the level-2 cache in bytes. `clock` is in
+# GHz. The values are from the vendor's white papers of the A100 and the H100 and its table of compute capabilities.
 _AMPERE = {
     "capability": "major: 8 minor: 0", "cores": "108", "units": "64", "shared": "167936", "optin": "166912",
     "cache": "41943040", "clock": "1.41",

@@ -68,7 +68,7 @@ def wait_for(address: str, seconds: float) -> None:
             why, silent_since = "connected, but no answer", silent_since or time.monotonic()
         if silent_since is not None and time.monotonic() - silent_since > ANSWER_SECONDS:
             raise UserError(
-                f"--coordinator {address}: the server at this address does not answer as a process 0 of a run does; "
+                f"--coordinator {address}: the server at this address does not answer like process 0 of a run; "
                 "give the host and port of process 0."
             )
         if time.monotonic() > end:

@@ -166,8 +166,8 @@ def set_continue_on_error(value: bool) -> None:
     """Sets how failed or blocked writes are handled.
 
     Args:
-      value: True for a run: it continues. False for a command whose output is its result: it waits for a blocked
-        stream, and `check` raises if a write failed.
+      value: True: the process continues after a failed or blocked write. This is the value for a run. False: the
+        process waits for a blocked stream, and `check` raises after a failed write.
     """
     global _continue_on_error
     _continue_on_error = value

@@ -176,9 +176,9 @@ def leave(error: BaseException) -> NoReturn:
     wait for this process."""
     traceback.print_exception(error, limit=-1 if isinstance(error, jax.errors.JaxRuntimeError) else None)
     print(
-        f"process {jax.process_index()} of {jax.process_count()} stops: the error above is its own, or the connection "
-        "failed because another process is gone. Start all processes again with the same command: the run resumes "
-        "from its newest checkpoint, or starts from the beginning if there is none.",
+        f"process {jax.process_index()} of {jax.process_count()} stops: the error above is from this process, or the "
+        "connection failed because another process is gone. Start all processes again with the same command: the run "
+        "resumes from its newest checkpoint, or starts from the beginning if there is none.",
         file=sys.stderr,
         flush=True,
     )

@@ -68,7 +68,7 @@ class VerifiersProcess:
             self.first = {"kind": "unusable", "reason": str(error)}
         if self.first is None or self.first["kind"] == "unusable":
             self.kill()
-            late = f"it was not loaded within {SECONDS_TO_START:g} s; if its tasks do not end, set data.train_size"
+            late = f"it was not loaded within {SECONDS_TO_START:g} s; set data.train_size if its tasks are not limited"
             reason = late if self.first is None else self.first["reason"]
             raise UserError(f"data.path={settings['path']}: the environment cannot be used. {reason.rstrip('.')}.")
 

@@ -158,7 +158,7 @@ def _listed(settings: Mapping[str, Any], env: Any) -> dict[str, Any]:
 
 def _tasks(taskset: Any, most: int | None) -> list[dict[str, Any]]:
     if most is None and not taskset.bounded:
-        raise Unusable("its tasks do not end; set data.train_size and data.eval_size")
+        raise Unusable("the number of its tasks is not limited; set data.train_size and data.eval_size")
     return [
         {"data": task.data.model_dump(mode="json"), "messages": _messages(task.data)}
         for task in itertools.islice(taskset, most)
@@ -240,7 +240,7 @@ class Episodes:
             return web.json_response({"error": {"message": "the key is missing or wrong"}}, status=401)
         episode = self._of_trace.get(http.headers.get("x-session-id", ""))
         if episode is None:
-            return web.json_response({"error": {"message": "the request is of no running episode"}}, status=409)
+            return web.json_response({"error": {"message": "the request belongs to no running episode"}}, status=409)
         call = next(self._calls)
         body, answer = await http.json(), asyncio.get_running_loop().create_future()
         self._answers[call] = episode, answer
@@ -298,7 +298,8 @@ def _result(episode: Any) -> dict[str, Any]:
     if len(episode.traces) != 1:
         problem = f"{episode.last_error.type}: {episode.last_error.message}" if episode.last_error else None
         return {
-            "error": problem or f"it has {len(episode.traces)} traces; only environments with one can be trained on"
+            "error": problem
+            or f"it has {len(episode.traces)} traces; only environments with one trace can be trained on"
         }
     (trace,) = episode.traces
     values = {name: each.value for name, each in trace.rewards.items() if each is not None} | {
