@@ -174,7 +174,7 @@ def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
 
 
 def header(estimator: GroupEstimator) -> str:
-    """Returns the name of a column: the estimator (a file without its folder) and the parameters that were set."""
+    """Returns the header of a column: the name of the estimator (a file without its folder) and its set parameters."""
     return " ".join([Path(estimator.name).name, *(f"{key}={value}" for key, value in estimator.params.items())])
 
 

@@ -113,7 +113,8 @@ def problem_of(number: int, source: DataSource) -> Problem:
 
 
 def other_answer(answers: Sequence[str], number: int) -> str:
-    """Returns the next answer, cyclically, that differs from `answers[number]`; `answers[number]` if there is none."""
+    """Returns the next answer in the list that differs from `answers[number]`. The search continues at the start of the
+    list. Returns `answers[number]` if all answers are equal."""
     following = (*answers[number + 1 :], *answers[:number])
     return next((answer for answer in following if answer != answers[number]), answers[number])
 
@@ -184,7 +185,7 @@ def _mean(values: np.ndarray) -> str:
 
 
 def passed(scores: Scores, threshold: float) -> np.ndarray:
-    """Returns which completions succeed; unscored completions do not succeed."""
+    """Returns a boolean mask of the completions that succeed. Unscored completions do not succeed."""
     return scores.scored & succeeds(np.nan_to_num(scores.total, nan=-np.inf), threshold)
 
 

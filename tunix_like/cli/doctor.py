@@ -37,7 +37,7 @@ CORE = {
     "matplotlib": "matplotlib",
     "tensorboard": "tensorboard",
 }
-"""Import name of every required package."""
+"""Maps the name of each required package to its import name."""
 
 TESTED_JAX = ("0.10.2", "0.11.2", "0.12.0.1")
 """Tested versions of jax, ascending (see docs/contributing.md)."""
@@ -111,7 +111,7 @@ def _extra(name: str) -> Check:
 
 
 def _devices() -> list[Check]:
-    """Lists the devices of jax, runs a small program on the first, and looks for accelerators that jax does not see."""
+    """Lists the devices of jax, runs a small program on the first, and looks for accelerators that jax does not use."""
     import jax  # not at the top, because the report must work without jax
 
     try:

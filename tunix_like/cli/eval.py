@@ -41,10 +41,10 @@ class Measured(NamedTuple):
 
 
 def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
-    """Evaluates a run, a checkpoint or a model, prints the table and, with `out`, writes problems and summary.
+    """Evaluates a run, a checkpoint or a model and prints the table. With `out`, also writes problems and summary.
 
     Raises:
-      UserError: the source, the overrides or `out` are invalid; raised before a completion is sampled.
+      UserError: the source, the overrides or `out` are invalid. The error is raised before sampling.
     """
     files = None if out is None else out_files(Path(out))
     evaluated = measured(source, overrides)

@@ -34,7 +34,8 @@ FAR = 1.25
 memory of a device."""
 
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w)|\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)")
-"""Matches the required and the available memory in both messages of the TPU compiler for programs that do not fit."""
+"""Matches the two messages of the TPU compiler for programs that do not fit. The groups are the required and the
+available memory."""
 
 
 @dataclasses.dataclass(frozen=True)

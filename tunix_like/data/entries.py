@@ -43,7 +43,7 @@ class Entry:
       label: value of the column `data_source` in the rows of the source.
       weight: share of the training prompts relative to the other entries; None: proportional to the number of rows.
       config: the `data` section of a run with this source only.
-      estimator: the keys among `advantage_estimator, k, truncation_order, ddof` that the entry sets.
+      estimator: the values of `advantage_estimator`, `k`, `truncation_order` and `ddof` that the entry sets.
     """
 
     place: str

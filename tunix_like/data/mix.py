@@ -35,7 +35,7 @@ def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> Da
     """Loads the sources of `data.sources` and combines them into one.
 
     An epoch contains every training row at least once. A source repeats rows if its weight is larger than its share of
-    the rows. Training rows whose prompt is held out by another source of the same name are dropped. The rows
+    the rows. A training row is dropped if another source of the same name holds out its prompt. The rows
     of each source are spread evenly, so every prefix of an epoch has about the same proportions.
 
     Args:

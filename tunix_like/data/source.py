@@ -95,7 +95,7 @@ class PromptFormat:
     Attributes:
       template: Python format string over the columns; None: use the column `prompt` unchanged.
       system_prompt: content of a system message at the start of the prompt. The prompt is then a list of messages.
-      chat: True: the prompt is a list of messages; False: the prompt is text; None: a template gives text, and
+      chat: whether the prompt is a list of messages (True) or text (False). None: a prompt from `template` is text, and
         the column `prompt` keeps its type.
       answer: Python format string that replaces the column `answer`; None: the column stays unchanged.
     """

@@ -271,7 +271,7 @@ class SharedBatches(Iterator[list[Prompt]]):
     rendered is skipped. The first such row is logged as a warning.
 
     Args:
-      rows: pairs of the number of a row and the row; None for rows that a filter removed.
+      rows: pairs `(number, row)`; None in place of a row that a filter removed.
       epoch: number of candidates in an epoch.
 
     Attributes:

@@ -116,7 +116,7 @@ def write_files(
     """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`.
 
     Args:
-      named: special tokens by their name in tokenizer_config.json; None is left out.
+      named: special tokens by their name in tokenizer_config.json. Names with the value None are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # PreTrainedTokenizerFast uses tokenizer.json unchanged; the class of a model family rebuilds parts of it.

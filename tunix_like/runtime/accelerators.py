@@ -21,10 +21,10 @@ class Accelerator:
     Attributes:
       backend: name of the jax backend.
       memory: bytes of main memory.
-      operations: bfloat16 multiplications and additions per second, dense.
-      memory_bytes: bytes per second of the main memory.
+      operations: peak bfloat16 multiplications and additions per second, without sparsity.
+      memory_bytes: bandwidth of the main memory in bytes per second.
       network_bytes: bytes per second that a device receives from other devices if all its links are in use.
-      between_nodes: bytes per second that a device receives from other nodes; None if all devices are connected alike.
+      between_nodes: bytes per second that a device receives from other nodes; None if all devices are in one network.
       clock: cycles per second, to convert the cycles that the TPU compiler reports to seconds; None for a GPU.
       slices: the shape of each available slice by its number of chips; empty for a GPU.
       description: for a GPU, the fields of `_TARGET` that differ between kinds; empty for a TPU.

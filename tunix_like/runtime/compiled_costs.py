@@ -1,7 +1,7 @@
 """Adds up the costs of a compiled program per device: matrix products, memory traffic, network traffic and cycles.
 
 The body of a loop is counted once per iteration ("trip" in XLA). If the number of trips of a loop depends on data, the
-caller gives this number by the name of the `jax.named_scope` of the loop.
+caller passes this number in `trips`, under the name of the `jax.named_scope` of the loop.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use each name."""
+        """Maps the name of an instruction to the instructions that use its result."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self:
             for name in dict.fromkeys(instruction.operands):

@@ -22,8 +22,8 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The connection preface of an HTTP/2 client (RFC 9113, section 3.4): fixed text and an empty SETTINGS frame."""
 
 _SETTINGS, _FRAME_TYPE, _FRAME_HEADER = 4, 3, 9
-"""Type of the SETTINGS frame, which must be the server's first frame; index of the type in a frame header; size of the
-header in bytes."""
+"""The type of a SETTINGS frame, the index of the type in a frame header, and the size of a frame header in bytes. The
+first frame of a server must be a SETTINGS frame."""
 
 
 def check_port(address: str) -> None:

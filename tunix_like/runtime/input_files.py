@@ -14,7 +14,7 @@ _COMPRESSED = {
     b"BZh": ("bzip2", "bunzip2"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-"""Format and decompression program of a compressed file, by the first bytes of the file."""
+"""Maps the first bytes of a compressed file to its format and its decompression program."""
 
 _KINDS = {
     stat.S_IFDIR: "is a folder, not a file",

@@ -43,7 +43,8 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
     """Connects the processes of a run; must be called before any other use of jax.
 
     Args:
-      coordinator: `host:port` of process 0, the same for all processes. None: taken from the scheduler or TPU slice.
+      coordinator: `host:port` of process 0, the same for all processes. None: jax finds it from the scheduler or the
+        TPU slice.
       count, index: number of processes, and index of this process, from 0.
 
     Raises:

@@ -34,7 +34,7 @@ PEAK_FLOPS = {
     "NVIDIA L40": 181e12,
     "NVIDIA L4": 121e12,
 }
-"""Dense bfloat16 FLOPs per second by prefix of the device kind, from the vendors' data sheets."""
+"""Maps a prefix of the device kind to the dense bfloat16 FLOPs per second in the vendor's data sheet."""
 
 
 def peak_flops() -> float | None:
@@ -52,7 +52,7 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Adds the time since the previous call to `name`."""
+        """Adds the time since the previous call of `lap` to the total of `name`."""
         now = time.perf_counter()
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
@@ -95,7 +95,7 @@ jax.monitoring.register_scalar_listener(_on_begin)
 
 
 def check_profile_steps(steps: Sequence[int] | None) -> None:
-    """Raises UserError if `training.profile_steps` is not a first and a last step."""
+    """Raises UserError if `training.profile_steps` is not a pair of a first and a last step."""
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         raise UserError(f"training.profile_steps: expected the first and the last step, e.g. [5, 6], got {steps}.")
 

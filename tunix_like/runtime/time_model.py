@@ -44,7 +44,8 @@ def times(costs: Costs, needed: float, kind: Accelerator, number: int) -> Times:
     """Returns the times of a program on `number` devices. `costs` are per device.
 
     Args:
-      needed: operations per device by calculation. They are used because `costs` lacks products inside kernels.
+      needed: calculated operations per device. The larger of these and `costs.operations` is used, because `costs`
+        lacks products inside kernels.
     """
     return Times(
         arithmetic=max(costs.operations, needed) / kind.operations,

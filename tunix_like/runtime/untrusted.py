@@ -63,7 +63,7 @@ def fill(template: str, values: Mapping[str, Any]) -> Filled:
 
 
 def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
-    """Replaces the `control` tokens that come from data, fully or partly, by references.
+    """Replaces a `control` token by a reference if at least a part of the token comes from data.
 
     Args:
       everything: True if the whole text is data; False if only the values inserted into a template are data.

@@ -6,7 +6,7 @@ import unicodedata
 
 
 class _Table(dict[int, str]):
-    """The replacement of each code point for `str.translate`, computed on first use."""
+    """A table for `str.translate`. Computes the replacement of a code point when it is first used."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
