@@ -38,7 +38,7 @@ SAME = 0.1
 have the same final answer."""
 
 PRINTED = 20
-"""Maximum number of lines that are shown of the output of the reward functions."""
+"""Maximum number of lines of output of the reward functions. Further lines are counted but not shown."""
 
 
 class Tried(NamedTuple):
