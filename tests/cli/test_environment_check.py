@@ -170,7 +170,7 @@ def test_tools_are_called_once_and_their_schemas_shown(capsys):
     assert '"description": "Adds numbers."' in said.out and "2 tools, each called once" in said.out
     rows = rows_of(said.out)
     assert rows["add"] == ['{"a": 1, "b": 1}', "2"] and rows["fails"][1] == "error: ValueError: not 1"
-    assert "tool fails: its call gave an error" in said.out and rows["gold answer"][1] == "100.0%"
+    assert "tool fails: its call returned an error" in said.out and rows["gold answer"][1] == "100.0%"
     assert "error: the tool call is not valid" in rows["a broken tool call"][6]
 
 

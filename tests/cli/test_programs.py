@@ -197,7 +197,7 @@ def test_the_report_of_the_tpu_compiler(tmp_path):
     done = python("-m", "tunix_like", *argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "XLA:TPU (libtpu" in done.stdout and "time by cycles" in done.stdout and "upper bound" not in done.stdout
-    assert "number of trips is data" not in done.stdout
+    assert "number of iterations depends on data" not in done.stdout
     for program in json.loads((tmp_path / "report.json").read_text())["programs"]:
         assert program["predicted_seconds"] >= program["cycles"] / 1.5e9 * 0.999 > 0
         assert program["argument_bytes"] > 0 and program["hbm_bytes"] > 0

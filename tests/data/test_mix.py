@@ -281,11 +281,11 @@ BAD = {
     "what the source says": ([SMALL | {"maze_size": 8}], ["data.sources[0] ('small')", "must be odd"]),
     "two tokenizers": (
         [SMALL, TEXT],
-        ["data.sources[0] (maze) has its own tokenizer", "data.sources[1] (reverse_text) has a different one"],
+        ["data.sources[0] (maze) has its own tokenizer", "data.sources[1] (reverse_text) has a different tokenizer"],
     ),
     "a tokenizer beside the model's": (
         [{"name": "jsonl", "path": "questions.jsonl"}, SMALL],
-        ["data.sources[1] (maze) has its own", "data.sources[0] (jsonl) needs that of the model"],
+        ["data.sources[1] (maze) has its own", "data.sources[0] (jsonl) needs the tokenizer of the model"],
     ),
     "a tremendous weight": (
         [SMALL | {"weight": 1e9}, LARGE | {"weight": 1}],
@@ -321,7 +321,7 @@ def test_one_template_for_all():
         DataConfig()
     )
     del entries[1]["chat_template_args"]
-    with pytest.raises(UserError, match=r"data.sources\[1\].chat_template_args is {}, that of data.sources\[0\]"):
+    with pytest.raises(UserError, match=r"data.sources\[1\].chat_template_args is {}, but data.sources\[0\]"):
         template_variables(DataConfig(name="mix", sources=entries))
 
 

@@ -390,7 +390,7 @@ def test_a_port_that_is_free_is_left_free(host):
 def test_a_listener_that_says_nothing(monkeypatch, answer):
     monkeypatch.setattr(coordinator, "ANSWER_SECONDS", 0.3)
     listening, address = serve(answer)
-    with listening, pytest.raises(UserError, match=f"{address}: .* does not answer as a process 0"):
+    with listening, pytest.raises(UserError, match=f"{address}: .* does not answer like process 0"):
         coordinator.wait_for(address, 60)
 
 

@@ -34,8 +34,8 @@ from tunix_like.runtime import console
 
 _BUILT_IN = "tunix_like.algorithms.advantages"  # the module whose estimators are always shown
 _NUMBERS = ("k", "truncation_order", "ddof")
-_LONG_GROUP = 16  # in larger groups, completions with identical rows share one row
-_LOG_WIDTH = 140  # columns if the output is not a terminal
+_LONG_GROUP = 16  # in larger groups, completions with identical values share one row of the table
+_LOG_WIDTH = 140  # width in characters if the output is not a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Request:
     """The parsed arguments of the command.
 
     Attributes:
-      rewards: NaN means unscored.
+      rewards: the rewards of each group; NaN for an unscored completion.
       lengths: completion lengths in tokens; None if not given.
       numbers: the given values of `k`, `truncation_order` and `ddof`.
       own: a user-defined estimator with its parameters, or None.
@@ -56,16 +56,17 @@ class Request:
 
     @property
     def k(self) -> int:
-        """Returns the given `k`, else 2, or 1 if the group is too small for 2."""
+        """Returns `k` if it was given. Otherwise returns 2, or 1 for a group of fewer than three rewards."""
         return self.numbers.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
 
 
 def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
-    """Prints the table and notes on omitted estimators; draws the population weights if `plot` is a file.
+    """Prints the table of advantages, and notes on omitted estimators. Draws the population weights if `plot` is given.
 
     Args:
       rewards: `1,0,0,0`; groups of the same size are separated by `;`; `none` marks an unscored completion.
       options: `key=value` arguments: `k`, `truncation_order`, `ddof`, `lengths`, `estimator` and its parameters.
+      plot: the file for the figure; None draws no figure.
 
     Raises:
       UserError: an argument cannot be parsed, a user-defined estimator fails, or the file cannot be written.
@@ -98,7 +99,7 @@ def draw(request: Request, path: str) -> list[str]:
     try:
         own = [] if request.own is None else [(header(request.own), "other", request.own)]
         curves = curves_of([*lines, *own], size, rates)
-    except UserError as error:  # raised for the user-defined estimator only; the built-in ones have weights
+    except UserError as error:  # only a user-defined estimator can raise this error
         notes.append(f"not drawn: {error}")
         curves = curves_of(lines, size, rates)
     save(weights_figure(curves, size, rates), path)
@@ -113,7 +114,7 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
         key, equals, value = word.partition("=")
         if not equals:
             raise UserError(
-                f"'{word}': expected key=value after the rewards, which are one argument: 1,0,0,0 or '1,0;1,1'."
+                f"'{word}': expected key=value. The rewards are a single argument, e.g. 1,0,0,0 or '1,0;1,1'."
             )
         if key in words:
             raise UserError(f"{key}: given twice.")
@@ -140,7 +141,7 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
 
 
 def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
-    """Returns the estimators that support these rewards, and notes for the reader."""
+    """Returns the estimators that support these rewards, and the notes to print below the table."""
     size = request.rewards.shape[1]
     scored = ~np.isnan(request.rewards)
     shown: list[GroupEstimator] = []
@@ -173,13 +174,15 @@ def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
 
 
 def header(estimator: GroupEstimator) -> str:
-    """Returns the name of a column: the estimator (a file without its folder) and the parameters that were set."""
+    """Returns the header of a column: the name of the estimator (a file without its folder) and its set parameters."""
     return " ".join([Path(estimator.name).name, *(f"{key}={value}" for key, value in estimator.params.items())])
 
 
 def _candidates(request: Request) -> list[GroupEstimator]:
-    """Returns every built-in estimator with its given parameters; `maxrl` without `truncation_order` and, if it is
-    given, also with it; and the user-defined estimator."""
+    """Returns every built-in estimator with the parameters that were given, and the user-defined estimator.
+
+    If `truncation_order` is given, `maxrl` is returned twice: without this parameter and with it.
+    """
     given = {**request.numbers, "k": request.k}
     candidates: list[GroupEstimator] = []
     seen = set()
@@ -197,7 +200,7 @@ def _candidates(request: Request) -> list[GroupEstimator]:
 
 
 def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
-    """Returns the number of columns to the left of the estimators, and the rows of the table, starting with the
+    """Returns the number of columns to the left of the estimators, and the rows of the table. The first row is the
     header."""
     rewards, lengths = request.rewards, request.lengths
     count, size = rewards.shape
@@ -224,7 +227,7 @@ def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> t
 
 
 def _column(values: Float[np.ndarray, "G"], rounding: float) -> list[str]:
-    """Formats values with four digits; values below `rounding` times the largest are rounding errors and shown as 0."""
+    """Formats values with four digits. Values up to `rounding` times the largest are shown as 0 (rounding errors)."""
     small = rounding * np.nanmax(np.abs(values), initial=0.0)
     return ["none" if math.isnan(value) else _number(0.0 if abs(value) <= small else value) for value in values]
 
@@ -239,7 +242,7 @@ def _mean_size(values: Float[np.ndarray, "G"]) -> float:
 
 
 def _number(value: float) -> str:
-    return f"{value + 0.0:.4g}"  # + 0.0: no "-0"
+    return f"{value + 0.0:.4g}"  # adding 0.0 turns -0.0 into 0.0
 
 
 def side_by_side(left: int, rows: list[list[str]], width: int) -> list[list[list[str]]]:
@@ -255,7 +258,7 @@ def side_by_side(left: int, rows: list[list[str]], width: int) -> list[list[list
 
 
 def _groups(what: str, text: str, read: Callable[[str, str], float]) -> Float[np.ndarray, "P G"]:
-    """Parses `1,0;1,1` to an array with the parser `read` for each value; all groups must have the same size."""
+    """Parses groups such as `1,0;1,1`. `read` parses one value. Raises UserError if the groups differ in size."""
     groups: list[list[float]] = []
     for number, part in enumerate(text.split(";"), 1):
         if not part.strip():

@@ -28,7 +28,8 @@ from tunix_like.runtime import console
 from tunix_like.types import Problem
 
 ROWS = 8
-"""Number of training rows to play, from the first. An environment that hangs takes its time limit for each row."""
+"""Number of training rows to play, from the first. The number is small, because an environment that hangs takes
+its whole time limit in each row."""
 
 WORDS = "gold answer, a word a turn"
 NONSENSE = {
@@ -41,8 +42,14 @@ NONSENSE = {
 
 @dataclasses.dataclass
 class Game:
-    """An episode of a script: its observations, its messages (as in `Episode`), and whether the environment ended
-    it."""
+    """The state of an episode that a script plays.
+
+    Attributes:
+      first: the first observation.
+      answer: the observation after the first turn.
+      messages, turns, reward, failure: as in `Episode`.
+      done: whether the environment has ended the episode.
+    """
 
     first: Any = None
     answer: Any = None
@@ -67,14 +74,18 @@ class Tried(NamedTuple):
 
 
 Script = Callable[[int], str]
-"""The text of turn `n`, from 0."""
+"""A function that returns the text of a turn of the policy, given the number of the turn (from 0)."""
 
 
 def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tuple[Mapping[str, Any], Outcome]]]:
-    """Plays episodes of several kinds with the first training rows, and calls each tool once.
+    """Plays scripted episodes with the first training rows, and calls each tool once.
 
-    If all rows have an answer, the kinds are: the row's `answer` in every turn; its words, one per turn, with the last
-    word repeated (if it has several words); a different answer of another row. Texts of `NONSENSE` are always played.
+    Every row is played once with each kind of script. The texts of `NONSENSE` are always played. If all rows have the
+    column `answer`, these kinds are added:
+
+    - the answer of the row in every turn;
+    - the words of the answer, one per turn, with the last word repeated (if an answer has several words);
+    - a different answer, from another row (if not all answers are equal).
 
     Returns:
       the problems, the episodes, and each tool's schema with the outcome of its call.
@@ -87,7 +98,7 @@ def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tu
     problems = [problem_of(number, source) for number in range(min(ROWS, len(source.train)))]
     with few_lines():
         environments = environments_of(config)
-        assert environments is not None, "the caller has checked that there is one"
+        assert environments is not None, "the caller has checked that the config has an environment"
         try:
             tools = [(tool, _called(environments, tool, problems[0])) for tool in environments.tools]
             most = config.environment.max_turns
@@ -102,7 +113,7 @@ def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tu
 
 
 def _kinds(problems: Sequence[Problem]) -> dict[str, list[Script]]:
-    """Returns the scripts of all kinds, one per problem."""
+    """Returns a dict from each kind to its scripts. Each kind has one script per problem."""
     kinds: dict[str, list[Script]] = {}
     answers = [str(problem.columns["answer"]) for problem in problems if isinstance(problem.columns.get("answer"), str)]
     if len(answers) == len(problems):
@@ -130,7 +141,7 @@ def _tried(
     most: int,
     rewards: Sequence[WeightedReward],
 ) -> Tried:
-    """Plays one episode of up to `most` turns with each problem, and scores it as in training."""
+    """Plays one episode of up to `most` turns with each problem, and scores the episodes as in training."""
     games = [Game() for _ in problems]
     for number, problem in enumerate(problems):
         environments.reset(number, problem.columns)
@@ -164,10 +175,10 @@ def _over(game: Game, most: int) -> bool:
 
 
 def _wait(environments: Environments, number: int) -> Iterable[tuple[Outcome, float]]:
-    """Yields the outcomes of `number` calls, each with the seconds since the calls.
+    """Yields the outcomes of `number` calls, each with the seconds since the calls were sent.
 
     Raises:
-      EnvironmentMisconfigured: an environment raised it.
+      EnvironmentMisconfigured: an environment raised this error.
     """
     start = time.perf_counter()
     while number > 0:
@@ -187,7 +198,7 @@ def _record(game: Game, outcome: Outcome) -> None:
 
 
 def _text(observation: Any) -> str:
-    """Returns an observation as one text, messages with their role."""
+    """Returns an observation as one text. Each message begins with its role."""
     if not observation:
         return ""
     if isinstance(observation, str):
@@ -196,7 +207,7 @@ def _text(observation: Any) -> str:
 
 
 def _called(environments: Environments, tool: Mapping[str, Any], problem: Problem) -> Outcome:
-    """Calls a tool once, in an environment of its own, with arguments made from its schema."""
+    """Calls a tool once in a new environment, with example arguments that match the schema of the tool."""
     function = tool["function"]
     call = {"name": function["name"], "arguments": arguments_of(function)}
     environments.reset(0, problem.columns)
@@ -211,7 +222,7 @@ def _called(environments: Environments, tool: Mapping[str, Any], problem: Proble
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a value for every parameter of a tool, from its JSON schema."""
+    """Returns an example value for every parameter of a tool. The values match the JSON schema of the tool."""
     return {name: _example(schema) for name, schema in function.get("parameters", {}).get("properties", {}).items()}
 
 
@@ -228,7 +239,7 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 
 def print_report(config: Config) -> int:
-    """Prints the tools and the episodes; returns 1 if the environment is likely wrong, else 0."""
+    """Prints the tools and the episodes. Returns 1 if the environment is likely wrong, else 0."""
     problems, tried, tools = try_environment(config)
     threshold = config.rewards.success_threshold
     wrong, notes = _print_tools(tools)
@@ -252,7 +263,7 @@ def print_report(config: Config) -> int:
 
 
 def _print_tools(tools: Sequence[tuple[Mapping[str, Any], Outcome]]) -> tuple[list[str], list[str]]:
-    """Prints the schemas of the tools and their calls; returns what is wrong, and notes."""
+    """Prints the schemas and the results of the tools. Returns the failures, and notes on error results."""
     wrong, notes, rows = [], [], []
     for tool, outcome in tools:
         function = tool["function"]
@@ -264,7 +275,8 @@ def _print_tools(tools: Sequence[tuple[Mapping[str, Any], Outcome]]) -> tuple[li
             wrong.append(f"tool {function['name']}: {outcome.failure.reason}")
         elif result.startswith("error:"):
             notes.append(
-                f"tool {function['name']}: its call gave an error; this is right if it cannot take these arguments"
+                f"tool {function['name']}: its call returned an error; this is correct if the tool does not accept "
+                "these arguments"
             )
         arguments = json.dumps(arguments_of(function), ensure_ascii=False)
         rows.append([function["name"], arguments, console.excerpt(result, 200)])
@@ -295,7 +307,7 @@ def _causes(each: Tried) -> dict[str, np.ndarray]:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Describes the first failure of each cause and kind; the same reason is listed once."""
+    """Describes the first timeout and the first error of each kind of turns, but lists each reason only once."""
     lines: dict[str, str] = {}
     for each in tried:
         for name, rows in _causes(each).items():
@@ -335,9 +347,9 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
 
 
 def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
-    """Returns notes on gold answers, and whether all fail.
+    """Returns notes on gold answers, and whether all gold answers fail.
 
-    A failure does not change the exit status, because the column `answer` need not be a correct turn.
+    A failure does not change the exit status, because the column `answer` can have a text that is not a good turn.
     """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:
@@ -348,7 +360,7 @@ def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float)
         return [], False
     row = int(np.flatnonzero(failing)[0])
     if failing.all():
-        line = f"no gold answer succeeds: none reaches rewards.success_threshold={threshold:g}; check that a turn can"
+        line = f"no gold answer succeeds: none reaches rewards.success_threshold={threshold:g}; check that one can"
     else:
         line = f"gold answer: fails in {int(failing.sum())} of {len(failing)} rows"
     case = f"prompt {problems[row].text!r:.200}, answer {problems[row].columns['answer']!r:.200}"

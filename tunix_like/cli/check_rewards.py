@@ -1,6 +1,6 @@
 """The command `check-rewards`: scores gold answers and wrong answers with the reward functions of a config.
 
-No model is needed: the completions come from the data and are not sampled. Environments are in `check_environment.py`.
+No model is needed: the completions come from the data and are not sampled. `check_environment.py` checks environments.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ GOLD, OTHER = "gold answer", "another row's answer"
 NONSENSE = "I do not know."
 
 SAME = 0.1
-"""Share of rows in which another row's answer may succeed, since two rows may have the same answer."""
+"""Share of rows in which the answer of another row is allowed to succeed. It is not 0, because two different texts can
+have the same final answer."""
 
 PRINTED = 20
-"""Maximum number of lines printed by reward functions that are shown."""
+"""Maximum number of lines of output of the reward functions. Further lines are counted but not shown."""
 
 
 class Tried(NamedTuple):
@@ -66,7 +67,7 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, f
     if len(answers) == len(problems):
         others = [other_answer(answers, number) for number in range(len(answers))]
         kinds = {GOLD: answers} | ({OTHER: others} if len(set(answers)) > 1 else {}) | kinds
-    with few_lines():  # includes the closing of the pools, since the last output of workers arrives when they exit
+    with few_lines():  # includes `close_pools`, because workers write their last output when they exit
         try:
             tried = [
                 Tried(kind, texts, score_completions(rewards, problems, texts, 1)) for kind, texts in kinds.items()
@@ -92,8 +93,8 @@ class _Few(io.TextIOBase):
 
 @contextlib.contextmanager
 def few_lines() -> Iterator[None]:
-    """Redirects the output of reward functions and workers to standard error. Only the first lines and the number of
-    further lines are written."""
+    """Redirects the output of reward functions and workers to standard error. Writes only the first `PRINTED` lines and
+    the number of further lines."""
     few = _Few()
     try:
         with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
@@ -107,18 +108,19 @@ def problem_of(number: int, source: DataSource) -> Problem:
     """Returns a training row as a problem without tokens."""
     row: Mapping[str, Any] = source.train[number]
     prompt = row["prompt"]
-    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # no tokenizer, no chat template
+    text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # there is no chat template here
     return Problem(number, text, [], {name: value for name, value in row.items() if name != "prompt"})
 
 
 def other_answer(answers: Sequence[str], number: int) -> str:
-    """Returns the next different answer, searching cyclically; the same answer if all answers are equal."""
+    """Returns the next answer in the list that differs from `answers[number]`. The search continues at the start of the
+    list. Returns `answers[number]` if all answers are equal."""
     following = (*answers[number + 1 :], *answers[:number])
     return next((answer for answer in following if answer != answers[number]), answers[number])
 
 
 def print_report(config: Config) -> int:
-    """Prints the table and the suspicious results; returns 1 if a function is likely wrong, else 0."""
+    """Prints the table and the suspicious results. Returns 1 if a reward function is likely wrong, else 0."""
     problems, tried, weights = try_rewards(config)
     threshold = config.rewards.success_threshold
     names = list(weights)
@@ -155,8 +157,8 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
-    """Lists the functions, if there are several, that give nonsense their maximum reward. This may be intended and does
-    not change the exit status."""
+    """Describes the reward functions that give a nonsense completion their maximum reward, if there are several
+    functions. Such a reward can be intended, so it does not change the exit status."""
     lines = []
     nonsense = next(kind for kind in tried if NONSENSE in kind.kind)
     for name, weight in weights.items() if len(weights) > 1 else ():
@@ -183,7 +185,7 @@ def _mean(values: np.ndarray) -> str:
 
 
 def passed(scores: Scores, threshold: float) -> np.ndarray:
-    """Returns which completions succeed; unscored completions do not succeed."""
+    """Returns a boolean mask of the completions that succeed. Unscored completions do not succeed."""
     return scores.scored & succeeds(np.nan_to_num(scores.total, nan=-np.inf), threshold)
 
 
@@ -212,10 +214,10 @@ def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> l
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Checks the environment of a config, or its reward functions; returns the exit status."""
+    """Checks the environment of a config or, if it has none, its reward functions. Returns the exit status."""
     config = load(arguments.config, arguments.overrides)
     if not has_environment(config):
         return print_report(config)
-    from tunix_like.cli import check_environment  # it imports this module
+    from tunix_like.cli import check_environment  # not at the top, because that module imports this one
 
     return check_environment.print_report(config)

@@ -1,4 +1,7 @@
-"""Declares the commands and their options. The function of a command, `file:function`, is imported when it runs."""
+"""Declares the commands and their options.
+
+The function of a command is given as `file:function`. It is imported when the command runs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ def _add_training(command: AddCommand) -> None:
         default="own",
         help="own: a JSONL file of your own (the default); env: an environment of your own; tools: a tool of your own",
     )
-    train = command("train", "train:train", "train from a YAML; the same command resumes", "train examples/maze.yaml")
+    train = command(
+        "train", "train:train", "train from a YAML file; the same command resumes", "train examples/maze.yaml"
+    )
     train.add_argument("--dry-run", action="store_true", help="check everything but the weights, and print the plan")
     sft = command("sft", "train:sft", "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
     for sub in (train, sft):
@@ -109,27 +114,26 @@ def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
     )
     generate.add_argument(
         "--prompt",
-        help="text; a chat message if the run has a system prompt or data.apply_chat_template; prompt_template is not "
-        "applied",
+        help="text of the prompt; a chat message if the run sets data.system_prompt or data.apply_chat_template; "
+        "data.prompt_template is not applied",
     )
     generate.add_argument(
         "--greedy",
         action="store_true",
-        help="greedy decoding, as eval --preset greedy, instead of sampling at the rollout.temperature of the run; the "
-        "same as rollout.temperature=0",
+        help="take the most likely token at every position instead of sampling; the same as rollout.temperature=0",
     )
     generate.add_argument(
         "--row",
         type=int,
         metavar="N",
-        help="instead of --prompt: row N of the held-out data (of the training data if there is none), from 1; an "
-        "environment gets its columns",
+        help="take the prompt from row N (from 1) of the held-out data, or of the training data if there is no "
+        "held-out data; an environment gets the columns of the row",
     )
     generate.add_argument(
         "--interactive",
         action="store_true",
-        help="answer the turns of the model yourself: each line of standard input is an observation, until its end or "
-        "/quit; without --prompt and --row, the first line is the prompt",
+        help="answer the turns of the model yourself: each line of standard input is an observation; the end of the "
+        "input or /quit ends the conversation; without --prompt and --row, the first line is the prompt",
     )
     generate.add_argument("source", help=source)
     return generate
@@ -143,24 +147,30 @@ def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
         "answer requests in the form of OpenAI over HTTP; needs the extra `serve`",
         "serve runs/maze-maxrl-s0 --port 8000",
     )
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need an API key")
-    serve.add_argument("--port", type=int, default=8000, metavar="N", help="port (default 8000); 0: a free one")
     serve.add_argument(
-        "--max-rows", type=int, default=32, metavar="N", help="completions that are sampled at once (default 32)"
+        "--host", default="127.0.0.1", help="address to listen on; an address other than loopback needs an API key"
+    )
+    serve.add_argument("--port", type=int, default=8000, metavar="N", help="port (default 8000); 0 selects a free port")
+    serve.add_argument(
+        "--max-rows",
+        type=int,
+        default=32,
+        metavar="N",
+        help="maximum number of completions sampled at once (default 32)",
     )
     serve.add_argument(
         "--max-length",
         type=int,
         metavar="N",
         help="maximum number of tokens of prompt and completion together; default: rollout.max_prompt_length + "
-        "rollout.max_tokens_to_generate, at most the positions of the model",
+        "rollout.max_tokens_to_generate, but at most the number of positions of the model",
     )
     serve.add_argument(
         "--max-waiting",
         type=int,
         default=256,
         metavar="N",
-        help="completions that may wait for a row; requests beyond it get the status 429 (default 256)",
+        help="maximum number of completions that wait; further requests get the status 429 (default 256)",
     )
     serve.add_argument("source", help=source)
     return serve
@@ -198,7 +208,9 @@ def _add_analysis(command: AddCommand) -> None:
         "print the advantages of every estimator for given rewards",
         "advantages 1,0,0,0 k=2 --plot w.png",
     )
-    advantages.add_argument("rewards", help="1,0,0,0; separate groups of the same size by ';'; none: not scored")
+    advantages.add_argument(
+        "rewards", help="e.g. 1,0,0,0; ';' separates groups of the same size; none: an unscored completion"
+    )
     advantages.add_argument(
         "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
     )

@@ -14,7 +14,8 @@ def setup_jax() -> None:
 
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "tunix_like" / "xla"))
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs add up to seconds
+    # Caches programs with a short compile time too, because a run has many of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def chosen_source(source: str, best: bool) -> str:

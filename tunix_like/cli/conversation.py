@@ -26,26 +26,27 @@ QUIT = "/quit"
 
 
 def read_line(label: str) -> str | None:
-    """Returns the next line of standard input without its end; None at the end of the input and for `QUIT`.
+    """Returns the next line of standard input without its line break; None at the end of the input and for `QUIT`.
 
-    A person at a terminal sees `label` before the line.
+    On a terminal, prints `label` before the line.
     """
     if sys.stdin is None:
         return None
     if sys.stdin.isatty():
         print(label, end="", file=sys.stderr, flush=True)
-    # Bytes that are no valid text are replaced, not refused.
+    # Invalid bytes are replaced, so that they raise no error.
     line = sys.stdin.buffer.readline().decode(sys.stdin.encoding or "utf-8", "replace")
     text = line.removesuffix("\n").removesuffix("\r")
     return None if not line or text.strip() == QUIT else text
 
 
 class Person:
-    """Answers the turns of one conversation with the lines of standard input; a `Responder`.
+    """Answers the turns of one conversation with the lines of standard input. Implements `Responder`.
 
     Args:
-      bridge: makes the tokens of a line.
-      conversation: with `environment.history=template`, the conversation and the object that renders it at each turn.
+      bridge: converts a line to tokens.
+      conversation: with `environment.history=template`, the object that renders the conversation at each turn, and the
+        conversation; otherwise None.
     """
 
     lockstep = True
@@ -57,7 +58,7 @@ class Person:
         self._turn: Turn | None = None
 
     def opening(self, group: int) -> Sequence[int]:
-        """Returns the tokens that the chat template writes before the first turn and before no other turn."""
+        """Returns the tokens that the chat template writes before the first turn only."""
         return () if self._conversation is None else self._conversation[1].opening
 
     def submit(self, turns: Sequence[Turn]) -> None:
@@ -75,7 +76,7 @@ class Person:
         self._turn = None if turn.truncated else turn
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Reads the answer to the turn. A line that cannot be sent is reported, and another line is read."""
+        """Reads the answer to the last turn. If a line cannot be sent, prints the reason and reads another line."""
         turn, self._turn = self._turn, None
         while turn is not None:
             with progress.paused():
@@ -89,7 +90,7 @@ class Person:
                 (found,) = conversations.continued([(conversation, bridged.chat)])
             if found.tokens is not None:
                 if bridged.cut:
-                    print("the line was shortened: it has more tokens than the conversation may have", file=sys.stderr)
+                    print("the line was shortened: it exceeds the token limit of the conversation", file=sys.stderr)
                 return [Reply(turn.group, turn.sample, found.tokens, found.restart)]
             print(f"the line cannot be sent: {found.problem}", file=sys.stderr)
         return []
@@ -100,8 +101,9 @@ def talk(
 ) -> None:
     """Lets a person answer the turns of the model, until the end of standard input, `QUIT` or the token limit.
 
-    The conversation is one row of the engine: its earlier tokens are not computed again, unless the chat template
-    rewrites them (`environment.history=template`). Lines are user messages with a chat template, else plain text.
+    The conversation is one row of the engine, so earlier tokens are computed again only if the chat template changes
+    them (`environment.history=template`). A line is a user message if the prompt is a list of messages. Otherwise it is
+    plain text.
 
     Raises:
       UserError: the prompt has no tokens or too many, or the chat template cannot be used for several turns.
@@ -133,27 +135,29 @@ def play(
     """Plays one trajectory with the environment of the config. Prints its turns, and the reward to standard error.
 
     Args:
-      row: `prompt`, and the columns for the environment.
+      row: the column `prompt`, and the columns for the environment.
 
     Raises:
-      UserError: the prompt has no tokens or too many, it cannot have several turns, or the environment failed.
+      UserError: the prompt has no tokens or too many, it does not support several turns, or the environment failed.
     """
     config, tokenizer = trained.config, trained.tokenizer
     prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)
     columns = {name: value for name, value in row.items() if name != "prompt"}
     problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"])
     player = make_player(environments, config.environment, tokenizer, config.rollout)
-    assert player is not None, "there are environments"
-    player.check_prompt(row["prompt"])  # also checked for a trajectory of one turn
-    cure = "" if columns else " The environment got no columns, because the prompt is no row; --row N plays a row."
+    assert player is not None, "environments were given"
+    player.check_prompt(row["prompt"])  # checked for trajectories of one turn too
+    cure = (
+        "" if columns else " The environment got no columns, because the prompt is not a row of the data; use --row N."
+    )
     try:
-        first_observation(environments, row, "")  # an environment that cannot be reset has no turns to print
+        first_observation(environments, row, "")  # fails before sampling if the environment cannot be reset
     except UserError as error:
         raise UserError(f"{visible(str(error))}{cure}") from error
     key = jax.random.key(config.training.seed)
     given = engine, player, engine.place(trained.params), [problem], 1, key, sampling
     (opened,), out, trajectories = sample(*given)
-    assert trajectories is not None, "there is a player"
+    assert trajectories is not None, "a player was given"
     (episode,) = trajectories.episodes()
     if opened.text != problem.text:
         _print_turn("prompt", opened.text)

@@ -37,7 +37,7 @@ CORE = {
     "matplotlib": "matplotlib",
     "tensorboard": "tensorboard",
 }
-"""Import name of every required package."""
+"""Maps the name of each required package to its import name."""
 
 TESTED_JAX = ("0.10.2", "0.11.2", "0.12.0.1")
 """Tested versions of jax, ascending (see docs/contributing.md)."""
@@ -89,7 +89,7 @@ def _core(name: str, module: str) -> Check:
 
 
 def _jax(version: str) -> Check:
-    """Checks the version of jax; gives advice if it is older than the tested versions or of a later minor version."""
+    """Checks the version of jax. Gives advice if it is older or has a later minor version than the tested versions."""
     first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
     found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
     tested = first <= found and found[:2] <= last
@@ -111,7 +111,7 @@ def _extra(name: str) -> Check:
 
 
 def _devices() -> list[Check]:
-    """Lists the devices of jax, runs a small program on the first, and looks for accelerators that jax does not see."""
+    """Lists the devices of jax, runs a small program on the first, and looks for accelerators that jax does not use."""
     import jax  # not at the top, because the report must work without jax
 
     try:
@@ -163,7 +163,7 @@ def _cache(environment: Mapping[str, str]) -> Check:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reports on this machine or, with `--config`, on the programs of a run on devices that this machine lacks."""
+    """Reports on this machine or, with `--config`, on the programs of a run for devices that this machine lacks."""
     if arguments.config is None and arguments.devices is None and arguments.json is None and not arguments.overrides:
         return print_report()
     if arguments.config is None or arguments.devices is None:
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
             "doctor: give both options or neither: --config FILE --devices v5e-8 (or 8xh100, or 8) [a.b=value ...]."
         )
     config = load(arguments.config, arguments.overrides)
-    accelerators.parse_devices(arguments.devices)  # before jax is imported, which takes a second
+    accelerators.parse_devices(arguments.devices)  # before jax is imported, because the import takes a second
     accelerators.prepare()
     from tunix_like.cli import programs
 

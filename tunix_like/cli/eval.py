@@ -1,4 +1,4 @@
-"""The command `eval`: evaluates a run or a model on held-out problems, or compares two.
+"""The command `eval`: evaluates a run or a model on held-out problems, or compares two runs or models.
 
 It prints tables and, with `--out`, writes a JSONL file with one line per problem.
 """
@@ -41,17 +41,17 @@ class Measured(NamedTuple):
 
 
 def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
-    """Evaluates a run, a checkpoint or a model, prints the table and, with `out`, writes problems and summary.
+    """Evaluates a run, a checkpoint or a model and prints the table. With `out`, also writes problems and summary.
 
     Raises:
-      UserError: the source, the overrides or `out` are invalid; raised before a completion is sampled.
+      UserError: the source, the overrides or `out` are invalid. The error is raised before sampling.
     """
     files = None if out is None else out_files(Path(out))
     evaluated = measured(source, overrides)
     size, samples = len(evaluated.evaluator.problems), evaluated.evaluator.config.samples
     number = console.problems(size, evaluated.evaluator.skipped_prompts)
     title = f"{evaluated.trained.origin}: {number}, {console.samples_each(samples)}, with 95% intervals"
-    if files is not None:  # written before anything is printed, since a closed output ends the command
+    if files is not None:  # written before printing, because printing to a closed output ends the command
         by_first(lambda: _write(files, problem_rows(evaluated), summary_of(evaluated)))
     console.table(title, ["", "value"], list(console.evaluation_cells(evaluated.result.metrics).items()))
     if files is not None:
@@ -59,12 +59,13 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
 
 
 def compare(a: str, b: str, overrides: Sequence[str]) -> None:
-    """Prints the paired differences between A and B on the same problems; each is a run, a model or a file of `--out`.
+    """Prints the paired differences between A and B on the same problems.
 
-    Overrides apply to both sources, except for files.
+    A and B are each a run, a model or a file that `--out` wrote. Overrides apply to runs and models, not to files.
 
     Raises:
-      UserError: as `evaluate`; also if a file is invalid, overrides are given for two files, or the problems differ.
+      UserError: the errors of `evaluate`; also if a file is invalid, overrides are given for two files, or the problems
+        differ.
     """
     files = {name: Path(name) for name in (a, b) if Path(name).is_file() or name.endswith(".jsonl")}
     if overrides and a in files and b in files:
@@ -91,8 +92,8 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
 
 
 def measured(source: str, overrides: Sequence[str]) -> Measured:
-    """Opens and evaluates a source. The override `data.split=NAME` selects the rows; the default is the held-out
-    rows."""
+    """Opens and evaluates a source. The override `data.split=NAME` selects the rows. By default, the held-out
+    rows are evaluated."""
     splits = [word.removeprefix(SPLIT) for word in overrides if word.startswith(SPLIT)]
     others = [word for word in overrides if not word.startswith(SPLIT)]
     trained = _with_fitting_k(open_trained(source, others, need_data=True), others)
@@ -110,7 +111,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
 
 
 def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
-    """Removes the values of the run's `eval.k` above `eval.samples` if only `eval.samples` is overridden."""
+    """Removes values of `eval.k` above `eval.samples` if the overrides set `eval.samples` but not `eval.k`."""
     names = {word.partition("=")[0] for word in overrides}
     settings = trained.config.eval
     beyond = [k for k in settings.k or () if k > settings.samples]
@@ -141,7 +142,7 @@ def problem_rows(found: Measured) -> list[dict[str, Any]]:
 
 
 def summary_of(found: Measured) -> dict[str, Any]:
-    """Returns the settings and all metrics; `eval/<name>/low` and `/high` are the ends of an interval."""
+    """Returns the settings and all metrics; `eval/<name>/low` and `/high` are the ends of the interval of a metric."""
     settings, config = found.evaluator.config, found.trained.config
     metrics: dict[str, Any] = {}
     for key, value in found.result.metrics.items():
@@ -213,10 +214,11 @@ def _known(value: float) -> float | None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluates a run or a model, or compares two."""
+    """Evaluates a run or a model, or compares two runs or models."""
     setup_jax()
     source, overrides = arguments.source, arguments.overrides
-    if arguments.compare is not None and source is not None and "=" in source:  # argparse took the first override
+    # argparse takes the first override as the source if there is no source.
+    if arguments.compare is not None and source is not None and "=" in source:
         source, overrides = None, [source, *overrides]
     overrides = [*PRESETS.get(arguments.preset, ()), *overrides]
     if arguments.compare is None:

@@ -14,8 +14,9 @@ from tunix_like.storage.output_folder import check_folder
 
 def export(arguments: argparse.Namespace) -> None:
     """Writes the merged model, or with `--adapter` the adapters, to a new folder."""
-    check_folder(arguments.out, arguments.overwrite, arguments.source)  # before weights are read, which takes minutes
-    overrides = [*arguments.overrides, "model.attention=auto"]  # the attention of the run may need other devices
+    # Checked before the weights are read, because reading takes minutes.
+    check_folder(arguments.out, arguments.overwrite, arguments.source)
+    overrides = [*arguments.overrides, "model.attention=auto"]  # the attention kernel of the run can need other devices
     trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, whole=True)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite)

@@ -23,7 +23,7 @@ def _greedy(overrides: Sequence[str]) -> list[str]:
     """Returns the overrides for greedy decoding.
 
     Raises:
-      UserError: an override sets other sampling parameters.
+      UserError: an override sets sampling parameters that contradict greedy decoding.
     """
     names = [f"rollout.{name}" for name in ("temperature", "top_p", "top_k")]
     given = [word for word in overrides if word.partition("=")[0].strip() in names]
@@ -73,7 +73,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Checks that there is one prompt. In a conversation, the first line may be the prompt."""
+    """Raises UserError unless there is exactly one prompt. With `--interactive`, the first line can be the prompt."""
     given = [f"--{name}" for name in ("prompt", "row") if getattr(arguments, name) is not None]
     if len(given) > 1:
         raise UserError("generate: --prompt and --row both set the prompt; give one of them.")
@@ -84,10 +84,13 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _prompt(config: Config, text: str | None) -> Any:
-    """Returns the prompt for a text, or for the first line that a person writes: text, or messages for a chat.
+    """Returns the prompt: `text`, or a list of messages if the run uses the chat template.
+
+    Args:
+      text: None reads the text from the first line of standard input.
 
     Raises:
-      UserError: the standard input has no line.
+      UserError: standard input has no line.
     """
     if text is None:
         from tunix_like.cli.conversation import read_line
@@ -120,7 +123,7 @@ def _print_completion(completion: str) -> None:
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:
-    """Describes the sampling parameters, since an evaluation or another program may use others."""
+    """Describes the sampling parameters in one line. They can differ from those of an evaluation."""
     if sampling.temperature == 0:
         return "greedy: the most likely token at every position"
     top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"

@@ -21,7 +21,7 @@ def write_start(name: str, kind: str, folder: Path) -> list[Path]:
     rows is written too.
 
     Raises:
-      UserError: the name is not valid for files and functions, or a file exists already; nothing is written then.
+      UserError: the name is not valid for files and functions, or a file exists already. No file is written then.
     """
     if not _NAME.fullmatch(name):
         raise UserError(

@@ -1,9 +1,13 @@
 """The command line: parses the arguments, runs one command and returns its exit status.
 
-Exit status: 0 done; 1 `doctor` or `check-rewards` found a problem; 2 invalid input (one line describes it); 70 in a run
-of several processes, an error of this process or the loss of another; 74 the last checkpoint of a run, or the output of
-another command, could not be written; 75 stopped by a signal, or by the loss of its servers, after saving; 141 the
-reader of the output exited (`output.py`; not for runs).
+Exit status:
+  0: done.
+  1: `doctor` or `check-rewards` found a problem.
+  2: invalid input; one line describes the problem.
+  70: in a run of several processes, this process failed or another process was lost.
+  74: the last checkpoint of a run could not be written, or the output of another command could not be written.
+  75: a run saved a checkpoint and stopped, after a signal or after the loss of its sampling servers.
+  141: the program that reads the output exited (see `output.py`). Runs continue instead.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.set_continue_on_error(joined or _trains(arguments))
         if arguments.command in ON_CPU:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        with progress.shown(lines=arguments.command != "generate"):  # its output is the completion only
+        with progress.shown(lines=arguments.command != "generate"):  # the output of `generate` is the completion only
             status = int(function_of(arguments.function)(arguments) or 0)
         output.finish()
         return status
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trains(arguments: argparse.Namespace) -> bool:
-    """Returns whether the command trains a run, which continues if its output fails."""
+    """Returns whether the command trains a run. A run continues if its output cannot be written."""
     return arguments.command in ("train", "sft") and not getattr(arguments, "dry_run", False)
 
 
@@ -66,7 +70,8 @@ def _join(arguments: argparse.Namespace) -> bool:
     """Connects to the other processes of the run if the command line or the environment specifies several.
 
     Raises:
-      UserError: only some of the three options are given, or the processes cannot connect.
+      UserError: only some of `--coordinator`, `--num-processes` and `--process-id` are given, or the processes cannot
+        connect.
     """
     if not hasattr(arguments, "coordinator"):
         return False
@@ -89,14 +94,14 @@ def _join(arguments: argparse.Namespace) -> bool:
 
 
 def _started_by_scheduler() -> bool:
-    """Returns whether this is one of several processes, from the variables that SLURM (`srun`) and GKE set."""
+    """Returns whether SLURM (`srun`) or GKE has started several processes, judged by the environment variables."""
     if "SLURM_STEP_NODELIST" in os.environ:
         return int(os.environ.get("SLURM_NTASKS", "1")) > 1
     return "," in (os.environ.get("TPU_WORKER_HOSTNAMES") or os.environ.get("TPU_PROCESS_ADDRESSES") or "")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the arguments. Overrides may come before or after options; argparse alone does not accept overrides after
+    """Parses the arguments. Overrides are accepted before and after options. argparse alone rejects overrides after
     options."""
     parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -117,8 +122,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"
         "exit status: 0 done, 1 doctor or check-rewards found a problem, 2 invalid input, 70 an error in one of\n"
         "several processes, 74 the last checkpoint, or the output of another command, could not be written,\n"
-        "75 stopped by a signal, or by the loss of its servers, after saving (the same command resumes),\n"
-        "141 the reader of the output exited (not for runs)",
+        "75 a run saved and stopped, after a signal or the loss of its servers (the same command resumes),\n"
+        "141 the program that reads the output exited (runs continue instead)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

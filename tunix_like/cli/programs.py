@@ -1,5 +1,6 @@
-"""`doctor --config`: compiles the programs of a run for devices that this machine does not have, and reports on them.
+"""The command `doctor --config`: compiles the programs of a run for devices that this machine does not have.
 
+It reports the memory, the network traffic and the predicted times of the programs.
 The compiler of the devices is used if it is installed (XLA:TPU comes with `libtpu`, XLA:GPU with a CUDA plugin).
 Otherwise the CPU compiler is used, for as many simulated devices.
 """
@@ -29,10 +30,12 @@ from tunix_like.training.device import Device, usable_share
 from tunix_like.training.phases import amount
 
 FAR = 1.25
-"""A run whose weights, gradients and optimizer are estimated at more than this multiple of a device is not compiled."""
+"""Programs are not compiled if the estimate of weights, gradients and optimizer state exceeds this multiple of the
+memory of a device."""
 
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w)|\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)")
-"""Patterns of the required and available memory in the TPU compiler's two messages for programs that do not fit."""
+"""Matches the two messages of the TPU compiler for programs that do not fit. The groups are the required and the
+available memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +43,11 @@ class Target:
     """The devices that programs are compiled for.
 
     Attributes:
-      devices: as `--devices`.
-      kind: None for the CPU of this host.
-      described: devices of the kind's compiler; None for a simulation on the CPU.
-      compiler: name and version.
+      devices: the value of `--devices`.
+      kind: the kind of accelerator; None for the CPU of this host.
+      number: number of devices.
+      described: jax devices of the compiler for this kind; None if CPU devices simulate them.
+      compiler: name and version of the compiler.
     """
 
     devices: str
@@ -55,14 +59,16 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program. Bytes and operations are per device; `costs` are the costs per training step.
+    """A compiled program. Bytes and operations are per device.
 
     Attributes:
       arguments: bytes of all inputs.
       temporaries: bytes of temporary buffers, and of outputs that are not aliased to an input.
-      costs, token: costs of all calls of a step, and of one trip of the loop over tokens, if there is one.
-      unknown: loops that count once because their number of trips is an input of the program.
-      refusal: why the compiler refused the program for its memory; the other fields are 0 then.
+      seconds: time of the compilation.
+      costs: costs of all calls in a training step.
+      token: costs of one iteration of the loop over tokens; None if the program has no such loop.
+      unknown: loops whose number of iterations is an input of the program; `costs` contains one iteration of each.
+      refusal: the short message if the program does not fit into memory; all costs are then 0. None if it fits.
     """
 
     program: Program
@@ -79,14 +85,15 @@ class Compiled:
         return self.arguments + self.temporaries
 
     def times(self, target: Target) -> Times | None:
-        """Returns the times of a step; None for a simulation, because its costs belong to another machine."""
+        """Returns the times of a step. Returns None for a simulation, because its costs are those of the CPU compiler.
+        Also returns None for a program that does not fit into memory."""
         if target.kind is None or target.described is None or self.refusal:
             return None
         return times(self.costs, self.program.operations / target.number, target.kind, target.number)
 
 
 def pretend(number: int) -> None:
-    """Sets the number of simulated devices of the CPU backend, which jax must not have initialised yet.
+    """Sets the number of simulated CPU devices. Must be called before jax initialises the CPU backend.
 
     Raises:
       UserError: jax has initialised the backend with another number of devices.
@@ -101,10 +108,10 @@ def pretend(number: int) -> None:
 
 
 def find_target(text: str) -> Target:
-    """Parses `--devices` and finds the compiler of the devices; without a compiler, simulates the devices on the CPU.
+    """Parses `--devices` and finds the compiler of the devices. If there is none, simulates the devices on the CPU.
 
     Raises:
-      UserError: as `parse_devices` and `pretend`.
+      UserError: see `parse_devices` and `pretend`.
     """
     kind, number = accelerators.parse_devices(text)
     if kind is not None:
@@ -123,7 +130,7 @@ def find_target(text: str) -> Target:
 
 
 def check_size(plan: Plan, target: Target) -> None:
-    """Raises UserError if weights, gradients and optimizer are estimated far beyond the memory of a device."""
+    """Raises UserError if the estimated weights, gradients and optimizer state exceed `FAR` times the device memory."""
     kind, fixed = target.kind, max(phase.fixed for phase in plan.estimate.phases)
     if kind is None or fixed <= FAR * kind.memory:
         return
@@ -135,7 +142,7 @@ def check_size(plan: Plan, target: Target) -> None:
     ]
     fits = [name for name in (more, *same) if name is not None]
     raise UserError(
-        f"--devices {target.devices}: weights, gradients and optimizer need about {amount(fixed)} of a device, which "
+        f"--devices {target.devices}: weights, gradients and optimizer need about {amount(fixed)} per device; a device "
         f"has {amount(kind.memory)}. By estimate {' or '.join(fits) or 'only a smaller model'} would fit."
     )
 
@@ -148,7 +155,7 @@ def compile_program(program: Program) -> Compiled:
             compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "HbmOom" not in str(error) and "Ran out of memory" not in str(error):
-            raise  # not about memory
+            raise  # an error that does not concern memory
         return Compiled(program, time.perf_counter() - start, refusal=refusal_of(str(error)))
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
     temporaries = memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
@@ -161,7 +168,7 @@ def compile_program(program: Program) -> Compiled:
 
 
 def refusal_of(message: str) -> str:
-    """Returns a short text for a compiler's message that a program does not fit into memory."""
+    """Shortens the message of a compiler that a program does not fit into memory."""
     used = _OUT_OF_MEMORY.search(message)
     if used is None:
         return "does not fit"
@@ -175,10 +182,11 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
       file: JSON file to write in addition; None writes no file.
 
     Returns:
-      the exit status: 1 if a program does not fit into the devices (by estimate if their compiler is missing), else 0.
+      the exit status: 1 if a program does not fit into the devices, else 0. If the compiler of the devices is missing,
+        the memory estimate decides.
 
     Raises:
-      UserError: as `find_target`, `make_plan` and `check_size`, or the file cannot be written.
+      UserError: see `find_target`, `make_plan` and `check_size`; also if the file cannot be written.
     """
     if file is not None and not Path(file).resolve().parent.is_dir():
         raise UserError(f"--json {file}: the folder {Path(file).resolve().parent} does not exist; create it.")
@@ -216,7 +224,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
 
 
 def too_large(compiled: Compiled, target: Target) -> bool:
-    """Returns whether a program needs more memory than a device has. The GPU compiler does not refuse such programs."""
+    """Returns whether a program needs more memory than a device has. The GPU compiler does not check this."""
     return target.kind is not None and target.described is not None and compiled.bytes > target.kind.memory
 
 
@@ -276,23 +284,24 @@ def _seconds(found: Times | None, name: str) -> str:
 def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:
     """Returns the notes that explain the table."""
     lines = [
-        "a step: for completions of full length; needed: by arithmetic, without recomputation and padding; compiled: "
-        "the matrix products of the program, without those of kernels",
-        "collectives: bytes that a device receives, as many as it sends",
+        "step: all completions have full length. Operations needed: arithmetic without recomputation and padding. "
+        "Operations compiled: the matrix products of the compiled program, without those inside kernels.",
+        "collectives: the bytes that a device receives; a device sends as many.",
     ]
     if target.described is None:
         lines.append(
-            "temporaries: for the CPU backend, which computes bfloat16 in float32 and undoes rematerialisation: an "
-            "upper bound for TPU and GPU. No times are predicted from it."
+            "temporaries: values of the CPU backend, which computes bfloat16 in float32 and undoes rematerialisation. "
+            "They are an upper bound for TPU and GPU. No times are predicted from a simulation."
         )
     else:
         lines.append(
-            "times: arithmetic, memory and network each alone at the data sheet's peak; cycles: the compiler's own "
-            "estimate, without collectives and kernels, so that a program with kernels takes longer. Predicted: the "
-            "largest, so network and device overlap; the percentage is its part of the time if they do not."
+            "times: arithmetic, memory and network are each computed alone, at the peak rate of the data sheet. Cycles "
+            "are the estimate of the compiler, without collectives and kernels; a program with kernels takes longer. "
+            "The predicted time is the largest of these times. It assumes that network and device work at the same "
+            "time. The percentage is the predicted time divided by the time without this overlap."
         )
     if names := sorted({name for compiled in done for name in compiled.unknown}):
-        lines.append(f"loops that count once because their number of trips is data: {', '.join(names)}")
+        lines.append(f"loops whose number of iterations depends on data, counted as one iteration: {', '.join(names)}")
     return lines
 
 

@@ -42,16 +42,17 @@ def announce(parts: Parts, folder: Path) -> None:
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
-    """Formats all values, or the two ends of a long sequence, which contain the additions of a chat template."""
+    """Formats a sequence. If it has more than `most` values, formats only its ends, where a chat template adds text."""
     half = most // 2
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
 class StepLines:
-    """Prints a line for each row of metrics, with the samples of a step below its line.
+    """Prints a line for each RL step and for selected SFT steps, with the samples of a step below its line.
 
     Attributes:
-      phases: the phases (`sft`, `train`) of the rows so far; a phase that was finished before this call has no rows.
+      phases: names of the phases (`sft`, `train`) that have produced a row. A phase that an earlier call of the command
+        has finished produces no row.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ def _say_best(folder: Path, metric: str) -> None:
     best = best_of(folder, metric)
     kept = best.among(complete_steps(folder / "checkpoints"))  # `Checkpoints.steps` would wait for the other processes
     if kept is None:
-        console.print_text(f"best: there is no checkpoint of a step with {metric}")
+        console.print_text(f"best: no checkpoint has a value of {metric}")
     else:
         console.print_text(f"best: {best.describe(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
 
@@ -119,11 +120,11 @@ def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Part
     limit = len(parts.source.eval)
     first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
     rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
-    skipped = int(after.get("eval/skipped_prompts", 0))  # a row of an earlier version has no count
+    skipped = int(after.get("eval/skipped_prompts", 0))  # rows of an earlier version of this package lack it
     size = min(parts.config.eval.max_problems or limit, limit - skipped)
     number = console.problems(size, skipped, "held-out problems")
     samples = console.evaluated_samples(after)
-    each = "" if samples is None else f"{console.samples_each(samples)}, "  # not those of the config, which may change
+    each = "" if samples is None else f"{console.samples_each(samples)}, "  # the config can have changed since
     console.table(
         f"{parts.learner.__name__}, {number}, {each}with 95% intervals",
         ["", f"step {before['step']}", f"step {after['step']}"],
@@ -136,7 +137,7 @@ def picture(parts: Parts, learner: Learner) -> None:
     if parts.source.draw is None or not len(parts.source.eval):
         return
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
-    # Its own sampler, because the servers of a run are disconnected at its end.
+    # Uses a new engine, because the sampling servers of a run are disconnected when the run ends.
     engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh)
     answer = complete(engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
     console.print_text("the first held-out problem with the greedy answer of the model:")

@@ -30,7 +30,7 @@ BACKLOG = 2048
 """Maximum number of connections that wait to be accepted."""
 
 SECONDS_TO_FINISH = 25
-"""Seconds that running requests have after SIGTERM; the usual limit of a supervisor is 30 seconds."""
+"""Seconds that running requests have to finish after SIGTERM. Supervisors usually kill a process after 30 seconds."""
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -51,12 +51,12 @@ def serve(arguments: argparse.Namespace) -> None:
         trained = open_trained(chosen_source(arguments.source, arguments.best), arguments.overrides)
         settings = _settings(arguments, trained)
         server = _server(arguments, settings, trained)
-        del trained  # the weights in the stored dtype are not needed beside those in the compute dtype
+        del trained  # frees the weights in the stored dtype; the server has a copy in the compute dtype
         gc.collect()
         server.hub.batcher.slots.warm_up()
         try:
-            listener.listen(BACKLOG)  # before the line below, so that who reads it can connect
-        except OSError as error:  # another process has bound the same port meanwhile, and listens already
+            listener.listen(BACKLOG)  # before the message below, so that clients can connect when it appears
+        except OSError as error:  # another process has started to listen on the same port meanwhile
             raise _refused(arguments.host, arguments.port, error) from None
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -65,7 +65,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Checks the options and that the packages of the extra are installed."""
+    """Raises UserError if an option is invalid or a package of the extra `serve` is not installed."""
     for name, least in (("max_rows", 1), ("max_length", 2), ("max_waiting", 1), ("port", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -80,7 +80,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _api_key(host: str) -> str | None:
-    """Returns the API key. Raises UserError if there is none and the host is not loopback."""
+    """Returns the API key; None if there is none. Raises UserError if there is none and the host is not loopback."""
     key = os.environ.get(KEY, "").strip()
     if key:
         return key
@@ -91,13 +91,13 @@ def _api_key(host: str) -> str | None:
     if not loopback:
         raise UserError(
             f"serve: --host {host} is reachable from other machines; set the environment variable {KEY} to a key that "
-            "requests must have, or use 127.0.0.1."
+            "clients must send, or use 127.0.0.1."
         )
     return None
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Binds the socket, before the model is loaded. Raises UserError if the address cannot be used."""
+    """Returns a socket that is bound to the address but does not listen. Raises UserError if this is impossible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -117,7 +117,7 @@ def _refused(host: str, port: int, error: OSError) -> UserError:
 
 
 def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
-    """Returns the limits and defaults of requests. Raises UserError if the model has fewer positions than a limit."""
+    """Returns the limits and defaults of requests. Raises UserError if `--max-length` exceeds the model's positions."""
     from tunix_like.rollout.serving.requests import Settings
 
     rollout, model = trained.config.rollout, trained.model_config
@@ -164,11 +164,11 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
 
 
 async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
-    """Serves until a signal; running requests are finished first."""
+    """Serves until a signal arrives, then finishes the running requests."""
     import uvicorn
 
     class Stoppable(uvicorn.Server):
-        """Ends normally after a signal; a second one ends it at once."""
+        """A server that finishes running requests after the first signal and exits at once after the second one."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             self.should_exit, self.force_exit = True, bool(self.should_exit)

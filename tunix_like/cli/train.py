@@ -27,7 +27,7 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         warn_shared(parts.source.train, parts.source.eval)
         checked = "" if check_memory(parts) else ", except memory, which the device does not report"
-        print(f"dry run: everything above was checked{checked}, the model without its weights; nothing was trained.")
+        print(f"dry run: everything above was checked{checked}. No weights were loaded, and nothing was trained.")
         return
 
     def on_claim() -> None:
@@ -45,7 +45,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def sft(arguments: argparse.Namespace) -> None:
-    """Fine-tunes on the `answer` column only."""
+    """Runs supervised fine-tuning on the column `answer`, without RL."""
     config = load(arguments.config, arguments.overrides)
     if not config.sft.max_steps:
         raise UserError("sft.max_steps: 0 means no training; set it, e.g. sft.max_steps=300.")

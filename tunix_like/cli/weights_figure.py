@@ -1,4 +1,4 @@
-"""Draws the population weights of the estimators: the weight of a prompt by its pass rate.
+"""Draws the population weights of the estimators: the weight of a prompt as a function of its pass rate.
 
 The figure follows the MaxRL paper (arXiv 2602.02710). matplotlib is imported only when a figure is drawn.
 """
@@ -21,8 +21,8 @@ from tunix_like.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The Okabe-Ito palette, which colour-blind readers can distinguish; dashed lines where curves may overlap. The orders
-# of MaxRL have shades of one colour, the highest order the darkest.
+# The colours are the Okabe-Ito palette, which colour-blind readers can distinguish. Curves that can overlap others are
+# dashed. The orders of MaxRL have shades of one colour; the highest order is the darkest.
 _STYLES: dict[str, dict[str, Any]] = {
     "ml": {"color": "#000000", "linestyle": (0, (5, 3)), "linewidth": 1.4, "zorder": 4},
     "rl": {"color": "#7f7f7f", "linewidth": 2.0},
@@ -34,7 +34,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 _BLUES = ("#08306b", "#2171b5", "#6baed6", "#9ecae1")
 _TICKS = (1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
 _LEGEND_WIDTH = 18  # characters
-_LOWEST = 0.03  # lower end of the y axis: plain RL has weight 1, the weight of max@k falls to 0
+_LOWEST = 0.03  # lower end of the y axis; needed because the weight of max@k falls to 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Curve:
 
 
 def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
-    """Returns the pass rates of the curves, dense at both ends. The lowest is below 1/G, the rate of one success in a
-    group."""
+    """Returns the pass rates at which the curves are computed. They are dense near 0 and 1. The lowest is below 1/G,
+    the pass rate of one success in a group of G completions."""
     end = min(0.01, 0.1 / group_size)
     logits = np.linspace(np.log(end / (1 - end)), np.log(0.99 / 0.01), 400)
     return 1 / (1 + np.exp(-logits))
@@ -57,9 +57,9 @@ def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
 def drawn_estimators(
     group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
 ) -> list[tuple[str, str, GroupEstimator]]:
-    """Returns label, family and estimator of the computed curves, without curves that the group size does not allow.
+    """Returns the label, the family and the estimator of each curve that the group size allows.
 
-    MaxRL of order `G - 1` is Algorithm 1 of the paper; the other orders are its truncations.
+    MaxRL of order `G - 1` is Algorithm 1 of the paper; the lower orders are truncations of it.
     """
     label = "GRPO" if ddof is None else f"GRPO (ddof {ddof})"
     lines = [(label, "grpo", GroupEstimator("grpo", {} if ddof is None else {"ddof": ddof}))]
@@ -91,8 +91,8 @@ def curves_of(
 
 
 def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
-    """Draws the figure, 1200 x 750 pixels as PNG. It does not use pyplot, so it has no global state and needs no
-    display."""
+    """Draws the figure, 1200 x 750 pixels as PNG. Does not use pyplot, so it changes no global state and needs
+    no display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")

@@ -1,4 +1,4 @@
-"""Data sources: each one turns the `data` section of a configuration into rows with prompts.
+"""Defines the data sources. A source turns the `data` section of a configuration into rows with prompts.
 
 Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; for mixes also `source_estimators`,
 `template_variables`, `check_parts`, `check_rewards`.
@@ -34,7 +34,7 @@ _ROW_KEYS = frozenset(
     {"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"}
 )
 
-_OWN_KEYS = _ROW_KEYS | {"answer_template"}  # gsm8k does not read it: its answer column is fixed
+_OWN_KEYS = _ROW_KEYS | {"answer_template"}  # not for gsm8k, whose answer column is fixed
 
 
 class Source(NamedTuple):
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
     Attributes:
       place: `MODULE:FUNCTION` of this package; the function takes a `DataConfig` and returns a `DataSource`.
-      reads: keys of `data` that it reads in addition to `train_size` and `eval_size`, which every source reads.
+      reads: keys of `data` that the source reads. Every source also reads `train_size` and `eval_size`.
     """
 
     place: str
@@ -73,7 +73,7 @@ def load_source(config: DataConfig) -> DataSource:
     """Loads and checks the data source that `config` names.
 
     Raises:
-      UserError: the source is unknown, does not read a key that is set, or its rows are invalid.
+      UserError: the source is unknown, a key is set that the source does not read, or a row is invalid.
     """
     if config.name != "mix" and config.name not in SOURCES:
         raise UserError(f"data.name={config.name} is unknown. {nearest(config.name, [*SOURCES, 'mix'])}")

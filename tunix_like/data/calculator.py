@@ -1,8 +1,8 @@
-"""Generates products of two numbers of three digits, as chats with a tool that calculates.
+"""Generates questions about products of two three-digit numbers, as chats in which the model can call a calculator.
 
-A tiny model cannot learn these products, but it can learn to copy digits into a call and out of its result. The answers
-for SFT show both ways: most answers give the product at once, one in `CALLS` is a call. Some training rows are chats
-that continue after the result of a call, so that SFT also shows what follows.
+A tiny model cannot learn these products, but it can learn to copy the digits into a call and to copy the result. The
+answers for SFT show both ways: one answer in `CALLS` is a call, the others give the product directly. Some training
+rows contain a call and its result, so that SFT also shows the answer after a result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALLS = 6
 """One in `CALLS` answers to a question is a call."""
 
 CONTINUED = 3
-"""One in `CONTINUED` training rows continues after the result of a call."""
+"""One in `CONTINUED` training rows contains a call and its result before the answer."""
 
 DEFAULT_TRAIN, DEFAULT_EVAL = 8000, 128
 
@@ -44,7 +44,7 @@ _STRINGS = [
     "#### ",
     "error: ",
 ]
-"""Strings of the format that are one token each."""
+"""Fixed strings of the chat format. Each is one token."""
 
 _CHAT_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool.function.name }}"
@@ -103,10 +103,10 @@ def record(drawn: tuple[int, int, bool, bool]) -> Record:
 
 
 def tokenizer() -> Tokenizer:
-    """Returns the tokenizer: one token for each string of the format, else one per character.
+    """Returns the tokenizer: one token for each string in `_STRINGS`, and one for each other character.
 
-    Its chat template is ChatML with tools in the form of Hermes. Of a tool, the template writes only the name and the
-    names of the parameters.
+    Its chat template is ChatML with tools in the Hermes format. The template writes only the name and the parameter
+    names of each tool.
     """
     import tokenizers
 

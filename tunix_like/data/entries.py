@@ -1,5 +1,7 @@
-"""Parses and checks the entries of `data.sources`: each is the `data` section of one source plus its label, weight and
-estimator."""
+"""Parses and checks the entries of `data.sources`.
+
+An entry has the `data` keys of one source, and also its label, its weight and its estimator.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _OF_AN_ESTIMATOR = ("advantage_estimator", "k", "truncation_order", "ddof")
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The keys of an entry that exist in no section."""
+    """The keys of an entry that are not keys of a config section."""
 
     section = "data"
     label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")
@@ -38,10 +40,10 @@ class Entry:
 
     Attributes:
       place: the key of the entry, such as `data.sources[0]`.
-      label: value of the column `data_source` in its rows.
-      weight: share of the training prompts relative to the other entries; None: by number of rows.
+      label: value of the column `data_source` in the rows of the source.
+      weight: share of the training prompts relative to the other entries; None: proportional to the number of rows.
       config: the `data` section of a run with this source only.
-      estimator: the keys among `advantage_estimator, k, truncation_order, ddof` that the entry sets.
+      estimator: the values of `advantage_estimator`, `k`, `truncation_order` and `ddof` that the entry sets.
     """
 
     place: str
@@ -68,7 +70,7 @@ def entries(config: DataConfig) -> list[Entry]:
     for name in _OF_A_SOURCE:
         if name != "name" and getattr(config, name) != getattr(defaults, name):
             raise UserError(
-                f"data.{name} is set beside data.sources, where no source reads it; move it into the entries of "
+                f"data.{name} is set beside data.sources, but no source reads it there; move it into the entries of "
                 "data.sources that need it."
             )
     result = [_entry(values, f"data.sources[{i}]") for i, values in enumerate(config.sources)]
@@ -80,8 +82,8 @@ def entries(config: DataConfig) -> list[Entry]:
     unset = [entry.place for entry in result if entry.weight is None]
     if 0 < len(unset) < len(result):
         raise UserError(
-            f"{unset[0]}.weight is unset, but other entries have one; set it in every entry, or in none (the shares "
-            "are then proportional to the numbers of rows)."
+            f"{unset[0]}.weight is unset, but other entries have a weight; set it in every entry, or in none. "
+            "Without weights, the shares are proportional to the numbers of rows."
         )
     return result
 
@@ -120,17 +122,17 @@ def template_variables(config: DataConfig) -> dict[str, Any]:
     for i, other in enumerate(others, start=1):
         if other != first:
             raise UserError(
-                f"{parts[i].place}.chat_template_args is {other}, that of {parts[0].place} is {first}: one tokenizer "
-                "renders the prompts of all sources; set the same value in every entry."
+                f"{parts[i].place}.chat_template_args is {other}, but {parts[0].place}.chat_template_args is {first}. "
+                "One tokenizer renders the prompts of all sources; set the same value in every entry."
             )
     return first
 
 
 def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
-    """Returns label -> estimator and parameters, for the sources of a mix that set an estimator or its parameters.
+    """Returns the estimator and its parameters by label, for the sources of a mix that set any of these.
 
     Args:
-      algorithm: the resolved section; its estimator is used for entries that name none.
+      algorithm: the resolved `algorithm` section. Entries that set no estimator use the estimator of this section.
 
     Raises:
       UserError: an unknown estimator, or parameters that it does not accept; the message names the entry.

@@ -19,7 +19,7 @@ HUB_ID = "openai/gsm8k"
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Adds to a row its prompt and `gold`, the text after `####`."""
+    """Adds the prompt and the column `gold` to a row. `gold` is the text after `####`."""
 
     format: PromptFormat
 

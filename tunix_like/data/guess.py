@@ -1,4 +1,4 @@
-"""Generates games of the environment `guess`, with a legal but random game as the answer that SFT trains on."""
+"""Generates rows for the environment `guess`. The answer for SFT is a game with legal random guesses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from tunix_like.errors import UserError
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
-NUMBERS, MOST_GUESSES = 64, 7  # those of the environment; the tests compare them
+NUMBERS, MOST_GUESSES = 64, 7  # the same as in the environment; a test compares them
 HIGHER, LOWER, INVALID = "HIGHER", "LOWER", "INVALID"
 PROMPT = "GUESS"
 DEFAULT_TRAIN = 8192
-_GAME_BYTES = 100  # of the answer
+_GAME_BYTES = 100  # size of the answer
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates training games with random numbers from `data.seed`; the held-out rows are all numbers in their order.
+    """Generates training games with random hidden numbers from `data.seed`. The hidden
+    numbers of the held-out rows are 0, 1, 2 and so on.
 
-    The prompt is the same in all rows, and all numbers occur in training: the model learns how to find them.
+    All rows have the same prompt. The held-out numbers also occur in training, because the model learns a
+    method to find any number.
 
     Raises:
       UserError: `data.eval_size` is larger than the number of possible hidden numbers.
@@ -41,7 +43,7 @@ def load(config: DataConfig) -> DataSource:
 
 
 def game(number: int, rng: random.Random) -> tuple[int, str]:
-    """Returns the number and the text of a random game: each guess is uniform among the numbers that are possible."""
+    """Returns the number and the text of a random game: each guess is uniform among the numbers still possible."""
     low, high = 0, NUMBERS - 1
     words: list[str] = []
     for turn in range(MOST_GUESSES):

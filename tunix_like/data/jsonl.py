@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 DEFAULT_EVAL = 256
 
 MOST_COLUMNS = 1000
-"""Maximum number of distinct columns in a file. Every row has all columns."""
+"""Maximum number of distinct columns in a file. A loaded row has all columns of the file."""
 
 MOST_NESTED = 100
 """Maximum nesting of lists and objects in a row. Rows are passed to reward functions and other processes, where they
 must not exceed the recursion limit of Python."""
 
 LONG_FILE = 32
-"""File size in MiB from which progress is shown while reading."""
+"""Progress is shown while a file of at least this size (in MiB) is read."""
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of a surrogate; a pair of them encodes one character
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the JSON escape of a surrogate; two surrogates encode one character
 
 
 class JsonlRows(Sequence[Record]):
@@ -77,8 +77,8 @@ class JsonlRows(Sequence[Record]):
                     self._columns.update(dict.fromkeys(row))
                     if len(self._columns) > MOST_COLUMNS:
                         raise UserError(
-                            f"{where}: the rows up to here have more than {MOST_COLUMNS} different columns; put what "
-                            "differs from row to row into one column."
+                            f"{where}: the rows up to here have more than {MOST_COLUMNS} different columns; put values "
+                            "that differ from row to row into one column."
                         )
                     self._starts.append(offset)
                 advance(((offset + len(line)) >> 20) - (offset >> 20))
@@ -113,7 +113,7 @@ class JsonlRows(Sequence[Record]):
 
 @contextlib.contextmanager
 def _shown(path: Path) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is called with the MiB just read, and shows progress for a long file."""
+    """Shows progress for a long file. Yields a function that takes the number of MiB read since its last call."""
     size = path.stat().st_size >> 20
     if size < LONG_FILE:
         yield lambda done: None
@@ -138,7 +138,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
             f"file, e.g. iconv -f {encoding} -t UTF-8, or remove the row."
         ) from error
     except json.JSONDecodeError as error:
-        # json counts lines within the row; that number would be mistaken for the line of the file
+        # leaves out the line number of json, which is counted from the start of the row
         problem = f"{error.msg} at column {error.colno}"
         raise UserError(f"{where}: not valid JSON ({problem}); write one object per line.") from error
     except ValueError as error:
@@ -220,7 +220,7 @@ def split_folder(
       make: called on a row when it is read; adds its prompt and further columns.
 
     Raises:
-      UserError: as for `load`.
+      UserError: see `load`.
     """
     rows: list[Sequence[Record]] = []
     for key, split in (("split", config.split), ("eval_split", config.eval_split)):
@@ -254,7 +254,7 @@ def check_hub_rows(
     held_out: Sequence[Record],
     check: Callable[[Record, str], None],
 ) -> None:
-    """Runs `check` on every row of both splits. Columns of a hub dataset have types, but any value may be missing."""
+    """Runs `check` on every row of both splits. In a hub dataset, any value can be missing."""
     for split, rows in ((config.split, train), (config.eval_split, held_out)):
         with progress.task(f"checking {path}, {split}", len(rows)) as advance:
             for number, row in enumerate(rows, start=1):
@@ -273,7 +273,7 @@ def make_source(
     """Truncates both splits to the configured sizes and applies `make` to their rows.
 
     Raises:
-      UserError: both splits are the same, or have fewer rows than requested.
+      UserError: both splits have the same name, or a split has fewer rows than requested.
     """
     if config.split == config.eval_split:
         raise UserError(
@@ -304,7 +304,7 @@ def hub_rows(path: str, split: str) -> Sequence[Record]:
     name, _, configuration = path.partition(":")
     try:
         rows = datasets.load_dataset(name, configuration or None, split=split)
-    except Exception as error:  # network, id, configuration and split errors have many classes
+    except Exception as error:  # errors of the network, id, configuration and split have many classes
         raise UserError(
             f"The dataset {path} (split '{split}') could not be loaded from the hub. Check data.path and the network. "
             f"Without a network, download https://huggingface.co/datasets/{name} elsewhere and set data.path to a "

@@ -1,8 +1,8 @@
 """Generates perfect mazes with Prim's algorithm, solves them by breadth-first search and draws them in a terminal.
 
-A maze of side n (odd, walls included) is a spanning tree of the (n-1)/2 x (n-1)/2 grid of cells, with START at (1, 1)
-and GOAL at (n-2, n-2), so its solution is unique. A grid is a string of n rows of `#`, `.`, `S`, `G`, joined by
-newlines. The task is that of arXiv 2602.02710, section 6.2; its reward is in `rewards/maze.py`.
+A maze of side n (odd, walls included) is a spanning tree of the (n-1)/2 x (n-1)/2 grid of cells. START is at (1, 1) and
+GOAL is at (n-2, n-2). The path between them is unique. A grid is a string of n rows of `#`, `.`, `S`, `G`, joined by
+newlines. The task is from arXiv 2602.02710, section 6.2. Its reward is in `rewards/maze.py`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _log10_distinct(size: int) -> float:
 
 
 def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> list[str]:
-    """Generates `count` distinct grids that are not in `taken`. Slow if nearly all existing mazes are requested."""
+    """Generates `count` distinct grids that are not in `taken`. This is slow if few mazes are left."""
     grids: dict[str, None] = {}
     while len(grids) < count:
         grid = make(size, rng)
@@ -101,8 +101,8 @@ def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> lis
 
 
 def make(size: int, rng: random.Random) -> str:
-    """Generates one maze by randomised Prim: it grows from a random cell through random frontier walls. Every maze has
-    a positive probability."""
+    """Generates one maze with Prim's algorithm: the maze grows from a random cell through random walls at its border.
+    Every maze has a positive probability."""
     cells = bytearray(b"#" * (size * size))
     neighbours = _neighbours(size)
     # `random()` gives the same sequence on every Python version; `choice` does not guarantee that.
@@ -126,7 +126,7 @@ _NEIGHBOURS: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
 
 def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
-    """Returns the (wall between, next cell) pairs of each cell, as flat positions; cached per size."""
+    """Returns the neighbours of each cell as pairs `(wall in between, neighbour)`. Positions are flat indices."""
     if size not in _NEIGHBOURS:
         inside = range(1, size - 1, 2)
         _NEIGHBOURS[size] = {
@@ -194,8 +194,8 @@ def grid_of(prompt: str) -> str | None:
 def tokenizer() -> Tokenizer:
     """Returns the tokenizer of mazes: one token per word, with `<bos>` in front.
 
-    Tokens that a model should never emit are decoded as text. Exceptions are `<pad>`, `<bos>` and `<eos>`: they are
-    special tokens in the sense of Hugging Face, so decoding drops them.
+    `<pad>`, `<bos>` and `<eos>` are special tokens in the sense of Hugging Face, so decoding drops them. All other
+    tokens are decoded as text, even those that a valid completion does not contain.
     """
     import tokenizers
 
@@ -212,7 +212,7 @@ def tokenizer() -> Tokenizer:
 def draw(grid: str, completion: str) -> str:
     """Draws a maze and the path of a completion for a terminal without colours, with two characters per cell.
 
-    Walls are full blocks, S is START, G is GOAL, dots are the path; a path that does not solve the maze ends in x.
+    Walls are full blocks, S is START, G is GOAL, and dots are the path. A path that does not reach GOAL ends in x.
     """
     path, reached = walk(grid, completion)
     marks = dict.fromkeys(path, "••")

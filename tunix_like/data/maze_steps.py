@@ -1,4 +1,4 @@
-"""Mazes of the environment `maze_steps`, with a legal but random walk as the answer that SFT trains on."""
+"""Generates rows for the environment `maze_steps`. The answer for SFT is a walk of legal random moves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tunix_like.rewards.maze import MOVES
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
-MOST_MOVES = 16  # that of the environment; the tests compare them
+MOST_MOVES = 16  # the same as in the environment; a test compares them
 PROMPT = "WALK"
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates the same mazes as the source `maze`. Raises its errors."""
+    """Generates the same mazes as the source `maze`. Raises the errors of `grids`."""
     train, held_out = grids(config)
     return DataSource(MappedRows(train, record), MappedRows(held_out, record), tokenizer(), reward="exact_match")
 
@@ -28,14 +28,15 @@ def load(config: DataConfig) -> DataSource:
 def record(grid: str) -> Record:
     """Returns the row of a maze: `prompt`, `answer` (a random walk, for SFT) and the grid in the column `hidden`.
 
-    The environment adds the first view to the prompt. The prompt of SFT lacks this view, so the walk begins with it.
+    The environment adds the first view to the prompt. SFT uses the prompt without this view, so the
+    answer begins with the view.
     """
     return {"prompt": PROMPT, "answer": random_walk(grid), HIDDEN_COLUMN: grid}
 
 
 def random_walk(grid: str) -> str:
-    """Returns the turns and views of a walk whose moves are uniform among the open moves; equal grids give equal
-    walks."""
+    """Returns the views and the turns of a random walk as text. Each move is uniform among the open moves. Equal grids
+    give equal walks."""
     rng = random.Random(grid)
     rows, row, column = grid.split("\n"), 1, 1
     words = []

@@ -28,14 +28,14 @@ from tunix_like.types import RewardFunction
 logger = logging.getLogger("tunix_like")
 
 LONGEST_EPOCH = 50_000_000
-"""Maximum number of rows in an epoch of a mix, repeats included. Their order is kept in memory, at 8 bytes per row."""
+"""Maximum number of rows in an epoch of a mix, including repeated rows. The order of the rows takes 8 bytes per row."""
 
 
 def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> DataSource:
     """Loads the sources of `data.sources` and combines them into one.
 
-    An epoch contains every training row at least once. Rows of a source repeat if its weight is larger than its share
-    by number of rows. Training rows whose prompt is held out by another source of the same name are dropped. The rows
+    An epoch contains every training row at least once. A source repeats rows if its weight is larger than its share of
+    the rows. A training row is dropped if another source of the same name holds out its prompt. The rows
     of each source are spread evenly, so every prefix of an epoch has about the same proportions.
 
     Args:
@@ -73,7 +73,7 @@ def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> Da
 
 
 def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> Tokenizer | None:
-    """Returns the tokenizer that the sources define, or None to use that of the model.
+    """Returns the tokenizer that the sources define; None if the tokenizer of the model is used.
 
     Sources of the same name define the same tokenizer.
 
@@ -86,7 +86,7 @@ def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> T
     first = mix_entries[with_tokenizer[0]]
     for i, entry in enumerate(mix_entries):
         if entry.config.name != first.config.name:
-            needs = "has a different one" if i in with_tokenizer else "needs that of the model"
+            needs = "has a different tokenizer" if i in with_tokenizer else "needs the tokenizer of the model"
             raise UserError(
                 f"{first.place} ({first.config.name}) has its own tokenizer, and {entry.place} "
                 f"({entry.config.name}) {needs}: all sources of a run share one tokenizer. Remove one of them, or "
@@ -96,7 +96,7 @@ def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> T
 
 
 def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], number: int) -> Sequence[Record]:
-    """Returns the training rows of a source without those that another source of the same name holds out.
+    """Returns the training rows of source `number`, without the rows that another source of the same name holds out.
 
     Raises:
       UserError: no row is left.
@@ -110,7 +110,7 @@ def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], n
     if not kept:
         raise UserError(
             f"{entry.place} ('{entry.label}'): another source of name={entry.config.name} holds out all of its "
-            "training rows; remove one of the two, or give them different rows."
+            "training rows; remove one of the two sources, or give them different rows."
         )
     if len(kept) < len(rows):
         logger.warning(
@@ -123,8 +123,8 @@ def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], n
 def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
     """Returns the number of rows of each source in an epoch.
 
-    The counts are proportional to the weights (to within one row), each is at least the size of its source, and their
-    sum is minimal. Without weights they equal the sizes.
+    The counts are proportional to the weights, up to one row. They are the smallest counts with which every row occurs
+    at least once. Without weights, the counts equal the sizes.
 
     Raises:
       UserError: the sum exceeds `LONGEST_EPOCH`.
@@ -141,7 +141,7 @@ def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[
 
 
 def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int, needs_answer: bool) -> None:
-    """Checks each source of a mix for prompts that fit and, if needed, for the column that SFT trains on.
+    """Checks that each source of a mix has prompts that fit and, if SFT needs it, the column `answer`.
 
     Args:
       needs_answer: whether the run begins with supervised fine-tuning.
@@ -170,7 +170,8 @@ def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunct
     """Checks that the rows of each source of a mix have the columns that the reward functions need.
 
     In a mix a row gets None for the columns that only other sources have. A check of the columns of the whole mix would
-    therefore not find a missing column. For `by_source`, the default reward function of the source is checked.
+    therefore not find a missing column. For the function `by_source`, the default reward
+    function of the source is checked.
 
     Raises:
       UserError: a column is missing; the message names the source.
@@ -203,8 +204,8 @@ class Repeated(Sequence[Any]):
 
 
 class Interleaved(Sequence[Any]):
-    """Interleaves the rows of several sources, each in its own order and evenly spread: row `j` of `n` is placed at the
-    fraction `(j + 1/2) / n` of the total."""
+    """Interleaves the rows of several sources. Each source keeps its order and is spread evenly: row `j` of `n` is
+    placed at the fraction `(j + 1/2) / n` of the total."""
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
         self._parts = list(parts)
@@ -225,7 +226,7 @@ class Interleaved(Sequence[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Tag:
-    """Adds to a row of a mix the missing columns of the other sources (as None), its label and its reward name."""
+    """Adds columns to a row of a mix: the label and the reward of its source, and None for columns of other sources."""
 
     label: str
     reward: str | None
@@ -238,7 +239,7 @@ class _Tag:
 
 @dataclasses.dataclass(frozen=True)
 class _Pick:
-    """Returns row `i` of other rows; picklable."""
+    """A picklable function that returns the row at `index`."""
 
     rows: Sequence[Record]
 
@@ -247,7 +248,7 @@ class _Pick:
 
 
 def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_Tag]:
-    """Returns the tag of each source. Warns if a label replaces a column of its rows."""
+    """Returns the `_Tag` of each source. Logs a warning if a label replaces another value in the rows of its source."""
     first_rows = [rows[0] for source in sources for rows in (source.train, source.eval) if len(rows)]
     columns = tuple(dict.fromkeys(name for row in first_rows for name in row))
     for entry, source in zip(mix_entries, sources, strict=True):
@@ -262,7 +263,7 @@ def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_
 
 
 def _draw(parts: Mapping[str, DataSource]) -> Callable[[Record, str], str] | None:
-    """Returns a function that draws a row with its own source; None if a source cannot draw."""
+    """Returns a function that draws a row with the `draw` of its source; None if any source has no `draw`."""
     draws = {label: part.draw for label, part in parts.items()}
     present = {label: draw for label, draw in draws.items() if draw is not None}
     return None if len(present) < len(draws) else lambda row, completion: present[row[SOURCE_COLUMN]](row, completion)

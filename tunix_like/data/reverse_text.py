@@ -1,8 +1,8 @@
 """Generates short strings to reverse (`abcd>` to `dcba`): a minimal text task for smoke tests with a tiny model.
 
-By default, a string has at most four of eight letters, so there are 4,672 strings and 13 tokens. Random guesses are
-then correct often enough for rewards to appear after a short warm-up. More letters or longer strings only make the
-warm-up longer.
+By default, a string has two to four letters out of eight. There are 4,672 such strings, and the vocabulary has 13
+tokens. A random guess is then correct often enough that rewards appear after a short warm-up. With more letters or
+longer strings, the warm-up is longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_TRAIN, DEFAULT_EVAL = 2000, 64
 def load(config: DataConfig) -> DataSource:
     """Generates random strings of 2 to `data.text_length` letters from `data.seed`; all lengths are equally likely.
 
-    The held-out strings are distinct and are generated first. Training strings may repeat, and none is held out.
+    The held-out strings are distinct and are generated first. Training strings can repeat, but none is held out.
 
     Raises:
       UserError: `data.text_length` is below 2, or `data.eval_size` exceeds half of the possible strings.

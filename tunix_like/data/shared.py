@@ -42,9 +42,9 @@ class Overlap(NamedTuple):
 
 
 def warn_shared(train: Any, held_out: Any) -> None:
-    """Logs a warning if held-out prompts are also in the training data, except within `compared_once`.
+    """Logs a warning if held-out prompts are also in the training data. Does nothing within `compared_once`.
 
-    In a run of several processes, the first one compares.
+    In a run of several processes, only the first process compares the prompts.
     """
     if _compared.get():
         return
@@ -59,14 +59,14 @@ def warn_shared(train: Any, held_out: Any) -> None:
     )
     logger.warning(
         "%d of %d held-out prompts are also in the training data%s: an evaluation on them measures memorised rows. "
-        "Remove them from one of the two.",
+        "Remove them from the training rows or from the held-out rows.",
         shared.both, shared.held_out, part,
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def compared_once(train: Any, held_out: Any) -> Iterator[None]:
-    """Calls `warn_shared`, and disables it within the block: SFT and RL of one run use the same rows."""
+    """Calls `warn_shared` once and disables it within the block, because SFT and RL use the same rows."""
     warn_shared(train, held_out)
     token = _compared.set(True)
     try:
@@ -81,7 +81,7 @@ def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
     Rows without a prompt, and rows that raise a UserError, are not counted.
 
     Args:
-      train: a sequence or a grain `MapDataset`. Other data is not read, since it may be readable only once.
+      train: a sequence or a grain `MapDataset`. Other data is not compared, because it can be readable only once.
 
     Returns:
       the counts; None if there is nothing to compare.

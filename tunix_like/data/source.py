@@ -1,6 +1,6 @@
 """Defines data sources (rows for training and evaluation) and how the columns of a row become its prompt.
 
-Chat messages stay messages here; the tokenizer renders them when they are encoded.
+Chat messages are not rendered here. The tokenizer renders them when it encodes a prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tunix_like.data.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
-"""A flat row: `prompt` (a string, or a list of messages) and any further columns; SFT trains on `answer`."""
+"""A row: the column `prompt` (a string or a list of messages) and any further columns. SFT trains on `answer`."""
 
 SOURCE_COLUMN = "data_source"
 """The column with the label of the source of a row, in a mix of several sources."""
@@ -28,8 +28,8 @@ REWARD_COLUMN = "source_reward"
 """The column with the name of the default reward function of a row's source, in a mix of several sources."""
 
 HIDDEN_COLUMN = "hidden"
-"""The column with data of a row that an environment knows and the prompt does not show. Rows with the same prompt and
-different values in this column are different rows."""
+"""The column with data that only the environment sees. Two rows with the same prompt but different values in this
+column are different rows."""
 
 MOST_GENERATED = 10**9
 """Maximum bytes of rows that a source generates and keeps in memory."""
@@ -45,9 +45,9 @@ class DataSource:
       train: rows to train on, in a fixed order; never empty.
       eval: held-out rows, none of them in `train`; may be empty.
       tokenizer: the source's own tokenizer; None: the tokenizer of the model is used.
-      reward: name of the default reward function, registered.
-      draw: `draw(row, completion)` returns a picture for the terminal; None: the source cannot be drawn.
-      parts: for a mix, its sources by label, with the rows of one epoch of each; empty for any other source.
+      reward: registered name of the default reward function.
+      draw: `draw(row, completion)` returns a picture for the terminal; None: there is no picture.
+      parts: for a mix, its sources by label; their training rows are the rows of one epoch. Empty for other sources.
     """
 
     train: Sequence[Record]
@@ -74,7 +74,7 @@ class MappedRows(Sequence[Record]):
 
 
 class RowRange(Sequence[Any]):
-    """A view of rows `start` up to (not including) `stop` of other rows, without a copy."""
+    """A view of the rows from `start` to `stop` (exclusive) of another sequence, without a copy."""
 
     def __init__(self, rows: Sequence[Any], start: int, stop: int) -> None:
         self._rows, self._range = rows, range(start, stop)
@@ -94,9 +94,10 @@ class PromptFormat:
 
     Attributes:
       template: Python format string over the columns; None: use the column `prompt` unchanged.
-      system_prompt: content of the first message; implies messages.
-      chat: True: the prompt is messages; False: it is text; None: it keeps the form of the column or template.
-      answer: Python format string that replaces the column `answer`; None: use that column unchanged.
+      system_prompt: content of a system message at the start of the prompt. The prompt is then a list of messages.
+      chat: whether the prompt is a list of messages (True) or text (False). None: a prompt from `template` is text, and
+        the column `prompt` keeps its type.
+      answer: Python format string that replaces the column `answer`; None: the column stays unchanged.
     """
 
     template: str | None
@@ -120,7 +121,7 @@ class PromptFormat:
         return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Checks that the prompt can be built from the row, and also the answer if there is an answer template.
+        """Checks that the prompt can be built from the row. If there is an answer template, also checks the answer.
 
         Raises:
           UserError: the prompt or the answer cannot be built; the message starts with `where`.
@@ -136,9 +137,9 @@ class PromptFormat:
             raise UserError(f"{where}: {error}") from error
 
     def __call__(self, row: Record) -> Record:
-        """Returns the row with its `prompt` and `answer`, both built from the original columns, which are kept."""
+        """Returns the row with `prompt` and `answer`, which are both built from the original columns."""
         result = {**row, "prompt": self._prompt(row)}
-        # plain str: the whole answer counts as data, so control tokens in the template are not encoded as such
+        # A plain str counts as data, so control tokens in the answer template are encoded as ordinary text.
         return result if self.answer is None else result | {"answer": str(_filled(self.answer, row, "answer_template"))}
 
     def _prompt(self, row: Record) -> str | list[Mapping[str, str]]:
@@ -150,7 +151,7 @@ class PromptFormat:
                 any(not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys() for turn in value)
                 or not value
             ):
-                raise UserError("column 'prompt' is a list, but not one of messages with 'role' and 'content'.")
+                raise UserError("column 'prompt' is a list, but not a list of messages with 'role' and 'content'.")
             if self.chat is False:
                 raise UserError("data.apply_chat_template=false, but column 'prompt' contains messages; unset it.")
             if self.system_prompt is not None and value[0]["role"] == "system":
@@ -188,7 +189,7 @@ def _head(field: str) -> str:
 
 
 def _check_columns(row: Record, fields: Collection[str], what: str) -> None:
-    """Raises a UserError if a field is not a column of the row, or an attribute or item of a column."""
+    """Raises a UserError if a field is neither a column of the row nor an attribute or item of a column."""
     for field in fields:
         if row.get(field) is None and row.get(_head(field)) is None:
             present = sorted(name for name in row if row[name] is not None)
@@ -225,11 +226,7 @@ def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
 
 
 def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:
-    """Checks that no key is set that the source does not read.
-
-    Raises:
-      UserError: a key is set that the source `config.name` does not read.
-    """
+    """Raises a UserError if a key is set that the source `config.name` does not read."""
     unset: dict[str, Any] = {
         "path": None,
         "split": "train",

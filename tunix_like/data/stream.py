@@ -1,4 +1,6 @@
-"""Turns rows into batches of tokenised prompts: shuffled by seed (with grain), resumable, without overlong prompts.
+"""Turns rows into batches of tokenised prompts.
+
+The rows are shuffled by seed (with grain). Overlong prompts are skipped. The position in the data can be saved.
 
 In a run of several processes, each process loads and tokenises a part of the batch. All processes receive the whole
 batch.
@@ -25,11 +27,10 @@ SCANNED_ROWS = 20_000
 """Maximum number of rows tokenised before training, to report how many prompts will be skipped."""
 
 _AT_ONCE = 64
-"""Rows rendered per request."""
+"""Number of rows that are rendered per call of `render_all`."""
 
 _COUNTED = 100_000
-"""Number of tokens up to which an overlong prompt is counted for its error message; at most twice as many are
-counted."""
+"""Smallest value of `most` for `render` if an error message reports the length of an overlong prompt."""
 
 
 class Prompt(NamedTuple):
@@ -95,14 +96,19 @@ def check_overlong(overlong: str) -> None:
 
 
 def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
-    """Returns the number of tokens up to which prompts are counted. It is larger for `overlong="error"`, since that
-    error reports the length of the prompt."""
+    """Returns the value of `most` for `render`. It is larger for `overlong="error"`, because this error reports the
+    length of the prompt."""
     return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
 
 def unusable(length: int, limit: int, row: str, most: int) -> UserError:
-    """Returns the error under `data.overlong_prompts=error` for a prompt of `length` tokens, which is 0 or above
-    `limit`. `most` is the value that was passed to `render`; a longer prompt was truncated."""
+    """Returns the error for an unusable prompt under `data.overlong_prompts=error`.
+
+    Args:
+      length: number of tokens of the prompt: 0, or more than `limit`.
+      row: the name of the row for the message.
+      most: the value of `most` for `render`, which can have truncated the prompt.
+    """
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
     problem = too_long if length else "is empty. Remove the row"
@@ -113,7 +119,7 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
     """Renders and tokenises the `prompt` of a row: text unchanged, messages through the chat template.
 
     Args:
-      most: a prompt with more tokens than this may be truncated to somewhat more than this.
+      most: a prompt with more tokens can be truncated, but not below `most` tokens. None: it is not truncated.
 
     Raises:
       UserError: the column `prompt` is missing, is neither text nor messages, or cannot be encoded.
@@ -125,7 +131,7 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
 
 
 def render_all(rows: Sequence[Any], tokenizer: Tokenizer, most: int | None = None) -> Iterator[Prompt | UserError]:
-    """Yields `render` of each row, or the error of that row; faster than one call per row."""
+    """Yields the rendered prompt or the error of each row. This is faster than one call of `render` per row."""
     problems = [_problem(row) for row in rows]
     good = [row["prompt"] for row, problem in zip(rows, problems, strict=True) if problem is None]
     encoded = tokenizer.encode_prompts(good, most)
@@ -220,7 +226,7 @@ def prompt_batches(
     Args:
       rows: a sequence or a grain `MapDataset` (reshuffled each epoch if `shuffle`), a grain `IterDataset` (in its own
         order), or any other iterable (in its own order; its position cannot be saved).
-      forever: start over after each epoch.
+      forever: whether to start again after each epoch.
 
     Returns:
       an iterator; it is `Resumable` unless `rows` is a plain iterable.
@@ -241,8 +247,8 @@ def prompt_batches(
 
 
 def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
-    """Makes an iterator of type `SharedBatches` follow `data.overlong_prompts`, and returns it. Other iterators always
-    skip."""
+    """Applies `data.overlong_prompts` to an iterator of type `SharedBatches`, and returns the iterator. Other iterators
+    always skip unusable prompts."""
     if isinstance(batches, SharedBatches):
         batches.refuses = overlong == "error"
     return batches
@@ -260,15 +266,16 @@ class Resumable(Protocol):
 class SharedBatches(Iterator[list[Prompt]]):
     """Iterates over batches from randomly accessible rows; the processes of a run share the work.
 
-    Each candidate row is rendered by one process. The saved position is the index of the next candidate, so it does
-    not depend on the number of processes. A row beyond `SCANNED_ROWS` that cannot be rendered is skipped; the first
-    such row is logged as a warning.
+    The rows are candidates for the batches, in their order. Each candidate is rendered by one process. The saved
+    position is the index of the next candidate, so it does not depend on the number of processes. A row that cannot be
+    rendered is skipped. The first such row is logged as a warning.
 
     Args:
-      rows: pairs of the number of a row and the row; None for rows that a filter removed.
+      rows: pairs `(number, row)`; None in place of a row that a filter removed.
+      epoch: number of candidates in an epoch.
 
     Attributes:
-      refuses: whether a row without a usable prompt raises instead.
+      refuses: whether a row without a usable prompt raises an error instead of being skipped.
       next: index of the next candidate.
       end: index at which the candidates end; None: they do not end.
 
@@ -347,7 +354,7 @@ def _check_sendable(prompt: Prompt | None) -> None:
         if not _keeps(value):
             raise UserError(
                 f"the data column '{name}' contains a {type(value).__name__}, which cannot be sent to the other "
-                "processes of this run; make it text, a number, a list of them, or a dict with text as keys."
+                "processes of this run; make it text, a number, a list of these, or a dict with text as keys."
             )
 
 

@@ -22,7 +22,7 @@ def read_fields(file: Path) -> dict[str, Any]:
     """Reads an optional JSON file with special tokens, and checks the fields that are used.
 
     Returns:
-      its object; empty if the file does not exist.
+      the JSON object; empty if the file does not exist.
 
     Raises:
       UserError: a field is invalid; the message names the file and the field.
@@ -49,7 +49,11 @@ def read_fields(file: Path) -> dict[str, Any]:
         isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
         for item in template
     )
-    check("chat_template", template is None or isinstance(template, str) or several, "a text, or a list of named ones")
+    check(
+        "chat_template",
+        template is None or isinstance(template, str) or several,
+        "a text, or a list of named templates",
+    )
     return config
 
 
@@ -90,7 +94,10 @@ def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the template of chat_template.jinja, else of tokenizer_config.json (the only one, or the default)."""
+    """Returns the template in chat_template.jinja or, if there is no such file, the template in tokenizer_config.json.
+
+    If tokenizer_config.json has a list of templates, the template named `default` is returned.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -109,7 +116,7 @@ def write_files(
     """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`.
 
     Args:
-      named: special tokens by their name in tokenizer_config.json; None is left out.
+      named: special tokens by their name in tokenizer_config.json. Names with the value None are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # PreTrainedTokenizerFast uses tokenizer.json unchanged; the class of a model family rebuilds parts of it.
@@ -117,7 +124,8 @@ def write_files(
     config |= {name: token for name, token in named.items() if token is not None}
     if not isinstance(backend.model, tokenizers.models.BPE):
         # For a config.json of type qwen2, transformers 5 ignores `tokenizer_class` and rebuilds any vocabulary as
-        # the BPE of Qwen, which is silently wrong for a word-level one. An auto_map without a class prevents that.
+        # the BPE of Qwen. A word-level tokenizer is then wrong without an error. An auto_map without a class
+        # prevents this.
         config["auto_map"] = {"AutoTokenizer": [None, ""]}
     backend.save(str(folder / "tokenizer.json"))
     text = json.dumps(config, indent=2, ensure_ascii=False)

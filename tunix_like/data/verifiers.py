@@ -19,17 +19,18 @@ NAME = "verifiers"
 """The name of this source in `data.name`."""
 
 MOST_HELD_OUT = 64
-"""Number of held-out tasks if neither `data.eval_size` nor `data.eval_arguments` is set; at most a tenth of all."""
+"""Number of held-out tasks if neither `data.eval_size` nor `data.eval_arguments` is set. At most a tenth of the tasks
+are held out then."""
 
 TASK_COLUMN = "task"
-"""The column with the task as the environment gets it."""
+"""The column with the task in the form that the environment receives."""
 
 
 def load(config: DataConfig) -> DataSource:
-    """Lists the tasks in a process of its own.
+    """Loads the tasks of an environment in a separate process.
 
-    The held-out rows are the tasks of the taskset with `data.eval_arguments`; without them, the last ones of the
-    taskset.
+    If `data.eval_arguments` is set, the held-out rows are the tasks of the taskset with these arguments. Otherwise, the
+    held-out rows are the last tasks of the taskset.
 
     Raises:
       UserError: the package is not installed, the environment cannot be loaded, its arguments are wrong, or it has too
@@ -56,7 +57,7 @@ def load(config: DataConfig) -> DataSource:
 
 
 def settings_of(config: DataConfig) -> dict[str, Any]:
-    """Returns the settings of the process of an environment. Raises UserError if `data.path` is unset."""
+    """Returns the settings for `VerifiersProcess`. Raises UserError if `data.path` is unset or a missing file."""
     if config.path is None:
         raise UserError(
             "data.path: data.name=verifiers needs the id of an installed environment, or a Python file with one."
@@ -67,7 +68,7 @@ def settings_of(config: DataConfig) -> dict[str, Any]:
 
 
 def _split(tasks: Sequence[Any], train: int | None, held_out: int | None) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the first tasks to train on, and the last ones as held-out tasks."""
+    """Returns the training tasks, which come first, and the held-out tasks, which come last."""
     if held_out is None:
         held_out = min(MOST_HELD_OUT, len(tasks) // 10)
     wanted = max(train or 0, 1) + held_out
@@ -81,7 +82,7 @@ def _split(tasks: Sequence[Any], train: int | None, held_out: int | None) -> tup
 
 
 def record(task: Mapping[str, Any]) -> Record:
-    """Returns the row of a task: `prompt`, `task` and, if the task has a text of this name, `answer`."""
+    """Returns the row of a task: `prompt`, `task`, `hidden` (a hash) and `answer` if the task has such a text."""
     data = task["data"]
     known = {name: value for name, value in data.items() if name != "idx"}
     row = {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tunix_like.data.tokenizer import Tokenizer
 
 END = "END"
-"""The word that ends a turn: the end-of-sequence token. It is not a control token. An answer for SFT is data, and can
-therefore contain several turns."""
+"""The word that ends a turn: the end-of-sequence token. It is not a control token. An answer for SFT can therefore
+contain it and have several turns."""
 
 _SPECIAL = ["<pad>", "<bos>", "<unk>", END]
 

@@ -1,4 +1,4 @@
-"""Describes accelerators that this machine does not have, for their real compilers: figures, slices, jax devices."""
+"""Describes accelerators that this machine does not have: specifications, slices, and jax devices to compile for."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tunix_like.errors import UserError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """The figures of one device of a kind.
+    """The specifications of one device of an accelerator kind.
 
     Attributes:
       backend: name of the jax backend.
       memory: bytes of main memory.
-      operations: bfloat16 multiplications and additions per second, dense.
-      memory_bytes: bytes per second of the main memory.
-      network_bytes: bytes per second that a device receives from others, with all of its links in use.
-      between_nodes: as `network_bytes`, between nodes; None if all devices are connected alike.
-      clock: cycles per second of the unit that the TPU compiler's cycles count; None for a GPU.
-      slices: number of chips to the shape of the slice; empty for a GPU.
-      description: of a GPU, the fields that differ between kinds for XLA.
+      operations: peak bfloat16 multiplications and additions per second, without sparsity.
+      memory_bytes: bandwidth of the main memory in bytes per second.
+      network_bytes: bytes per second that a device receives from other devices if all its links are in use.
+      between_nodes: bytes per second that a device receives from other nodes; None if all devices are in one network.
+      clock: cycles per second, to convert the cycles that the TPU compiler reports to seconds; None for a GPU.
+      slices: the shape of each available slice by its number of chips; empty for a GPU.
+      description: for a GPU, the fields of `_TARGET` that differ between kinds; empty for a TPU.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Accelerator:
 
 
 NODE = 8
-"""GPUs of a node."""
+"""Number of GPUs of a node."""
 
 MOST_DEVICES = 256
 """Maximum number of devices: the size of the largest v5e slice."""
@@ -57,8 +57,9 @@ MOST_DEVICES = 256
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 
-# Compute capability, processors, shared memory per processor and per block (opt-in), level-2 cache, clock in GHz: the
-# vendor's white papers of the A100 and the H100 and its table of compute capabilities.
+# `cores` is the number of processors, and `units` is the number of arithmetic units of each. `shared` and `optin` are
+# the shared memory per processor and per block (opt-in) in bytes. `cache` is the level-2 cache in bytes. `clock` is in
+# GHz. The values are from the vendor's white papers of the A100 and the H100 and its table of compute capabilities.
 _AMPERE = {
     "capability": "major: 8 minor: 0", "cores": "108", "units": "64", "shared": "167936", "optin": "166912",
     "cache": "41943040", "clock": "1.41",
@@ -71,16 +72,16 @@ _HOPPER = {
 KINDS = {
     kind.name: kind
     for kind in (
-        # Memory of the v5e: what XLA:TPU accepts (`CompileTimeHbmOom: used .. of 15.75G`). Memory of the others, peak
-        # arithmetic in bfloat16, memory bandwidth and interconnect (1,600 / 4,800 / 3,584 Gbit/s per chip): the pages
-        # of Cloud TPU. Clock: the peak divided by the operations per cycle of the matrix units, which are 4 of
-        # 128 x 128 (v5e), 2 x 4 of 128 x 128 (v5p) and 4 of 256 x 256 (v6e).
+        # The memory of the v5e is the limit of XLA:TPU (`CompileTimeHbmOom: used .. of 15.75G`). The memory of v5p and
+        # v6e, the peak arithmetic in bfloat16, the memory bandwidth and the interconnect (1,600 / 4,800 / 3,584 Gbit/s
+        # per chip) are from the pages of Cloud TPU. The clock is the peak divided by the operations per cycle of the
+        # matrix units, which are 4 of 128 x 128 (v5e), 2 x 4 of 128 x 128 (v5p) and 4 of 256 x 256 (v6e).
         Accelerator("v5e", "tpu", int(15.75 * 2**30), 197e12, 819e9, 200e9, clock=1.5e9, slices=_FLAT),
         Accelerator("v5p", "tpu", 95 * 10**9, 459e12, 2765e9, 600e9, clock=1.75e9, slices=_CUBES),
         Accelerator("v6e", "tpu", 32 * 10**9, 918e12, 1640e9, 448e9, clock=1.75e9, slices=_FLAT),
-        # Dense bfloat16 peak, memory and its bandwidth, and half of the NVLink bandwidth, which counts both directions:
-        # data sheets of the SXM modules. Between nodes: one adapter of 200 (A100) or 400 Gbit/s per GPU, as in the
-        # vendor's DGX systems.
+        # The dense bfloat16 peak, the memory, its bandwidth and the NVLink bandwidth are from the data sheets of the
+        # SXM modules. The NVLink bandwidth is halved, because the data sheets count both directions. Between nodes,
+        # each GPU has one adapter of 200 (A100) or 400 Gbit/s, as in the vendor's DGX systems.
         Accelerator("a100", "gpu", 80 * 10**9, 312e12, 2039e9, 300e9, 25e9, description=_AMPERE),
         Accelerator("h100", "gpu", 80 * 10**9, 989e12, 3350e9, 450e9, 50e9, description=_HOPPER),
         Accelerator("h200", "gpu", 141 * 10**9, 989e12, 4800e9, 450e9, 50e9, description=_HOPPER),
@@ -88,7 +89,7 @@ KINDS = {
 }
 
 PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin")}
-"""Packages with the compiler of a backend."""
+"""Packages with the compiler of a backend; one of them is enough."""
 
 EXTRAS = {"tpu": "'tunix-like[tpu]'", "gpu": "'tunix-like[cuda12]'"}
 
@@ -110,7 +111,7 @@ device_description_str: "NVIDIA {name}"
 
 
 def parse_devices(text: str) -> tuple[Accelerator | None, int]:
-    """Parses `v5e-8`, `8xh100` or `8` to a kind and a number; the kind of a bare number is None, the CPU of this host.
+    """Parses `v5e-8`, `8xh100` or `8` to a kind and a number. The kind of a bare number is None, the CPU of this host.
 
     Raises:
       UserError: the text has another form, the kind is unknown, or there is no such slice or number of devices.
@@ -141,20 +142,20 @@ def _nodes() -> tuple[int, ...]:
 
 
 def at_least(kind: Accelerator, number: float) -> str | None:
-    """Returns the smallest slice or group of at least `number` devices, as for `--devices`; None if there is none."""
+    """Returns the smallest `--devices` value of a kind with at least `number` devices; None if there is none."""
     sizes = (1, *kind.slices) if kind.slices else _nodes()
     size = next((size for size in sizes if size >= number), None)
     return None if size is None else f"{kind.name}-{size}" if kind.slices else f"{size}x{kind.name}"
 
 
 def prepare() -> None:
-    """Sets the environment that compilation for absent devices needs. Call it before jax is imported."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # else jax looks for the devices for seconds, with a page of warnings
+    """Sets the environment variables that compilation for absent devices needs. Call it before jax is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax searches for devices for seconds and prints many warnings
     for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",  # the metadata server of a TPU host
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any; libtpu warns without one
+        "TPU_SKIP_MDS_QUERY": "1",  # do not query the metadata server of a TPU host
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any value; libtpu prints a warning without a value
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu has a lock file for a device that is not used here
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # ignore the lock file of libtpu, because no device is used
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "TPU_STDERR_LOG_LEVEL": "3",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -171,20 +172,19 @@ def compiler_of(kind: Accelerator) -> str | None:
 
 
 def cudnn_installed() -> bool:
-    """Returns whether the package of cuDNN is installed, without which jax cannot compile a program with a cuDNN
-    kernel."""
+    """Returns whether the package of cuDNN is installed. Without this package, jax cannot compile cuDNN kernels."""
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
 
 
 def described_devices(kind: Accelerator, number: int) -> Sequence[Any]:
-    """Returns jax devices that programs can be compiled for, but that hold no arrays.
+    """Returns jax devices for compilation only: they cannot hold arrays.
 
-    One chip is a part of the smallest slice, since there is no topology of one chip.
+    For one chip, returns a chip of the smallest slice, because jax has no topology of one chip.
 
     Raises:
       RuntimeError: the compiler of the kind is not installed, or cannot be used.
     """
-    from jax.experimental import topologies  # not at the top: `prepare` has to run first
+    from jax.experimental import topologies  # not at the top, because `prepare` must run first
 
     if kind.slices:
         name = f"{kind.name}:{kind.slices[max(number, min(kind.slices))]}"

@@ -41,8 +41,8 @@ MEMORY = 2 * 1024**3
 """Memory limit of the process in bytes."""
 
 MOST = 10_000_000
-"""Characters that a rendering may have in addition to `GROWTH` times the characters of its values. A million tokens are
-about half of this."""
+"""A rendering is allowed to have `MOST` characters plus `GROWTH` times the characters of its values. A million tokens
+have about 5 million characters."""
 
 GROWTH = 8
 
@@ -51,15 +51,15 @@ _LIMITS = {
     NO_MEMORY: f"it takes more than {MEMORY >> 30} GB of memory",
 }
 _WINDOW = 32_768
-"""Maximum bytes of unanswered requests, or half of the pipe capacity if that is less."""
+"""Maximum bytes of unanswered requests. The limit is half of the pipe capacity if that is less."""
 
 
 class TemplateFailed(Exception):
-    """A template raised an exception or exceeded a limit; the text gives the reason."""
+    """A template raised an exception or exceeded a limit. The message gives the reason."""
 
 
 class _Worker:
-    """The rendering process. It starts with the first template and ends with the run."""
+    """The process that renders templates. `render` starts it at the first call; it ends with the run."""
 
     def __init__(self) -> None:
         settings = {"path": sys.path, "seconds": SECONDS, "memory": MEMORY}
@@ -69,7 +69,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # how the process ends is reported by `_how_it_ended`
             bufsize=0,
-            start_new_session=True,  # Ctrl-C goes to the run only
+            start_new_session=True,  # Ctrl-C reaches only the main process
         )
         self.owner, self.seconds, self.window = os.getpid(), SECONDS, _WINDOW
         if hasattr(fcntl, "F_GETPIPE_SZ"):
@@ -89,7 +89,7 @@ class _Worker:
         Raises:
           TemplateFailed: the process ended while it rendered the next request.
         """
-        sent = waiting = 0  # number of requests sent; bytes sent and not yet answered
+        sent = waiting = 0  # number of sent requests; bytes of sent requests without an answer
         try:
             for request in requests:
                 while sent < len(requests) and (not waiting or waiting + len(requests[sent]) <= self.window):
@@ -143,7 +143,7 @@ def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
     Args:
       source: the template.
       variables: the variables of the template; plain values.
-      size: total number of characters of the values.
+      size: total number of characters of the values in `variables`.
 
     Raises:
       TemplateFailed: a value cannot be pickled.
@@ -156,15 +156,15 @@ def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
 
 
 def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
-    """Renders requests; returns the text of each, or its failure (an exception, or more than `MOST` characters).
+    """Renders requests. Returns the text of each request, or its failure (an exception, or too many characters).
 
-    A request that takes more than `SECONDS` or `MEMORY` kills the process. The result then ends with this request and
-    is shorter than `requests`. The caller sends the rest again.
+    A request that takes more than `SECONDS` or `MEMORY` ends the process. The last result is then the failure of this
+    request. The requests after it have no result, and the caller must send them again.
     """
     global _worker
     done: list[str | TemplateFailed] = []
     with _lock:
-        if _worker is not None and _worker.owner != os.getpid():  # after a fork, it belongs to the parent process
+        if _worker is not None and _worker.owner != os.getpid():  # after a fork, the worker is the parent's
             _worker = None
         if _worker is not None and _worker.process.poll() is not None:
             _forget()
@@ -177,7 +177,7 @@ def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
         except TemplateFailed as error:
             _forget()
             return [*done, error]
-        except BaseException:  # includes signals: a late answer would be read as that of the next request
+        except BaseException:  # also signals; otherwise the next request would read a late answer
             _forget()
             raise
 
@@ -200,7 +200,7 @@ def template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> Us
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Checks messages and returns them as plain dicts, since the template must receive ordinary JSON values."""
+    """Checks messages and returns them as plain dicts, because a template must receive ordinary JSON values."""
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")

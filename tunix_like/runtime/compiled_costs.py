@@ -1,7 +1,7 @@
-"""Adds up what a compiled program does: products, bytes of main memory, bytes between devices, cycles, per device.
+"""Adds up the costs of a compiled program per device: matrix products, memory traffic, network traffic and cycles.
 
-The body of a loop counts as often as it runs. If the number of trips of a loop depends on data, the caller gives this
-number, by the name of the loop's `jax.named_scope`.
+The body of a loop is counted once per iteration ("trip" in XLA). If the number of trips of a loop depends on data, the
+caller passes this number in `trips`, under the name of the `jax.named_scope` of the loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tunix_like.runtime.compiled_text import Computation, Instruction, Module, S
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 
 Trips = Mapping[str, float | Callable[[float], float]]
-"""The number of trips of a loop by the name of its scope, or a function of the trips of the loop around it."""
+"""Maps the name of the scope of a loop to its number of trips, or to a function that returns this number, given the
+number of trips of the enclosing loop."""
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -28,7 +29,7 @@ _FREE = {
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__cudnn\$)')
 _WINDOW = re.compile(r"(\w+)=([\dx_\-]+)")
-_SCATTERED = "all-reduce-scatter"  # the TPU compiler's name of a fusion that is a reduce-scatter
+_SCATTERED = "all-reduce-scatter"  # the TPU compiler's name for a fusion that is a reduce-scatter
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 
@@ -37,12 +38,12 @@ class Costs:
     """Totals of a program on one device.
 
     Attributes:
-      operations: multiplications and additions of matrix products; products inside kernels are not seen.
+      operations: multiplications and additions of matrix products, except those inside kernels.
       memory_bytes: bytes that instructions read from and write to main memory.
-      cycles: the compiler's estimate for its instructions; 0 if it gives none. Collectives and kernels are left out.
-      collectives: bytes that the device receives from others, by kind of collective.
-      numbers: collectives that run, by kind.
-      kernels: calls of kernels (Pallas, cuDNN), whose operations and cycles are not known.
+      cycles: the estimate of the compiler, without collectives and kernels; 0 if the compiler gives no estimate.
+      collectives: bytes that the device receives from other devices, by kind of collective.
+      numbers: number of executed collectives, by kind.
+      kernels: number of calls of kernels (Pallas, cuDNN). Their operations and cycles are not known.
     """
 
     operations: float = 0.0
@@ -57,7 +58,7 @@ class Costs:
         return sum(self.collectives.values())
 
     def add(self, other: Costs, times: float = 1.0) -> None:
-        """Adds the costs of something that runs `times` times."""
+        """Adds `other`, multiplied by `times`."""
         self.operations += times * other.operations
         self.memory_bytes += times * other.memory_bytes
         self.cycles += times * other.cycles
@@ -72,10 +73,10 @@ class Counter:
 
     Args:
       text: the optimised text of the program.
-      trips: trips of loops by scope; a loop without an entry whose count is data counts once.
+      trips: see `Trips`. If the number of trips of a loop is neither known nor given here, the loop counts as one trip.
 
     Attributes:
-      unknown: scopes of the loops that counted once because their number of trips is data.
+      unknown: scopes of the loops that counted as one trip because their number of trips is not known.
     """
 
     def __init__(self, text: str, trips: Trips):
@@ -88,7 +89,7 @@ class Counter:
         return self._costs(self.module.entry, 1.0)
 
     def one_trip(self, scope: str) -> Costs:
-        """Returns the costs of one trip of all loops in a scope, added up; zero if there is none."""
+        """Returns the costs of one trip of each loop in a scope, added up; zero if the scope has no loop."""
         found = Costs()
         for name, computation in self.module.computations.items():
             for loop in computation:
@@ -97,7 +98,7 @@ class Counter:
         return found
 
     def _computation(self, name: str, around: float) -> Costs:
-        """Returns the costs of a computation; `around` is the number of trips of the loop that it is the body of."""
+        """Returns the costs of a computation; `around` is the number of trips of the enclosing loop, or 1."""
         total, channels = Costs(), set[str]()
         computation = self.module.computations[name]
         for instruction in computation:
@@ -136,12 +137,12 @@ class Counter:
     def _inside(
         self, computation: Computation, instruction: Instruction, costs: Costs, channels: set[str], around: str = ""
     ) -> None:
-        """Adds the products and collectives of an instruction, or of all instructions inside a fusion.
+        """Adds the products and collectives of an instruction. For a fusion, adds those of all instructions inside.
 
-        A collective that overlaps with other work lies in several fusions, all with its channel, and counts once.
+        A collective that overlaps with other work is in several fusions with the same channel. It counts once.
 
         Args:
-          around: the name of the fused computation that the instruction is in; an empty text if it is in none.
+          around: the name of the fused computation that contains the instruction; empty if there is none.
         """
         costs.operations += _products(computation, instruction)
         costs.kernels += instruction.opcode == "custom-call" and bool(_KERNEL.search(instruction.attributes))
@@ -172,14 +173,14 @@ class Counter:
             return _main(instruction.shapes) + sum(_main(each.shapes) > 0 for each in inputs[:1]) * instruction.bytes
         if opcode in ("dynamic-update-slice", "scatter"):
             return 2 * _main(inputs[1 if opcode == "dynamic-update-slice" else -1].shapes)
-        if opcode.endswith("-start"):  # the result is (source, destination, ...), in either order
+        if opcode.endswith("-start"):  # the result has source and destination first, in either order
             shapes = instruction.shapes
             small = min((shape.bytes for shape in shapes[:2]), default=0.0)
             return sum(small for shape in shapes[:2] if not shape.on_chip)
         return _main(instruction.shapes) + sum(_main(each.shapes) for each in inputs)
 
     def _fusion_memory(self, called: Computation, inputs: list[Instruction], fusion: Instruction) -> float:
-        """Returns the bytes of a fusion: the used parts of its operands, and the written parts of its results."""
+        """Returns the bytes that a fusion reads from its operands and writes to its results."""
         total = 0.0
         for index, operand in enumerate(inputs):
             if index in called.parameters and _main(operand.shapes):
@@ -198,7 +199,7 @@ def _main(shapes: list[Shape]) -> float:
 
 
 def _used(called: Computation, value: Instruction) -> float:
-    """Returns the bytes of a fusion's parameter that the fusion reads: of a slice, only the slice."""
+    """Returns how many bytes of a parameter a fusion reads. If the fusion reads only slices, only the slices count."""
     read = 0.0
     for user in called.users.get(value.name, []):
         if user.opcode == "bitcast":
@@ -213,7 +214,7 @@ def _used(called: Computation, value: Instruction) -> float:
 
 
 def _written(called: Computation, value: Instruction) -> float:
-    """Returns the bytes that a fusion writes for a result: of an update in place, only the update."""
+    """Returns how many bytes a fusion writes for a result. For an update in place, only the update is counted."""
     while value.opcode == "bitcast" and (inner := called.operand(value, 0)) is not None:
         value = inner
     if value.opcode == "dynamic-update-slice" and (update := called.operand(value, 1)) is not None:
@@ -226,9 +227,9 @@ def _is_async_collective(instruction: Instruction) -> bool:
 
 
 def _received(computation: Computation, instruction: Instruction, kind: str) -> float:
-    """Returns the bytes that a device receives in a collective over `n` devices, with each byte sent once.
+    """Returns the bytes that a device receives in a collective if each byte is sent only once.
 
-    An all-reduce is a reduce-scatter and an all-gather.
+    An all-reduce counts as a reduce-scatter and an all-gather.
     """
     operands = [computation.instructions.get(name) for name in instruction.operands]
     size = sum(operand.bytes for operand in operands if operand is not None)
@@ -243,7 +244,7 @@ def _received(computation: Computation, instruction: Instruction, kind: str) -> 
 def _group_size(attributes: str) -> int:
     """Returns the number of devices of each group of a collective.
 
-    The text has the groups as lists `{{0,1},{2,3}}`, as a shape `[2,4]<=[8]`, or as axes `mesh['a'=2,'b'=4] {'b'}`.
+    The groups are written as lists `{{0,1},{2,3}}`, as a shape `[2,4]<=[8]`, or as axes `mesh['a'=2,'b'=4] {'b'}`.
     """
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
         return listed[1].count(",") + 1
@@ -276,9 +277,9 @@ def _products(computation: Computation, instruction: Instruction) -> float:
 
 
 def _convolution(instruction: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """Returns the operations of a convolution, without products with padding.
+    """Returns the multiplications and additions of a convolution, except those with padding.
 
-    The TPU compiler writes matrix products as convolutions, with batch axes as spatial axes.
+    The TPU compiler represents matrix products as convolutions, and batch axes as spatial axes.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
@@ -305,7 +306,7 @@ def _convolution(instruction: Instruction, left: tuple[int, ...], right: tuple[i
 
 @functools.lru_cache(4096)
 def _pairs(given: int, kernel: int, out: int, placed: tuple[int, int], dilated: tuple[int, int]) -> int:
-    """Returns the number of pairs of an output and a kernel position that meet an element of the input, on one axis.
+    """Returns the number of pairs (output position, kernel position) that use an input element, on one axis.
 
     Args:
       placed: the stride, and the padding before the first element.

@@ -1,6 +1,6 @@
 """Reads the text of an optimised XLA program: computations, instructions, shapes and the trip counts of loops.
 
-It covers the texts of the TPU, GPU and CPU compilers (`compiled.as_text()`).
+The text is that of `compiled.as_text()` from the TPU, GPU or CPU compiler.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SCOPE = re.compile(r'op_name="[^"]*?([\w.]+)\)*/while"')
-_BROKEN = re.compile(r'\n(?=["}][^\n])')  # attributes of kernels are written over several lines
+_BROKEN = re.compile(r'\n(?=["}][^\n])')  # a line break inside the attributes of a kernel
 _PASSED_ON = ("copy", "bitcast", "convert")
 
 
 class Shape(NamedTuple):
-    """An array's dtype and dimensions, and whether it is in a memory on the chip instead of in main memory."""
+    """The dtype and the dimensions of an array, and whether it is in on-chip memory instead of main memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -32,14 +32,22 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes without padding; 0 for tokens."""
+        """Size in bytes without padding; 0 for XLA tokens, which have no data."""
         bits = re.search(r"\d+", self.dtype)
         size = 1.0 if self.dtype == "pred" else float(bits[0]) / 8 if bits else 0.0
         return size * math.prod(self.dims)
 
 
 class Instruction(NamedTuple):
-    """An instruction: its name, its type and opcode, the names of its operands, and its attributes as text."""
+    """An instruction.
+
+    Attributes:
+      type: type of the result, as text.
+      operands: names of the operands.
+      attributes: the text after the operands.
+      value: the text between the parentheses: operands, or the value of a constant.
+      root: whether the instruction gives the result of its computation.
+    """
 
     name: str
     type: str
@@ -51,7 +59,7 @@ class Instruction(NamedTuple):
 
     @property
     def shapes(self) -> list[Shape]:
-        """Shapes of the result; several for a tuple."""
+        """Shapes of the result. A tuple has several."""
         return shapes_of(self.type)
 
     @property
@@ -60,7 +68,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it calls; the computations of a loop are in `attribute`."""
+        """Names of the called computations. The computations of a loop are not included: use `attribute`."""
         found = _CALLED.findall(self.attributes)
         for names in _BRANCHES.findall(self.attributes):
             found += [name.strip(" %") for name in names.split(",")]
@@ -68,7 +76,7 @@ class Instruction(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """The innermost `jax.named_scope` of a loop; an empty text or the name of a transformation if there is none."""
+        """The innermost `jax.named_scope` of a loop. Without a scope: empty, or the name of a jax transformation."""
         found = _SCOPE.search(self.attributes)
         return found[1] if found else ""
 
@@ -102,7 +110,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use each name."""
+        """Maps the name of an instruction to the instructions that use its result."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self:
             for name in dict.fromkeys(instruction.operands):
@@ -115,7 +123,7 @@ class Computation:
         return self.instructions.get(instruction.operands[index])
 
     def constant(self, name: str) -> int | None:
-        """Returns the value of an integer constant, also behind copies; None for other instructions."""
+        """Returns the value of an integer constant, or of a copy of one; None for other instructions."""
         instruction = self.instructions.get(name)
         while instruction is not None and instruction.opcode in _PASSED_ON:
             instruction = self.operand(instruction, 0)
@@ -148,9 +156,10 @@ class Module:
             raise ValueError("the text of the compiled program has no ENTRY computation")
 
     def trip_count(self, parent: str, loop: Instruction) -> int | None:
-        """Returns how often a loop in the computation `parent` runs; None if the number depends on data.
+        """Returns the number of iterations of a loop in the computation `parent`; None if the number depends on data.
 
-        The number is the compiler's `known_trip_count`, or else follows from a counter that a constant bounds.
+        The number is `known_trip_count` if the compiler gives it. Otherwise it is computed for a loop whose counter is
+        compared with a constant.
         """
         if known := _KNOWN.search(loop.attributes):
             return int(known[1])

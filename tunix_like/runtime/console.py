@@ -23,12 +23,12 @@ from tunix_like.runtime.visible import visible
 
 class _Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        """Raises the BrokenPipeError again; rich would exit the process without a message."""
+        """Raises the BrokenPipeError again. The method of rich would exit the process without a message."""
         raise
 
 
 _CONSOLE = _Console(highlight=False, emoji=False)
-_LOG_WIDTH = 140  # columns if the output is not a terminal
+_LOG_WIDTH = 140  # width in characters if the output is not a terminal
 _EXCERPT_LINES = 20
 _last_printed = 0.0
 
@@ -58,7 +58,7 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
     """Formats a step as one line: rewards, success, length, loss, speed, share of the time per phase, evaluation.
 
     Args:
-      name: the phase (`train`, `sft`); metric names may have it as a prefix.
+      name: the phase (`train` or `sft`), which can be a prefix of metric names.
       step: number of the step, from 1.
       total: total number of steps; None if unknown.
       metrics: a row of `metrics.jsonl`. Times are in seconds, ratios between 0 and 1.
@@ -85,7 +85,7 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
         parts.append(f"{numbers['step_time_sec']:.2f} s{_time_shares(numbers)}")
     passes = [f"{key} {value:.1%}" for key, value in numbers.items() if key.startswith("eval/pass@")]
     if passes and (number := evaluated_samples(numbers)) is not None:
-        passes.append(f"({samples_each(number)})")  # evaluations of SFT have one, those of RL eval.samples
+        passes.append(f"({samples_each(number)})")  # SFT evaluates one sample, RL evaluates eval.samples
     return "  ".join(parts + passes)
 
 
@@ -95,7 +95,7 @@ def samples_each(number: int) -> str:
 
 
 def evaluated_samples(metrics: Mapping[str, Any]) -> int | None:
-    """Returns the number of samples per problem of an evaluation, the n of its metric `eval/avg@n`; None if unknown."""
+    """Returns the number of samples per problem of an evaluation: the n of the metric `eval/avg@n`. None if unknown."""
     return next((int(name.removeprefix("eval/avg@")) for name in metrics if name.startswith("eval/avg@")), None)
 
 
@@ -107,7 +107,7 @@ def problems(number: int, skipped: int, name: str = "problems") -> str:
 def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
     """Formats a metric for a table: an int in full, a ratio in percent, any other number to three digits.
 
-    If both ends of its interval are given, they follow: `61.2% [58.7, 63.6]`.
+    If both ends of the interval are given, adds the interval: `61.2% [58.7, 63.6]`.
     """
     if not _is_number(value):
         return "-"
@@ -181,7 +181,7 @@ def last_printed() -> float:
 
 
 class LogHandler(logging.Handler):
-    """Writes log records to the current `sys.stderr`, so that they appear above a progress line."""
+    """Writes log records to the current `sys.stderr`, so that the records appear above a progress line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -191,8 +191,8 @@ class LogHandler(logging.Handler):
 
 
 def _is_on_terminal() -> bool:
-    """Returns whether the output is a real terminal. With FORCE_COLOR, rich treats any file as a terminal, but a line
-    that is overwritten works on a real one only."""
+    """Returns whether the output is a real terminal. With FORCE_COLOR, rich treats any file as a terminal, but only a
+    real terminal can overwrite a line."""
     return _CONSOLE.is_terminal and _CONSOLE.file.isatty()
 
 
@@ -209,7 +209,7 @@ _OF_THE_STEP_BEFORE = frozenset(
 def _time_shares(metrics: Mapping[str, float]) -> str:
     """Formats the shares of the step time, largest first; shares below 5% are omitted to keep the line short.
 
-    The phases of a rollout that was sampled during the step before are no shares of this step.
+    If the rollout was sampled during the previous step, the phases of the rollout are left out.
     """
     whole = metrics["step_time_sec"]
     if metrics.get("staleness"):

@@ -1,7 +1,7 @@
 """Checks the address of the coordinator (process 0) of a run before jax starts it or connects to it.
 
 The coordinator service of jax crashes with a segmentation fault if its port is in use, and the client of jax aborts the
-process if no coordinator answers. Neither can be caught. This module does not import jax.
+process if no coordinator answers. Neither error can be caught. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import time
 from tunix_like.errors import UserError
 
 ANSWER_SECONDS = 20.0
-"""Seconds after which a server that accepts connections but does not answer is an error."""
+"""A server that accepts connections but does not answer for this number of seconds is an error."""
 
 _RETRY_SECONDS = 0.25
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The connection preface of an HTTP/2 client (RFC 9113, section 3.4): fixed text and an empty SETTINGS frame."""
 
 _SETTINGS, _FRAME_TYPE, _FRAME_HEADER = 4, 3, 9
-"""Type of the SETTINGS frame, which must be the server's first frame; index of the type in a frame header; size of the
-header in bytes."""
+"""The type of a SETTINGS frame, the index of the type in a frame header, and the size of a frame header in bytes. The
+first frame of a server must be a SETTINGS frame."""
 
 
 def check_port(address: str) -> None:
     """Raises UserError if process 0 cannot listen on the port of `address` (`host:port`)."""
     port = _split(address)[1]
-    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # jax listens on that address; `address` is forwarded to it
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # jax listens on the address in this variable instead of `address`
         return
     dualstack = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dualstack else socket.AF_INET
@@ -45,7 +45,7 @@ def check_port(address: str) -> None:
 
 
 def wait_for(address: str, seconds: float) -> None:
-    """Waits until a server at `address` answers with HTTP/2, as a coordinator does.
+    """Waits until a server at `address` answers with HTTP/2, as a coordinator of jax does.
 
     Raises:
       UserError: no server listens at `address` within `seconds`, or the server is not a coordinator.
@@ -68,7 +68,7 @@ def wait_for(address: str, seconds: float) -> None:
             why, silent_since = "connected, but no answer", silent_since or time.monotonic()
         if silent_since is not None and time.monotonic() - silent_since > ANSWER_SECONDS:
             raise UserError(
-                f"--coordinator {address}: the server at this address does not answer as a process 0 of a run does; "
+                f"--coordinator {address}: the server at this address does not answer like process 0 of a run; "
                 "give the host and port of process 0."
             )
         if time.monotonic() > end:

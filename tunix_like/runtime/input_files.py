@@ -1,4 +1,4 @@
-"""Checks whether an input file can be read and describes the problem if it cannot."""
+"""Checks whether an input file can be read. If it cannot be read, describes the problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPRESSED = {
     b"BZh": ("bzip2", "bunzip2"),
     b"PK\x03\x04": ("zip", "unzip"),
 }
-"""Format and decompression program of a compressed file, by the first bytes of the file."""
+"""Maps the first bytes of a compressed file to its format and its decompression program."""
 
 _KINDS = {
     stat.S_IFDIR: "is a folder, not a file",
@@ -26,7 +26,7 @@ _KINDS = {
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Returns why a file cannot be read as text, as the predicate of a sentence ("does not exist"), or None.
+    """Returns why a file cannot be read as text, as the predicate of a sentence ("does not exist"); None if it can.
 
     A pipe is rejected without opening it, because opening a pipe waits for a writer.
     """

@@ -12,10 +12,10 @@ from tunix_like.runtime.input_files import file_problem
 
 
 def read_object(file: Path, cure: str) -> dict[str, Any]:
-    """Reads the object in a JSON file in any Unicode encoding.
+    """Reads a JSON file that contains one object. The file can have any Unicode encoding.
 
     Args:
-      cure: the remedy if the file is invalid, as a sentence for the message.
+      cure: a sentence for the error message that tells how to correct the file.
 
     Raises:
       UserError: the file cannot be read, or is not one JSON object with well-formed text.

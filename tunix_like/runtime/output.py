@@ -1,8 +1,8 @@
 """Replaces standard output and standard error by streams that never raise and never stop a run.
 
-Writes fail if the reader exited (`| head`), the terminal was closed or the disk is full; they block if the terminal is
-paused. A run then continues: unwritten text is kept and written later, or written to a file in the run folder. A
-command whose output is its result exits instead.
+A write fails if the reader has exited (`| head`), the terminal was closed or the disk is full. A write blocks if the
+terminal is paused. In both cases a run continues. Its unwritten text is kept and written later, or written to a file in
+the run folder. Other commands exit if a write fails, because their output is their result.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ FILE = "output.log"
 """File in the run folder that receives the output after its stream failed."""
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Exit status of a command whose output is no longer read; shells report the same for `seq 99999 | head -1`."""
+"""Exit status of a command if the reader of its output has exited. Shells use the same status (128 + SIGPIPE)."""
 
 PATIENCE = 1.0
 """Seconds that a run waits for a blocked stream before it continues."""
 
 KEPT = 1 << 20
-"""Bytes of unwritten text that are kept per stream; beyond that, the oldest are dropped."""
+"""Maximum bytes of unwritten text that are kept per stream. If there are more, the oldest bytes are dropped."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a later write can succeed
 
-_PART = 4096  # bytes that a pipe accepts without blocking once select reports it ready (PIPE_BUF)
-_PART_OF_TERMINAL = 64  # a terminal is ready if it has room for 256 bytes, and it expands each line break to two
+_PART = 4096  # bytes that a pipe accepts without blocking if select reports that it is ready (PIPE_BUF)
+_PART_OF_TERMINAL = 64  # a ready terminal accepts 256 bytes; a line break counts as two
 
 _lock = threading.RLock()
 _streams: list[_Stream] = []
@@ -53,7 +53,7 @@ class Unread(SystemExit):
 
 
 class _Unwritten(UserError):
-    """Standard output cannot be written, for another reason."""
+    """Standard output cannot be written, although its reader has not exited."""
 
     status = 74
 
@@ -91,8 +91,8 @@ class _Stream(io.RawIOBase):
         return len(text)
 
     def drain(self, patience: float | None) -> None:
-        """Writes the waiting text. Stops if the stream is blocked for `patience` seconds (None: waits indefinitely) or
-        fails."""
+        """Writes the waiting text. Stops if the stream fails or is blocked for `patience` seconds (None: waits
+        indefinitely)."""
         with _lock:
             while self._waiting:
                 try:
@@ -101,7 +101,7 @@ class _Stream(io.RawIOBase):
                         return
                     part = _PART_OF_TERMINAL if self.isatty() else _PART
                     written = os.write(self._number, self._waiting[:part])
-                except BlockingIOError:  # a non-blocking stream that another process filled first
+                except BlockingIOError:  # a non-blocking stream that another process has filled meanwhile
                     time.sleep(0.01)
                     continue
                 except OSError as error:
@@ -132,18 +132,17 @@ class _Stream(io.RawIOBase):
     def _drop_oldest(self) -> None:
         excess = len(self._waiting) - KEPT
         if excess > 0:
-            # Drops half of the buffer at a time, since each cut copies the rest; cuts at a line break if there is one.
+            # Drops half of the buffer at once, because each cut copies the rest. Cuts at a line break if there is one.
             end = self._waiting.find(b"\n", excess + KEPT // 2) + 1 or len(self._waiting)
             self._dropped += end
             self._waiting[:end] = f"\n[{self._dropped} bytes of output could not be written and are lost]\n".encode()
 
 
 def guard() -> None:
-    """Replaces `sys.stdout` and `sys.stderr` if they are the streams of the interpreter; replacements by a test or a
-    notebook are kept.
+    """Replaces `sys.stdout` and `sys.stderr` by streams that never raise.
 
-    A closed descriptor is connected to /dev/null. Otherwise a file opened later would get its number and receive the
-    output.
+    A stream that a test or a notebook has already replaced is kept. A closed descriptor is connected to /dev/null.
+    Otherwise, a file that is opened later would get the number of the descriptor and receive the output.
     """
     for number in (0, 1, 2):
         try:
@@ -158,7 +157,7 @@ def guard() -> None:
             encoding = getattr(stream, "encoding", None) or "utf-8"
             setattr(sys, name, io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True))
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a character outside of its encoding must not stop a run
+            stream.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not stop a run
     if _streams:
         atexit.register(_last_drain)
 
@@ -167,22 +166,21 @@ def set_continue_on_error(value: bool) -> None:
     """Sets how failed or blocked writes are handled.
 
     Args:
-      value: True for a run, which continues. False for a command whose output is its result: it waits for a blocked
-        stream, and exits in `check` if a write failed.
+      value: True: the process continues after a failed or blocked write. This is the value for a run. False: the
+        process waits for a blocked stream, and `check` raises after a failed write.
     """
     global _continue_on_error
     _continue_on_error = value
 
 
 def set_fallback_folder(folder: Path) -> None:
-    """Sets the folder of `output.log`. If a stream fails, this file gets its unwritten text and all later text."""
+    """Sets the folder of `output.log`. If a stream fails, its unwritten and later text goes to this file."""
     global _file
     _file = folder / FILE
 
 
 def check() -> None:
-    """Raises if standard output cannot be written and is the result of the command. For a run, and in threads other
-    than the main thread, it returns.
+    """Raises if standard output cannot be written. Does nothing in a run, and in threads other than the main thread.
 
     Raises:
       Unread: the reader of the output has exited.
@@ -205,8 +203,8 @@ def finish() -> None:
 
 
 def from_handler(text: str) -> None:
-    """Writes to standard error if it is ready, else drops the text. For signal handlers, which must neither wait nor
-    take a lock that the interrupted code may hold."""
+    """Writes to standard error if it is ready; otherwise drops the text. Meant for signal handlers, which must neither
+    wait nor take a lock, because the interrupted code can hold the lock."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())
@@ -222,4 +220,4 @@ def _new_lock() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_new_lock)  # another thread of the parent may have held it
+os.register_at_fork(after_in_child=_new_lock)  # another thread of the parent can have held the lock

@@ -1,8 +1,8 @@
 """Coordinates the processes of a run: start, communication, and shutdown if one of them fails.
 
-Every process runs the same program on one mesh of all devices, so all processes must take the same branches. What only
-one process knows (its share of the rewards, a signal, a file) is sent to all processes before it is used. A run of one
-process sends nothing.
+Every process runs the same program on one mesh of all devices, so all processes must take the same branches. Data that
+only one process has (its share of the rewards, a signal, a file) is sent to all processes before it is used. With one
+process, nothing is sent.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HEARTBEAT_SECONDS = 30
 """Seconds without a heartbeat after which a process counts as lost and the other processes are stopped."""
 
 START_SECONDS = 300
-"""Seconds that a process waits for the others at the start."""
+"""Seconds that a process waits for the other processes at the start."""
 
 LEAVE_SECONDS = 15
-"""Seconds that a finished process waits for the others."""
+"""Seconds that a finished process waits for the other processes."""
 
 EXIT_LOST = 70
-"""Exit status after an error that the other processes have not been informed of."""
+"""Exit status after an error that was not sent to the other processes."""
 
 Item = TypeVar("Item")
 
@@ -43,13 +43,14 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
     """Connects the processes of a run; must be called before any other use of jax.
 
     Args:
-      coordinator: `host:port` of process 0, the same for all processes. None: taken from the scheduler or TPU slice.
+      coordinator: `host:port` of process 0, the same for all processes. None: jax finds it from the scheduler or the
+        TPU slice.
       count, index: number of processes, and index of this process, from 0.
 
     Raises:
       UserError: the processes cannot connect.
     """
-    # The preemption service would intercept SIGTERM, on which a run saves a checkpoint and exits.
+    # The preemption service would intercept SIGTERM, but a run must get SIGTERM to save a checkpoint and exit.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator is not None and index == 0:
         check_port(coordinator)
@@ -85,7 +86,7 @@ def _not_found(coordinator: str | None, why: str) -> str:
 
 
 def _leave_late(coordinator: str | None) -> NoReturn:
-    """Exits this process while it waits for the others inside jax, where no exception can reach it."""
+    """Exits this process while it waits for the other processes. An exception cannot interrupt this wait inside jax."""
     why = f"not all processes connected within {START_SECONDS} seconds"
     print(f"error: {_not_found(coordinator, why)}", file=sys.stderr)
     sys.stderr.flush()
@@ -103,7 +104,7 @@ def gather(value: Any) -> list[Any]:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
-    width = 1 << int(sizes.max() - 1).bit_length()  # a power of two: each shape is compiled once
+    width = 1 << int(sizes.max() - 1).bit_length()  # a power of two, so that few shapes are compiled
     rows = np.asarray(multihost_utils.process_allgather(np.pad(data, (0, width - len(data)))))
     return [json.loads(bytes(row[:size])) for row, size in zip(rows.reshape(len(sizes), width), sizes, strict=True)]
 
@@ -111,7 +112,7 @@ def gather(value: Any) -> list[Any]:
 def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -> list[Any]:
     """Returns `work(items)`, a list with one result per item; each process computes a contiguous share of the items.
 
-    With several processes the results are sent as JSON, so they must be lists, dicts, text, numbers or None.
+    With several processes, the results are sent as JSON: they must be lists, dicts, text, numbers or None.
 
     Raises:
       UserError: in every process, the UserError of the first process that raised one.
@@ -121,7 +122,7 @@ def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -
 
 
 def share(count: int) -> range:
-    """Returns the indices, of `count` in all, of this process's share in `spread`."""
+    """Returns the indices of the items that `spread` assigns to this process, if there are `count` items."""
     bounds = np.linspace(0, count, jax.process_count() + 1).astype(int)
     return range(bounds[jax.process_index()], bounds[jax.process_index() + 1])
 
@@ -141,7 +142,7 @@ def any_of(here: bool) -> bool:
 
 
 def all_or_none(work: Callable[[], Any]) -> list[Any]:
-    """Returns the result of `work()` in every process, in process order; results are as for `spread`.
+    """Calls `work` in every process and returns all results, in process order. See `spread` for the types of results.
 
     Raises:
       UserError: in every process, the UserError of the first process that raised one.
@@ -160,10 +161,10 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
 
 
 def leave_refused(status: int) -> NoReturn:
-    """Exits this process after invalid input that the other processes may not have seen.
+    """Exits this process after invalid input. The other processes do not always get the same error.
 
-    A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. The others monitor process 0, so it
-    exits last and all processes can print their errors.
+    A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. The other processes monitor process
+    0. Process 0 therefore exits last, so that all processes can print their errors.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -172,13 +173,13 @@ def leave_refused(status: int) -> NoReturn:
 
 
 def leave(error: BaseException) -> NoReturn:
-    """Exits this process immediately after an exception. A normal exit would wait for the other processes, which in
-    turn wait for this one."""
+    """Exits this process immediately after an exception. A normal exit would wait for the other processes, which
+    wait for this process."""
     traceback.print_exception(error, limit=-1 if isinstance(error, jax.errors.JaxRuntimeError) else None)
     print(
-        f"process {jax.process_index()} of {jax.process_count()} stops: the error above is its own, or the connection "
-        "failed because another process is gone. Start all processes again with the same command: the run resumes "
-        "from its newest checkpoint, or starts from the beginning if there is none.",
+        f"process {jax.process_index()} of {jax.process_count()} stops: the error above is from this process, or the "
+        "connection failed because another process is gone. Start all processes again with the same command: the run "
+        "resumes from its newest checkpoint, or starts from the beginning if there is none.",
         file=sys.stderr,
         flush=True,
     )

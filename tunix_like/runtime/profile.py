@@ -34,7 +34,7 @@ PEAK_FLOPS = {
     "NVIDIA L40": 181e12,
     "NVIDIA L4": 121e12,
 }
-"""Dense bfloat16 FLOPs per second by prefix of the device kind, from the vendors' data sheets."""
+"""Maps a prefix of the device kind to the dense bfloat16 FLOPs per second in the vendor's data sheet."""
 
 
 def peak_flops() -> float | None:
@@ -52,20 +52,20 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Adds the time since the previous call to `name`."""
+        """Adds the time since the previous call of `lap` to the total of `name`."""
         now = time.perf_counter()
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
 
 
 class Compilations:
-    """Counts the programs that XLA compiled (or loaded from the compilation cache), and the seconds that it took."""
+    """Counts the programs that XLA compiled (or loaded from the compilation cache), and the seconds of compilation."""
 
     def __init__(self) -> None:
         self._seen = len(_DURATIONS)
 
     def take(self) -> tuple[int, float]:
-        """Returns the number of compilations and their seconds since the last call."""
+        """Returns the number of compilations since the last call, and their total seconds."""
         new = _DURATIONS[self._seen :]
         self._seen += len(new)
         return len(new), sum(new)
@@ -84,7 +84,7 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 def _on_begin(event: str, value: float, **metadata: str | int) -> None:
-    """Handles the start of a compilation. jax reports a duration at its start, as a scalar event, and at its end."""
+    """Reports the start of a compilation. jax sends a scalar event at the start and a duration event at the end."""
     if event == _COMPILE:
         name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
         progress.compiling("decoding" if name == "advance" else name)
@@ -95,7 +95,7 @@ jax.monitoring.register_scalar_listener(_on_begin)
 
 
 def check_profile_steps(steps: Sequence[int] | None) -> None:
-    """Raises UserError if `training.profile_steps` is not a first and a last step."""
+    """Raises UserError if `training.profile_steps` is not a pair of a first and a last step."""
     if steps is not None and (len(steps) != 2 or not 1 <= steps[0] <= steps[1]):
         raise UserError(f"training.profile_steps: expected the first and the last step, e.g. [5, 6], got {steps}.")
 
@@ -104,7 +104,7 @@ class Profile:
     """Writes a profiler trace of some steps.
 
     Args:
-      steps: the first and the last step, or None for no trace.
+      steps: the first and the last step of the trace; None writes no trace.
       folder: the run folder; the trace is written to its subfolder `profile/`.
 
     Raises:
@@ -136,7 +136,7 @@ class Profile:
                 self.close()
 
     def close(self) -> None:
-        """Stops a running trace at the end of the run."""
+        """Stops the trace if it is running. Must be called at the end of the run."""
         if self._running and self.folder is not None:
             self._running = False
             jax.profiler.stop_trace()

@@ -1,7 +1,7 @@
 """Shows the progress of long tasks: a live line at the bottom of a terminal, or plain lines if there is no terminal.
 
-Progress output is off by default; `shown()` enables it, as the command line does. Long operations are wrapped in
-`task()`, which does nothing while progress output is off.
+Progress output is off by default. The command line enables it with `shown()`. Long operations are wrapped in `task()`,
+which does nothing if progress output is off.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Advance = Callable[..., None]
 """`f(done, note="")`: adds `done` finished items and sets the note that is shown after the count."""
 
 _SOON = 0.5
-"""Seconds after which a subtask is shown; shorter ones would flicker."""
+"""Seconds after which a subtask is shown. Shorter subtasks would flicker."""
 
 _STEPS = 20
-"""Number of last steps from which the remaining time is estimated."""
+"""The remaining time is estimated from this number of most recent steps."""
 
 
 class _Task:
@@ -39,7 +39,7 @@ class _Task:
 
     def advance(self, done: int, note: str = "") -> None:
         self.done, self.note, self.calls = self.done + done, note, self.calls + 1
-        if self.calls == 2:  # the first step includes compilation, so it does not predict the duration of the others
+        if self.calls == 2:  # the first step includes compilation, so the estimate ignores it
             self.marks.popleft()
         self.marks.append((time.monotonic(), self.done))
 
@@ -50,9 +50,10 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Estimates the remaining seconds from the last `_STEPS` steps. The first step, which compiles, is used only
-        until the second one is done. A current step that takes longer than average is assumed to end next."""
-        marks = list(self.marks)  # a copy, since another thread appends to it
+        """Estimates the remaining seconds from the last `_STEPS` steps. The first step includes
+        compilation and is used only until the second step is done. If the current step takes longer than the average,
+        it is assumed to end now."""
+        marks = list(self.marks)  # a copy, because another thread appends to the deque
         (first, before), (last, done) = marks[0], marks[-1]
         if self.total is None or done == before or done >= self.total:
             return None
@@ -61,8 +62,8 @@ class _Task:
 
 
 class _Display:
-    """Shows the running tasks, outermost first: count, elapsed and remaining time of the first, and the count of its
-    subtasks."""
+    """Shows the running tasks: the count, the elapsed time and the remaining time of the outermost task, and the count
+    of each subtask."""
 
     def __init__(self, lines: bool, every: float) -> None:
         self.tasks: list[_Task] = []
@@ -83,19 +84,19 @@ class _Display:
                 get_renderable=self._render,
                 refresh_per_second=4,
                 transient=True,
-                redirect_stderr=sys.stderr.isatty(),  # stderr that goes to a file must not appear on the screen
+                redirect_stderr=sys.stderr.isatty(),  # if stderr goes to a file, it must not appear on the screen
             )
             self._live.start()
 
     def pop(self, task: _Task) -> None:
         self.tasks.remove(task)
-        self.compiling = None  # a compilation that failed has reported no end
+        self.compiling = None  # a failed compilation does not report its end
         if self._live is not None and not self.tasks:
             self._live.stop()
             self._live = None
 
     def pause(self, paused: bool) -> None:
-        """Hides the line, or shows it again."""
+        """Hides the progress line if `paused` is True, otherwise shows it again."""
         self.paused = paused
         if self._live is not None:
             if paused:
@@ -127,11 +128,11 @@ class _Display:
         return text + (f": {parts}" if (parts := self.parts(now)) else "")
 
     def tick(self) -> None:
-        """Prints the plain line if nothing was printed for `every` seconds and a task has run for as long."""
+        """Prints the plain line if nothing was printed for `every` seconds and the task has run for `every` seconds."""
         now = time.monotonic()
         if self.paused:
             return
-        with contextlib.suppress(IndexError):  # the last task ended meanwhile
+        with contextlib.suppress(IndexError):  # the last task can end during this call
             if now - max(console.last_printed(), self.tasks[0].began) >= self.every:
                 console.print_text(self.line(now))
 
@@ -159,8 +160,8 @@ _SHOWN: _Display | None = None
 
 @contextlib.contextmanager
 def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
-    """Shows the progress of tasks that start inside this context. The line at the bottom of a terminal is removed at
-    the end.
+    """Shows the progress of tasks that start inside this context. At the end of the context, the line at the bottom
+    of a terminal is removed.
 
     Args:
       lines: whether to print plain lines if there is no terminal.
@@ -179,7 +180,7 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
 def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
     """Context manager that shows the progress of a long operation. Inside another task it shows a subtask.
 
-    It yields a function `advance(done, note="")`, which adds `done` finished items and sets the note behind the count.
+    Yields a function `advance(done, note="")`, which adds `done` finished items and sets the note after the count.
 
     Args:
       total: number of items; None if unknown or if there is only one.
@@ -198,7 +199,7 @@ def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Context manager that hides the progress, so that it does not write over what a person types."""
+    """Context manager that hides the progress output, so that it does not overwrite the input of a person."""
     display = _SHOWN
     if display is not None:
         display.pause(True)
@@ -210,7 +211,7 @@ def paused() -> Iterator[None]:
 
 
 def compiling(name: str | None) -> None:
-    """Reports that a program of this name is being compiled; None: that the compilation has ended."""
+    """Reports that the program `name` is being compiled. None reports that the compilation has ended."""
     if _SHOWN is not None:
         _SHOWN.compiling = None if name is None else (name, time.monotonic())
 

@@ -1,8 +1,9 @@
-"""The program of the process that renders chat templates.
+"""Renders chat templates in a separate process; this is the program of that process.
 
-A template is untrusted code that may loop forever or exhaust memory. `chat_templates.py` therefore starts this program
-in a separate interpreter, with limits that the operating system enforces at any point. A request is a pickled
-`(source, variables, most)`; an answer is a status and UTF-8 text. Each has a header with its length.
+A template is untrusted code that can loop forever or exhaust the memory. `chat_templates.py` therefore starts this
+program in a separate interpreter, with limits that the operating system enforces. A request is a pickled tuple
+`(source, variables, most)`. An answer is a status and a UTF-8 text. Both begin with a header that has their
+length.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def serve(seconds: float, memory: int) -> None:
     """Answers requests from standard input until it is closed.
 
     Args:
-      seconds: CPU time limit of one rendering; SIGPROF kills the process when it is exceeded.
-      memory: limit of the address space of the process, in bytes.
+      seconds: CPU time limit of one rendering. If a rendering exceeds the limit, SIGPROF ends the process.
+      memory: limit of the address space of the process in bytes.
     """
     with contextlib.suppress(ValueError, OSError):  # not every system supports this limit
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -75,7 +76,7 @@ def _compile(source: str) -> jinja2.Template:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # the filter of jinja escapes HTML characters, which models do not see in training
+        # the filter of jinja escapes HTML characters, but models are trained without these escapes
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

@@ -1,4 +1,4 @@
-"""Predicts the time of a compiled program on an accelerator from its costs, and names what bounds it."""
+"""Predicts the time of a compiled program on an accelerator from its costs, and which resource bounds this time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tunix_like.runtime.compiled_costs import Costs
 
 
 class Times(NamedTuple):
-    """Seconds of a program by resource, each as if it were alone; `cycles` is None where the compiler gives none."""
+    """Seconds of a program by resource, each as if it were the only limit. `cycles` is None without an estimate."""
 
     arithmetic: float
     memory: float
@@ -24,27 +24,28 @@ class Times(NamedTuple):
 
     @property
     def predicted(self) -> float:
-        """The larger of the seconds of device and network. This assumes that both work at the same time."""
+        """Predicted seconds: the larger of `device` and `network`. This assumes that both work at the same time."""
         return max(self.device, self.network)
 
     @property
     def bound(self) -> str:
-        """The resource that takes longest, by name."""
+        """Name of the resource that takes the longest time."""
         seconds = {name: value for name, value in self._asdict().items() if value is not None}
         return max(seconds, key=lambda name: seconds[name])
 
     @property
     def share(self) -> float:
-        """The predicted time as a fraction of the time without any overlap of network and device."""
+        """The predicted time divided by the time without any overlap of network and device."""
         total = self.device + self.network
         return self.predicted / total if total else 1.0
 
 
 def times(costs: Costs, needed: float, kind: Accelerator, number: int) -> Times:
-    """Returns the times of a program with these costs per device, on `number` devices.
+    """Returns the times of a program on `number` devices. `costs` are per device.
 
     Args:
-      needed: operations per device that the program is known to need; products inside kernels are not in the costs.
+      needed: calculated operations per device. The larger of these and `costs.operations` is used, because `costs`
+        lacks products inside kernels.
     """
     return Times(
         arithmetic=max(costs.operations, needed) / kind.operations,

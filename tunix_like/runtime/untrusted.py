@@ -1,9 +1,8 @@
 """Prevents control tokens in data: a control token in the text of a row (`<|im_end|>` in a question) is encoded as
 ordinary characters, never as the token.
 
-Text inserted by a template is marked with Unicode noncharacters (U+FDD0 to U+FDEF), which do not occur in valid text.
-Once the control tokens are known, control tokens in inserted text are replaced by references, which pass through a chat
-template unchanged.
+Text from data that a template inserts is marked with Unicode noncharacters (U+FDD0 to U+FDEF), which do not occur in
+valid text. Control tokens in the marked text are replaced by references, which a chat template does not change.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
 _REFERENCE = re.compile(f"{_OPEN}(\\d*){_CLOSE}")
 _WIDEST = 10_000
-"""Maximum width or precision of a format: `{column:>1000000000}` would exhaust the memory."""
+"""Maximum width or precision of a format. Without a limit, `{column:>1000000000}` would exhaust the memory."""
 
 _CUT = _OPEN + _CLOSE
-"""A reference to no token: the texts before and after it are encoded separately."""
+"""A separator: a reference without a token. The texts before and after it are encoded separately."""
 
 
 class _Marking(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """Looks up a field. A name with dots or brackets is first looked up as the name of a value, and only then as an
-        attribute or item of another value."""
+        """Looks up a field. A name with dots or brackets is first looked up as the name of a value. If there is no such
+        value, it is looked up as an attribute or item of another value."""
         if kwargs.get(field_name) is not None:
             return kwargs[field_name], field_name
         return super().get_field(field_name, args, kwargs)
@@ -55,7 +54,7 @@ class Filled(str):
 
 
 def fill(template: str, values: Mapping[str, Any]) -> Filled:
-    """Returns `template.format_map(values)` with the positions of the inserted values. Names of values may contain dots
+    """Returns `template.format_map(values)` with the positions of the inserted values. Names of values can contain dots
     and brackets: `a.b`, `a[b]`."""
     pieces = _MARKED.split(_Marking().vformat(_clean(template), (), values))  # template, value, template, ...
     filled, ends = Filled("".join(pieces)), list(itertools.accumulate(map(len, pieces)))
@@ -64,10 +63,10 @@ def fill(template: str, values: Mapping[str, Any]) -> Filled:
 
 
 def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
-    """Replaces the `control` tokens that come from data, fully or partly, by references.
+    """Replaces a `control` token by a reference if at least a part of the token comes from data.
 
     Args:
-      everything: True if the whole text is data; False if only the values inserted into a template are.
+      everything: True if the whole text is data; False if only the values inserted into a template are data.
     """
     clean = _clean(text)
     if not any(token in clean for token in control):
@@ -83,10 +82,10 @@ def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
 
 
 def refer_deep(value: Any, control: Sequence[str]) -> Any:
-    """Applies `refer` to each string of a JSON value, including the keys of mappings. All of it counts as data.
+    """Applies `refer` to each string of a JSON value, including the keys of mappings. The whole value counts as data.
 
-    A chat template joins the texts of a list. If a text ends with the beginning of a control token, a separator is
-    added, so that it does not form the token together with the next text.
+    A chat template joins the texts of a list. If a text of a list ends with the beginning of a control token, a
+    separator is added. Otherwise the text could form the token together with the next text.
     """
     if isinstance(value, str):
         return refer(value, control, everything=True)
@@ -122,8 +121,8 @@ def beginnings(value: Any, size: int) -> Any:
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """Splits a text at its references. Returns pairs of a piece and whether it is a control token from data. The piece
-    of a cut is empty."""
+    """Splits a text at its references. Returns pairs of a piece and whether the piece is a control token from data. For
+    the separator `_CUT`, the piece is empty."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
         (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)
@@ -133,7 +132,7 @@ def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
 
 
 def _cut(text: str, control: Sequence[str]) -> str:
-    kept = text.rstrip()  # a template may trim it
+    kept = text.rstrip()  # because a template can strip the text
     ends_in_prefix = any(kept.endswith(token[:size]) for token in control for size in range(1, len(token)))
     return f"{kept}{_CUT}{text[len(kept) :]}" if ends_in_prefix else text
 

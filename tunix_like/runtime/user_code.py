@@ -1,6 +1,6 @@
-"""Loads a user function from a file or an importable module, and describes what it returned or raised.
+"""Loads a user function from a file or an importable module. Describes return values and exceptions of user functions.
 
-Loading runs the named module only; the function itself is not called here.
+Loading runs the module of the function. The function itself is not called here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def describe_error(error: Exception) -> str:
 
     It must be called in the function that called the user function and caught the exception.
     """
-    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first below ours
+    frames = traceback.extract_tb(error.__traceback__)[1:2]  # the frame of the user function, which our frame called
     where = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else ""
     hint = (
         ": the function is traced by jax, write jnp.where instead of `if`" if "Tracer" in type(error).__name__ else ""
@@ -63,8 +63,8 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
       what: the kind of function, for error messages, e.g. "Reward".
 
     Raises:
-      UserError: the file or module is missing or fails to load, or it has no such function (the message lists the
-        functions that it has).
+      UserError: the file or module is missing or fails to load, or the module has no such function (the
+        message lists the functions of the module).
     """
     place, _, wanted = name.rpartition(":" if ":" in name else ".")
     label = f"{what} '{name}'"

@@ -1,4 +1,4 @@
-"""The process of an environment of the package `verifiers`, seen from the training process."""
+"""Starts and controls, from the training process, the process of an environment of the package `verifiers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from tunix_like.errors import UserError
 
 SECONDS_TO_START = 300.0
-"""Time until an environment is loaded; it may read a data set."""
+"""Maximum time to load an environment. It is long because an environment can load a data set."""
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = "tunix_like.runtime.verifiers_worker"
@@ -27,14 +27,17 @@ _SECONDS_TO_READ = 1.0
 
 
 class Lost(Exception):
-    """The process has ended; the message says why, as far as it is known."""
+    """The process has ended. The message gives the reason if it is known."""
 
 
 class VerifiersProcess:
-    """Starts the process (see `verifiers_worker`) and exchanges messages with it.
+    """Starts the process of `verifiers_worker.py` and exchanges messages with it.
 
     Args:
-      settings: the first message.
+      settings: the first message to the process.
+
+    Attributes:
+      first: the first message from the process.
 
     Raises:
       UserError: the package `verifiers` is not installed, or the environment cannot be used.
@@ -53,7 +56,7 @@ class VerifiersProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the training process, which ends this one
+            start_new_session=True,  # Ctrl-C reaches only the training process, which then ends this process
         )
         self._messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="verifiers", daemon=True)
@@ -65,7 +68,7 @@ class VerifiersProcess:
             self.first = {"kind": "unusable", "reason": str(error)}
         if self.first is None or self.first["kind"] == "unusable":
             self.kill()
-            late = f"it was not loaded within {SECONDS_TO_START:g} s; if its tasks do not end, set data.train_size"
+            late = f"it was not loaded within {SECONDS_TO_START:g} s; set data.train_size if its tasks are not limited"
             reason = late if self.first is None else self.first["reason"]
             raise UserError(f"data.path={settings['path']}: the environment cannot be used. {reason.rstrip('.')}.")
 
@@ -81,7 +84,7 @@ class VerifiersProcess:
             self._process.stdin.flush()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """Returns the next message; None if there is none within `seconds`.
+        """Returns the next message from the process; None if no message arrives within `seconds`.
 
         Raises:
           Lost: the process has ended.
@@ -96,7 +99,7 @@ class VerifiersProcess:
         return message
 
     def end(self, seconds: float) -> bool:
-        """Asks the process to end; returns whether it has ended within `seconds`."""
+        """Closes the input of the process, so that it ends. Returns whether it has ended within `seconds`."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -114,8 +117,9 @@ class VerifiersProcess:
         self._release()
 
     def _release(self) -> None:
-        """Closes the files of a process that has ended."""
-        self._reader.join(_SECONDS_TO_READ)  # a program that the process has started may hold its output open
+        """Closes the pipes and the error file after the process has ended."""
+        # Waits with a limit, because a child of the process can keep its output open.
+        self._reader.join(_SECONDS_TO_READ)
         files = [self._process.stdin, self._errors, *([] if self._reader.is_alive() else [self._process.stdout])]
         for file in files:
             assert file is not None

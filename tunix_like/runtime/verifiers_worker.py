@@ -1,8 +1,8 @@
-"""The process in which an environment of the package `verifiers` runs: its tasks, its harness and its rewards.
+"""Runs an environment of the package `verifiers` (its tasks, its harness and its rewards) in a separate process.
 
-The training process starts it and exchanges lines of JSON with it over standard input and output. The harness sends its
-requests to the interception server of `verifiers`, which forwards them to an endpoint of this process. From there they
-go to the training process, which samples the answers.
+The training process starts this process and exchanges lines of JSON with it over standard input and output. The harness
+sends its model requests to the interception server of `verifiers`, which forwards them to an HTTP endpoint of this
+process. This process forwards the requests to the training process, which samples the answers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from pathlib import Path
 from typing import IO, Any
 
 KEY_VARIABLE = "TUNIX_LIKE_EPISODES_API_KEY"
-"""Environment variable of this process with the key of its endpoint; `verifiers` passes no such name to programs."""
+"""Environment variable with the key of the endpoint. `verifiers` does not pass variables of this name to programs."""
 
 MODEL = "policy"
 LOCAL = "127.0.0.1"
 
 
 class Unusable(Exception):
-    """The environment cannot be used; the message says why."""
+    """The environment cannot be used. The message gives the reason."""
 
 
 def main() -> None:
     """Reads the settings from the first line, and then lists tasks or plays episodes.
 
-    The command line has the id of the training process.
+    The first argument of the command line is the process id of the training process.
     """
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # what the environment prints must not be read as a message
+    os.dup2(2, 1)  # the training process must not read the output of the environment as a message
     settings = json.loads(sys.stdin.buffer.readline())
     with _reported(out):
         config, env = load(settings)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when its parent has ended, also while an environment loads."""
+    """Ends this process when the process `parent` has ended. Works also while an environment loads."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -60,7 +60,7 @@ def _end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def _reported(out: IO[str]) -> Iterator[None]:
-    """Reports an exception of the environment's code as the reason why it cannot be used."""
+    """Sends an exception inside the block to the training process, as the reason why the environment cannot be used."""
     try:
         yield
     except Exception as error:
@@ -72,7 +72,7 @@ def _send(out: IO[str], message: Mapping[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns one line about an error."""
+    """Describes an error in one line."""
     import pydantic
 
     if isinstance(error, pydantic.ValidationError):
@@ -85,20 +85,20 @@ def _reason(error: BaseException) -> str:
 
 
 def _wrong(where: str, error: Any) -> str:
-    """Returns one line about arguments that `verifiers` refuses."""
+    """Describes a validation error of `verifiers` in one line; `where` is the key of the arguments."""
     found = error.errors()[0]
     return f"{'.'.join([where, *map(str, found['loc'])])}: {found['msg']}"
 
 
 def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Loads an environment; returns its agent's configuration and the environment.
+    """Loads an environment. Returns the configuration of its agent, and the environment.
 
     Args:
-      settings: `path`, the id of a taskset or a Python file, and `arguments`, the configuration in the form of
+      settings: `path` is the id of a taskset or a Python file; `arguments` is the configuration in the form of
         `verifiers`.
 
     Raises:
-      Unusable: it has several agents, or its harness runs commands and no runtime is set.
+      Unusable: the environment has several agents, or its harness runs commands and no runtime is set.
       Exception: whatever `verifiers` and the module of the environment raise.
     """
     from verifiers.v1.configs.agent import agent_config_fields
@@ -126,7 +126,7 @@ def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with the id of the taskset; makes a file importable."""
+    """Returns the arguments with the id of the taskset. If `path` is a file, makes it importable."""
     name = path
     if path.endswith(".py"):
         file = Path(path).absolute()
@@ -140,7 +140,7 @@ def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(settings: Mapping[str, Any], env: Any) -> dict[str, Any]:
-    """Returns the tasks to train on and, if they have arguments of their own, those to evaluate on."""
+    """Returns the training tasks. If `data.eval_arguments` is set, also returns the evaluation tasks."""
     import pydantic
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
@@ -158,7 +158,7 @@ def _listed(settings: Mapping[str, Any], env: Any) -> dict[str, Any]:
 
 def _tasks(taskset: Any, most: int | None) -> list[dict[str, Any]]:
     if most is None and not taskset.bounded:
-        raise Unusable("its tasks do not end; set data.train_size and data.eval_size")
+        raise Unusable("the number of its tasks is not limited; set data.train_size and data.eval_size")
     return [
         {"data": task.data.model_dump(mode="json"), "messages": _messages(task.data)}
         for task in itertools.islice(taskset, most)
@@ -166,7 +166,7 @@ def _tasks(taskset: Any, most: int | None) -> list[dict[str, Any]]:
 
 
 def _messages(data: Any) -> list[dict[str, str]]:
-    """Returns the prompt of a task as messages with texts; the harness may send others."""
+    """Returns the prompt of a task as text messages. The harness can send other messages to the model."""
     from verifiers.v1.types import content_text
 
     found = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
@@ -177,10 +177,11 @@ def _messages(data: Any) -> list[dict[str, str]]:
 
 
 class Episodes:
-    """Plays episodes, as many at the same time as the training process asks for.
+    """Plays the episodes that the training process starts; several episodes can run at the same time.
 
-    Messages from it: `run` (episode, task), `answer` (call, status, body, whether it is a stream), `stop` (episode) and
-    `cancel` (episode). Messages to it: `ready`, `request` (episode, call, body) and `end` (episode, reward, ...).
+    Messages from the training process: `run` (episode, task), `answer` (call, status, body, stream), `stop` (episode)
+    and `cancel` (episode). Messages to the training process: `ready`, `request` (episode, call, body) and `end`
+    (episode, reward, ...).
     """
 
     def __init__(self, env: Any, agent: Any, out: IO[str]):
@@ -232,14 +233,14 @@ class Episodes:
         return ModelContext(model=MODEL, client=EvalClientConfig(base_url=url, api_key_var=KEY_VARIABLE))
 
     async def _forward(self, http: Any) -> Any:
-        """Sends a request to the training process and waits for its answer."""
+        """Handles an HTTP request: sends it to the training process and returns the answer."""
         from aiohttp import web
 
         if not hmac.compare_digest(http.headers.get("authorization", ""), f"Bearer {self._key}"):
             return web.json_response({"error": {"message": "the key is missing or wrong"}}, status=401)
         episode = self._of_trace.get(http.headers.get("x-session-id", ""))
         if episode is None:
-            return web.json_response({"error": {"message": "the request is of no running episode"}}, status=409)
+            return web.json_response({"error": {"message": "the request belongs to no running episode"}}, status=409)
         call = next(self._calls)
         body, answer = await http.json(), asyncio.get_running_loop().create_future()
         self._answers[call] = episode, answer
@@ -263,7 +264,7 @@ class Episodes:
                 answer.set_result(message)
         elif kind == "stop":
             if (trace := self._traces.get(message["episode"])) is not None:
-                trace.stop("max_total_tokens")  # it is scored as it is
+                trace.stop("max_total_tokens")  # the episode so far is scored
         elif kind == "cancel" and (running := self._running.get(message["episode"])) is not None:
             running.cancel()
 
@@ -293,11 +294,12 @@ class Episodes:
 
 
 def _result(episode: Any) -> dict[str, Any]:
-    """Returns the reward, the metrics and the problem of an episode that has ended."""
+    """Returns the reward, the metrics and the error (if any) of an episode that has ended."""
     if len(episode.traces) != 1:
         problem = f"{episode.last_error.type}: {episode.last_error.message}" if episode.last_error else None
         return {
-            "error": problem or f"it has {len(episode.traces)} traces; only environments with one can be trained on"
+            "error": problem
+            or f"it has {len(episode.traces)} traces; only environments with one trace can be trained on"
         }
     (trace,) = episode.traces
     values = {name: each.value for name, each in trace.rewards.items() if each is not None} | {

@@ -6,7 +6,7 @@ import unicodedata
 
 
 class _Table(dict[int, str]):
-    """The replacement of each code point for `str.translate`, computed on first use."""
+    """A table for `str.translate`. Computes the replacement of a code point when it is first used."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -21,7 +21,7 @@ _TABLE = _Table()
 def visible(text: str) -> str:
     r"""Replaces every non-printable character by its escape, such as `\x1b`, `\r` or `\u202e`.
 
-    These are control characters, bidirectional and other format characters, and lone surrogates. Line breaks, tabs and
-    spaces are kept.
+    Non-printable characters are control characters, format characters (such as bidirectional ones) and lone surrogates.
+    Line breaks, tabs and spaces are kept.
     """
     return text if text.isascii() and text.isprintable() else text.translate(_TABLE)
