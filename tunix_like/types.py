@@ -77,7 +77,7 @@ class GroupBatch(NamedTuple):
 
     @property
     def sampled_lengths(self) -> Int[AnyArray, "P G"]:
-        """Returns the number of tokens in each completion that the policy sampled."""
+        """Returns, for each completion, the number of tokens that the policy sampled."""
         return self.completion_lengths if self.token_mask is None else self.token_mask.sum(axis=-1, dtype=np.int32)
 
 
@@ -223,7 +223,8 @@ class Responder(Protocol):
         """Returns the replies that are ready and were not returned before.
 
         Args:
-          wait: if no reply is ready, wait for one; in lockstep, wait for the replies to all turns.
+          wait: whether to wait if no reply is ready. In lockstep, this waits for the replies to all turns; otherwise,
+            for one reply.
         """
 
 
@@ -243,7 +244,8 @@ class Engine(Protocol):
         """
 
     def place(self, params: Any) -> Any:
-        """Returns the trainer's weights in the form that `generate` takes; called once for several calls of `generate`.
+        """Returns the trainer's weights in the form that `generate` takes; several calls of `generate` can use the same
+        result.
 
         The result is freed before the next update. With `rollout.max_staleness`, the result is still used during an
         update. An update deletes the trained arrays, so the result must not contain these arrays.
@@ -263,7 +265,7 @@ class Engine(Protocol):
           params: the weights, from `place`.
           requests: each request has 1 to `max_prompt_length` tokens and a unique `number`.
           responder: answers each turn of a completion. A turn ends with an end-of-sequence token. A completion ends if
-            the reply has no tokens or the token limit is reached. None: a completion has a single turn. An engine
+            `Reply.tokens` is None or the token limit is reached. None: a completion has a single turn. An engine
             without turns may omit this parameter.
         """
 

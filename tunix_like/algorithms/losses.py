@@ -168,10 +168,11 @@ def gspo(
     epsilon_high: float | None = 4e-4,
     epsilon_c: float | None = None,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """Computes `ppo_clip` with the geometric mean of a completion's token ratios as the ratio (GSPO, arXiv 2507.18071).
+    """Computes `ppo_clip` with one ratio for each completion (GSPO, arXiv 2507.18071).
 
-    The ratio is `s = exp(mean_t log rho_t)`. The per-token form is `s_t = sg(s) pi / sg(pi)` (`sg`: stop gradient), so
-    the gradient of every token is multiplied by the ratio of its completion.
+    The ratio is `s = exp(mean_t log rho_t)`, the geometric mean of the token ratios. The per-token form is
+    `s_t = sg(s) pi / sg(pi)` (`sg`: stop gradient), so the gradient of every token is multiplied by the ratio of its
+    completion.
     """
     difference = jnp.where(mask, logprobs - old_logprobs, 0.0)
     mean = difference.sum(axis=-1, keepdims=True) / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
@@ -249,7 +250,7 @@ def aggregation_weights(
     """Computes the loss weight of each completion's tokens over one optimizer update.
 
     Args:
-      mode: the aggregation. If N counted completions have at least one token: `token-mean` is 1 / (number of their
+      mode: the aggregation. For N counted completions with at least one token, `token-mean` is 1 / (number of their
         tokens), `sequence-mean-token-mean` is 1 / (N length), `seq-mean-token-sum` is 1 / N,
         `sequence-mean-token-scale` is 1 / (N max_tokens).
       counted: completions of this update that contribute to the loss.

@@ -98,7 +98,7 @@ class Objective:
         """Returns a key. Two objectives with equal keys are traced to the same program."""
         estimators = [(estimator.name, sorted(estimator.params.items())) for estimator in self.estimators]
         settings = repr((self.config, estimators, sorted(self.loss_params.items())))
-        return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may have no hash
+        return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
 
     def parameters(self) -> dict[str, Any]:
         """Returns all parameters of the estimator of the run and of the loss, with their values."""
@@ -377,7 +377,8 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
 
 
 def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
-    """Checks that all estimators accept negative rewards, which the setting `cause` produces; binarized rewards pass.
+    """Checks that all estimators accept the negative rewards that the setting `cause` produces, unless rewards are
+    binarized.
 
     Raises:
       UserError: an estimator rejects negative rewards. The message names the setting, the estimator and the remedy

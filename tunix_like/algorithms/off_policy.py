@@ -2,7 +2,8 @@
 
 `mu` is the policy of the sampler, and `pi` is the policy of the trainer. They differ because of rounding, and because
 of the updates since the sampler received its weights. Every mode multiplies the policy loss by a function of the ratio
-`pi / mu`, without gradient. `tests/algorithms/test_off_policy.py` shows the bias of every mode on an enumerated policy.
+`pi / mu`. No gradient flows through this function. `tests/algorithms/test_off_policy.py` shows the bias of every mode
+on an enumerated policy.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ class SamplerCorrection:
         return jnp.maximum(upper, self.lower) if self.lower else upper
 
     def metrics(self, ratios: Tokens, weights: Tokens, mask: Array) -> dict[str, Tokens]:
-        """Returns the addends of each token to the metrics; `finish_metrics` computes the metrics from their sums.
+        """Returns a value of each token for each metric; `finish_metrics` computes the metrics from their means.
 
         The metrics are means over tokens, or over completions in the `sequence` modes. In the `sequence` modes, each
-        addend is divided by the number of tokens of its completion.
+        value is divided by the number of tokens of its completion.
         """
         length = jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
         unit = jnp.broadcast_to(1.0 / length if self.by_sequence else jnp.ones_like(length, ratios.dtype), ratios.shape)

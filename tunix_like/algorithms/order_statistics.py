@@ -7,7 +7,8 @@ Let `x` be the rewards in ascending order, minus the largest reward. Every advan
 
 The static vectors `t, u, w` define an advantage. They are computed on the host in float64, for every number `n` of
 scored rewards. Equal rewards get equal advantages without special treatment. For one K, let `q_i` be the mean maximum
-over the K-subsets of the group that contain `i`, and `V_K` the mean maximum over all K-subsets. Then `q_i - V_K` has
+over the K-subsets of the group that contain `i`, and `V_K` the mean maximum over all K-subsets. Then `q_i - V_K` is the
+advantage with
 
     t_i = C(i-1, K-1) / C(n-1, K-1)     u_m = C(m-2, K-2) / C(n-1, K-1)     w_m = C(m-1, K-1) / C(n, K)
 """
@@ -61,8 +62,8 @@ def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixt
 def above_average(
     rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int
 ) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
-    """Returns `q_i - V_k`, `V_k`, and the largest reward minus `V_k`. The last is computed without the rounding of
-    `V_k`."""
+    """Returns `q_i - V_k`, `V_k`, and the largest reward minus `V_k`. The last value is computed without the rounding
+    of `V_k`."""
     size = rewards.shape[-1]
     table = _subset_weights(size, k)
     ordered, _, group = _sorted(rewards, scored)

@@ -27,9 +27,10 @@ def sum_advantages(bins: Int[np.ndarray, "P"], advantages: Float[np.ndarray, "P 
 
     A sum divided by the number of groups in its bin is the mean `|advantage|` of a prompt with that pass rate. A sum
     divided by the sum over all bins is the share of its bin. The sums are not gradient norms: an advantage is only the
-    factor of the gradient of a completion's log-probability. Lengths, aggregation and cancellation between gradients
-    are ignored. For a group of 0/1 rewards with pass rate p, the mean `|advantage|` is `2 (1-p)` under MaxRL
-    (2602.02710), `2 sqrt(p (1-p))` under GRPO with `ddof` 0, `2 p (1-p)` under Dr. GRPO, and 0 if p is 0 or 1.
+    factor by which the gradient of a completion's log-probability is multiplied. Lengths, aggregation and cancellation
+    between gradients are ignored. For a group of 0/1 rewards with pass rate p, the mean `|advantage|` is `2 (1-p)`
+    under MaxRL (2602.02710), `2 sqrt(p (1-p))` under GRPO with `ddof` 0, `2 p (1-p)` under Dr. GRPO, and 0 if p is 0 or
+    1.
     """
     mean = np.abs(advantages.astype(np.float64)).mean(axis=1)
     return np.bincount(bins[bins >= 0], weights=mean[bins >= 0], minlength=len(PASS_RATES)).tolist()

@@ -33,9 +33,9 @@ def population_weights(
 
         w(p) = E_j[ A_succ(j + 1) - A_fail(j) ],   j ~ Bin(G - 1, p).
 
-    This is the expected difference between the advantages of one completion as a success and as a failure, with the
-    other completions fixed. The function of the estimator computes `A` on all `G + 1` possible groups in one call, with
-    completions of one token. The sum is computed in float64.
+    The right side is the expected increase of a completion's advantage if the completion succeeds instead of failing
+    and the other completions stay the same. The function of the estimator computes `A` on all `G + 1` possible groups
+    in one call, with completions of one token. The sum is computed in float64.
 
     Args:
       advantage_estimator: a registered name, or `FILE.py:function`.

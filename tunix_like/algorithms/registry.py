@@ -34,7 +34,7 @@ class Estimator:
       zero_when_constant: given the parameters, returns whether a group of equal rewards gets zeros and can be skipped.
       takes: given the parameters, returns which rewards the estimator accepts: one of `REWARD_KINDS`.
       headroom: maps a parameter name to a number h. The largest value of the parameter is the group size minus h.
-      scored_beyond_k: a group with fewer than `k` plus this many scored completions is dropped.
+      scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, it is worth
         computing the advantages before the update, to skip these completions.
     """
@@ -81,7 +81,7 @@ def register_advantage_estimator(
         before the step.
       headroom: maps a parameter name to a number h: the parameter must be at most G - h, where G is the group size.
         `{"k": 1}` means `k <= G - 1`.
-      scored_beyond_k: a group with fewer than `k` plus this many scored completions, or fewer than two, is dropped.
+      scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions, or fewer than two, is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
 
@@ -127,7 +127,7 @@ def find_registered(name: str, registry: dict[str, Any], unknown: str, unregiste
 
     Args:
       unknown: beginning of the error message for an unknown name; it contains the config key and the kind of entry.
-      unregistered: a function that makes the entry of a function that is not registered.
+      unregistered: called with a function that is not registered; returns the entry of this function.
     """
     if name not in registry and is_place(name):
         function = load_function(name, unknown.partition(":")[0])
@@ -227,7 +227,8 @@ def check_rewards(
       place: returns the description of a completion, given its group and its index in the group.
 
     Raises:
-      UserError: a reward is not accepted. The message names the first such completion, the estimator and the remedy.
+      UserError: a reward is not accepted. The message names the first completion with such a reward, the estimator and
+        the remedy.
     """
     values = np.where(scored, rewards, 0.0)
 

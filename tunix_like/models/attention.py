@@ -2,7 +2,7 @@
 
 A part is a set of keys and values with a mask. All completions of a prompt share one part with the keys of the prompt,
 so these keys are stored once per group. This module contains the plain implementation, which materialises the scores.
-It selects between the plain implementation, the blocked implementation and the kernels of the device.
+It also selects between the plain implementation, the blocked implementation and the kernels of the device.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ unused), and the gradient is not NaN."""
 
 SCORES = 2**24
 """Maximum number of scores `B H N U` that "auto" materialises on a device without a kernel. In training, these scores
-take 64 MB per layer. Sequences for which the blocked implementation is faster exceed this number at any practical batch
-size."""
+take 64 MB per layer. Sequences for which the blocked implementation is faster need more scores than this at any
+practical batch size."""
 
 _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
@@ -77,8 +77,8 @@ def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...
     """Returns an implementation that does not materialise the scores, or None for the plain implementation.
 
     Parts with array masks always use the plain implementation; decoding uses array masks, with one query per row.
-    Kernels do not support caps, and splash attention does not support windows. In these cases the size selects the
-    implementation, as for "auto".
+    Kernels do not support caps, and splash attention does not support windows. In these cases the number of scores
+    selects the implementation, as for "auto".
     """
     if kind == "plain" or not all(part.described for part in parts):
         return None

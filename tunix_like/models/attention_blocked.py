@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix_like.models.attention_parts import Causal, Part, first_keys, key_positions, segment_ids
 
 BLOCK = 256
-"""Maximum number of queries and keys per block. On a CPU, the blocked implementation is as fast as the plain one for
-sequences of this length, and twice as fast for sequences of 1024. Blocks of 512 are not faster on a CPU."""
+"""Maximum number of queries and keys per block. On a CPU, the blocked implementation is as fast as the plain
+implementation for 256 positions, and twice as fast for 1024. Blocks of 512 are not faster on a CPU."""
 
 CAUSAL_BLOCKS, ALL_BLOCKS = "causal_blocks", "all_blocks"
 """Names of the loops over key blocks in a compiled program, for a `Causal` mask and for other masks."""

@@ -96,7 +96,7 @@ def _splash_forward(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: 
 
 def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Array, "B N H h"]) -> Any:
     # The public function computes the gradient for a single part, with the log-sum-exp of this part. The private
-    # backward function accepts any output and log-sum-exp, so it is called directly.
+    # backward function accepts any output and log-sum-exp, and is therefore called directly.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     q, keys, ids, out, lse = saved
@@ -169,7 +169,7 @@ def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *
     """Calls `function(q, keys, ids, *more)` on each device with its own rows and heads.
 
     The compiler itself cannot partition a kernel over a mesh. A mesh axis that does not divide the rows or heads is not
-    used. `more` are arrays `[B H ...]`, followed by the cotangent in the layout of `q`.
+    used. `more` contains arrays `[B H ...]`, followed by the cotangent in the layout of `q`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -189,7 +189,7 @@ def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *
 
 
 def _tiles(queries: int, keys: int) -> dict[str, Any]:
-    """Returns the largest tile sizes up to 512 that divide the lengths, forward and backward."""
+    """Returns the largest tile sizes up to 512 that divide the lengths, for the forward and backward kernels."""
     q, kv = (max(size for size in range(_LANES, 513, _LANES) if length % size == 0) for length in (queries, keys))
     return {f"block_{side}{of}": size for side, size in (("q", q), ("kv", kv)) for of in ("", "_dkv", "_dq")}
 

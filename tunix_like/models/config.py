@@ -53,8 +53,8 @@ class DecoderConfig:
       experts: the mixture of experts of the MLPs, or None.
       expert_layers: per layer, whether its MLP is a mixture of experts.
       max_positions: maximum sequence length of the model, in tokens.
-      source: the HF mapping from which this config was read. An export copies those of its fields that do not define
-        the model. The mapping is not compared or hashed, and no field that defines the model is read from it again.
+      source: the HF mapping from which this config was read. An export copies the fields that do not define the model.
+        The mapping is not compared or hashed, and no field that defines the model is read from it again.
 
     `windows`, `rotary` and `expert_layers` are empty if all layers have the default: no window, rotated queries and
     keys, and experts if the model has experts. Entries beyond the last layer are dropped.

@@ -119,7 +119,7 @@ class Decoder(nnx.Module):
         Args:
           inputs: one input per layer. If layers are stacked, one input per stack; its first axis runs over the
             repetitions of the pattern.
-          remat: recompute each layer in the backward pass.
+          remat: whether each layer is recomputed in the backward pass.
 
         Returns:
           the last `x`, and the outputs in the form of `inputs`.
@@ -138,9 +138,9 @@ class Decoder(nnx.Module):
                         whole = nnx.merge(graph, gather_layer(weights))
                         return run(whole, x, one, segment.start + offset)
 
-                    # A loop over a single layer already keeps the compiler from merging the recomputation with the
-                    # forward pass, so it needs no `prevent_cse`. In a loop over several layers without `prevent_cse`,
-                    # the compiler would recompute all layers before their backward passes.
+                    # `prevent_cse` keeps the compiler from merging the recomputation with the forward pass. A loop over
+                    # a single layer does not need it. In a loop over several layers without it, the compiler would
+                    # recompute all layers before their backward passes.
                     looped = self.segments is not None and segment.repeats > 1 and segment.period == 1
                     layer = jax.checkpoint(layer, prevent_cse=not looped) if remat else layer
                     x, output = layer(x, weights, one)
@@ -297,7 +297,8 @@ class Decoder(nnx.Module):
                 block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
                 write = jax.lax.dynamic_update_slice_in_dim
                 filled.append((write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)))
-                # Attention reads the updated cache, so the update needs no copy. `earlier` masks the new columns.
+                # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
+                # columns.
                 own = Part(*filled[-1], earlier)
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=self.config.attention_cap)
 
@@ -321,11 +322,12 @@ class Decoder(nnx.Module):
         to be computed only once if its completions are split over several calls.
 
         Args:
-          first, prompt_cache: from `prefill`; `first` predicts the first token of every completion.
-          offsets: position of each token after the prompt, from 0.
-          segments: for each token, the number of its completion within the bin, or of its segment of a completion; -1
-            for padding. Within the bin, a token sees only tokens with the same number.
-          remat: recompute each layer in the backward pass.
+          first, prompt_cache: from `prefill`; `first` is the hidden state that predicts the first token of every
+            completion.
+          offsets: position of each token relative to the end of its prompt, from 0.
+          segments: number of the completion, or of the segment of a completion, to which each token of a bin belongs;
+            -1 for padding. Within the bin, a token sees only tokens with the same number.
+          remat: whether each layer is recomputed in the backward pass.
         """
         positions = prompt_lengths[:, None, None] + offsets
         ropes = self._ropes(positions)
@@ -370,7 +372,7 @@ def cached_attend(
     """Returns the attention function for one new token per completion.
 
     The function writes the keys and values of the token to the cache at `column`, and appends the new cache to
-    `filled`. It attends to the prompt and to the `seen` columns of the cache.
+    `filled`. The function then attends to the prompt and to the `seen` columns of the cache.
     """
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -23,12 +23,13 @@ class Family:
 
     Attributes:
       architecture: name of the architecture in config.json.
-      adds: fields of `DecoderConfig` that have this value in every model of the family.
+      adds: maps fields of `DecoderConfig` to their values in every model of the family.
       options: fields of `DecoderConfig` that a model of the family may set.
       required: fields of `DecoderConfig` that config.json must set, in addition to the fields that every family needs.
         transformers fills an absent field with a constant of the family's largest model, but an absent field is more
         likely a mistake.
-      named: HF fields that must be present for the same reason, but can be null.
+      named: HF fields that must be present but can be null. As for `required`, an absent field is more likely a
+        mistake.
       defaults: defaults of transformers for fields of `DecoderConfig`, if they differ from the defaults of
         `DecoderConfig`.
       fields: HF fields that are allowed in this family only. Some of them are read; the others have no effect.
@@ -158,8 +159,8 @@ _KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_H
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
 _REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act"}
 NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
-"""Fields of `DecoderConfig.source` that an export does not copy. The export writes its own values, or the old values
-may be outdated."""
+"""Fields of `DecoderConfig.source` that an export does not copy. The export writes some of them itself; the others may
+be outdated."""
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Converts HF fields to fields of `DecoderConfig`. As in transformers, a field with the value null counts as
-    absent. For `Family.named`, a null field counts as present.
+    absent. A null field in `Family.named` counts as present.
 
     Raises:
       UserError: the family is unknown, or a field is missing, unknown, unsupported or of the wrong type.

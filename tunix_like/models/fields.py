@@ -42,8 +42,8 @@ EXPERT_NAMES = {
 }
 
 LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
-"""The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. Both are far above the values of
-published models. They reject a mistyped or corrupted number before memory is allocated."""
+"""The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. These limits are far above the values
+of published models. They reject a mistyped or corrupted number before memory is allocated."""
 
 SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
 _BOOLEANS = frozenset({"tie_embeddings", "normalised", *SWITCHES})

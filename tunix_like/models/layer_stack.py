@@ -1,6 +1,6 @@
 """Stacks layers of equal kinds. A compiled program then has one copy of each kind instead of one copy per layer.
 
-A decoder with stacked layers runs them with `jax.lax.scan`. The time to compile it, and the memory of its program, then
+A decoder with stacked layers runs them with `jax.lax.scan`. Its compilation time and the memory of its program then
 hardly depend on the number of layers.
 """
 

@@ -59,7 +59,7 @@ def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 
 
 def activation(name: str) -> Callable[[Array], Array]:
-    """Returns the function of one of `config.ACTIVATIONS`."""
+    """Returns the activation function of this name, one of `config.ACTIVATIONS`."""
     return {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}[name]
 
 

@@ -134,7 +134,7 @@ def _described(
         return None, DecoderConfig.from_hf(path_or_hub_id), None
     folder = _find(path_or_hub_id, with_weights=with_weights)
     config = DecoderConfig.from_hf(folder)
-    # An export of adapters stores this name as their base model.
+    # An export of adapters stores this name as the name of the base model.
     name = {"_name_or_path": str(path_or_hub_id) if init == "pretrained" else None}
     config = dataclasses.replace(config, source={**(config.source or {}), **name})
     # The tokenizer is loaded before the weights. Loading weights can take minutes, and errors of the tokenizer appear
@@ -315,7 +315,7 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
 
 
 def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
-    """Returns the local folder of a model; downloads a hub id first."""
+    """Returns the local folder of a model. Downloads the model if a hub id is given."""
     cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
     check_type("load_model", path_or_hub_id, (str, Path), cure)
     path = Path(path_or_hub_id).expanduser()

@@ -23,7 +23,7 @@ def token_logprobs(
 ) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
     """Computes `log_softmax(hidden @ head / temperature)` at the targets, and the entropy, both in nats.
 
-    The entropy has no gradient unless `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
+    The entropy has a gradient only if `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
     before the temperature.
 
     Tokens are processed in pieces of about `chunk` tokens. The backward pass computes the logits of each piece again,

@@ -64,7 +64,7 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
       seed: random seed of all matrices A.
 
     Raises:
-      UserError: the rank is not set, the model does not have a target, or the model already has adapters.
+      UserError: the rank is not set, a target does not exist in the model, or the model already has adapters.
     """
     check_decoder("model", model)
     if model.adapters is not None:
@@ -91,7 +91,7 @@ def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
     """Resolves the defaults of a LoRA config for a model.
 
     Raises:
-      UserError: the rank is not set, or the model does not have a target.
+      UserError: the rank is not set, or a target does not exist in the model.
     """
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
@@ -205,7 +205,7 @@ def _digest(sums: Mapping[str, int]) -> str:
 
 
 def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Checks that adapters are used with the base model that they were trained with.
+    """Checks that the base model of this run is the model with which the adapters in `folder` were trained.
 
     The check compares the fingerprints under the key `base` of two identities (`Trainer.identity`): `held` was stored
     in `folder`, and `now` is the identity of this run. If one of them has no fingerprint, the check passes.

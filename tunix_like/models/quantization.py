@@ -130,8 +130,8 @@ def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
 
 
 def _nf4(codes: Array) -> Array:
-    """Looks up codes in `NF4`. Each bit of a code selects between neighbouring values, because a gather would be slow
-    on accelerators."""
+    """Looks up codes in `NF4`. Selects between neighbouring values, one bit of the code after another, because a gather
+    would be slow on accelerators."""
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in (1, 2, 4, 8):
         chosen = (codes & bit) > 0

@@ -57,8 +57,8 @@ _KINDS: dict[str, type | None] = {"default": None, "linear": LinearScaling, "lla
 
 
 def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads `rope_theta` and `rope_scaling` from the older HF fields (`rope_theta`, `rope_scaling`) or from the newer
-    field `rope_parameters`. The result has no entry for an absent value.
+    """Reads `rope_theta` and `rope_scaling` from the older HF fields of the same names, or from the newer field
+    `rope_parameters`. The result has no entry for an absent value.
 
     Raises:
       UserError: both forms are present and differ, the type of scaling is not supported, or a field is missing,

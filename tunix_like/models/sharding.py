@@ -133,8 +133,8 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Shards parameters by `PARAMETER_AXES`. Without a mesh, they stay on their device, but are committed to it. The
-    outputs of a training step are committed too. A second step is therefore not compiled again."""
+    """Shards parameters by `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but are committed to it.
+    The outputs of a training step are committed too. A second step is therefore not compiled again."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
     return jax.tree.map(_put, params, parameter_shardings(params, mesh))
@@ -159,8 +159,8 @@ def _is_own(x: Any) -> bool:
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
-    """Raises a UserError if the devices along `tp` do not divide the heads of a model, or if several processes have no
-    mesh."""
+    """Raises a UserError if the devices along `tp` do not divide the heads of a model, or if there are several
+    processes but no mesh."""
     if mesh is not None:
         check_type("mesh", mesh, Mesh, "give a jax.sharding.Mesh, e.g. tunix_like.models.sharding.build_mesh(...)")
     if mesh is None and jax.process_count() > 1:
@@ -294,7 +294,7 @@ def replicate(x: jax.Array) -> jax.Array:
 def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, rows: int) -> Callable[..., jax.Array]:
     """Wraps `function(params, x)`: each device runs it on its own rows of `x`. Used inside a compiled function.
 
-    If parameters are split along `tp`, the partial results of these devices are added up.
+    If parameters are split along `tp`, each device computes a partial result, and the partial results are added up.
 
     Args:
       params: gathered parameters or their shapes (`gather_layer`).

@@ -53,7 +53,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
     """Returns the HF name of a parameter. For example, `("layers", 0, "mlp", "up_proj", "kernel")` becomes
-    `"model.layers.0.mlp.up_proj.weight"`. The number `expert` is inserted after `experts`.
+    `"model.layers.0.mlp.up_proj.weight"`. If `expert` is given, it is inserted after `experts`.
 
     Kernels are `[in, out]` here and `[out, in]` in HF; all other parameters have the same shape in both.
 
@@ -165,8 +165,8 @@ def save_weights(
     """Writes `model.safetensors`, or shards with an index if the weights exceed `max_file_bytes` (a tensor is never
     split). A tied head is not written.
 
-    Files are renamed to their names when complete. Existing weights in the folder are replaced. A concurrent reader
-    sees the old weights, no weights or the new weights, and never a mixture.
+    Files are written under temporary names, and are renamed when all files are complete. Existing weights in the folder
+    are replaced. A concurrent reader sees the old weights, no weights or the new weights, and never a mixture.
 
     Raises:
       UserError: the folder cannot be written, or the tree does not match the config.
@@ -267,10 +267,10 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     for kind, names in (("lack", missing), ("have unexpected", unexpected)):
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            tied = " If the head is the embedding, set tie_word_embeddings = true there." if names == [_HEAD] else ""
+            tied = " If the head is the embedding, set tie_word_embeddings = true." if names == [_HEAD] else ""
             raise UserError(
-                f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. A file is missing, or the"
-                f" weights do not match config.json.{tied}"
+                f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. The weights do not match"
+                f" config.json, or a file is missing.{tied}"
             )
 
 

@@ -20,7 +20,7 @@ def by_source(
       UserError: a name is not registered, or a function returned an invalid reward (the message names the function).
         The caller then repeats the call with single completions, so that the failure is assigned to the right
         completion.
-      Exception: whatever a function raises.
+      Exception: any exception that a function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}
     out: list[float | None] = [None] * len(completions)

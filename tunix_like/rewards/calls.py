@@ -123,7 +123,7 @@ def call(
 
     Raises:
       WrongCount: the function returned a wrong number of values, or not a list.
-      Exception: whatever the function raises.
+      Exception: any exception that the function raises.
     """
     values = function(**{key: list(column) for key, column in arguments.items()})
     if hasattr(values, "tolist"):  # numpy and jax arrays

@@ -136,7 +136,8 @@ def _math_verify(answer: str, gold: str) -> float | None:
     from math_verify.errors import TimeoutException
 
     def read(text: str) -> Any:
-        # Between dollar signs the whole text is parsed as one formula; otherwise math-verify searches it for a number.
+        # Between dollar signs, the whole text is parsed as one formula. Without dollar signs, math-verify would search
+        # the text for a number.
         formula = written_out(text).replace("\\$", "").replace("$", "")
         return parse(
             f"${formula}$",

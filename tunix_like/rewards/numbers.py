@@ -119,7 +119,7 @@ def plain(text: str) -> str:
 
 
 def has_neighbours(text: str) -> bool:
-    """Returns whether two numbers are adjacent (`5 6`, `5{6}`, `5\\frac{6}{1}`), so the text is not a number."""
+    """Returns whether two numbers are adjacent (`5 6`, `5{6}`, `5\\frac{6}{1}`). Such a text is not a number."""
     return _NEIGHBOURS.search(_TWO_PARTS.sub(r"(\1)/(\2)", _SCRIPT.sub("^", plain(text)))) is not None
 
 

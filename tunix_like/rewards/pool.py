@@ -29,8 +29,8 @@ START_SECONDS = 120
 """Maximum seconds for a worker to start and to load the functions."""
 
 PATIENCE = 10
-"""Limit on the total time of failed calls in a batch, as a multiple of `timeout_seconds` plus the start time, per
-worker. Completions that are not scored at this limit stay unscored."""
+"""Limit on the total time of failed calls in a batch: this many times (`timeout_seconds` + start time of a worker) per
+worker. At the limit, the remaining completions stay unscored."""
 
 POLL_SECONDS = 0.2
 """Interval of the memory checks while workers are busy."""
@@ -90,7 +90,7 @@ def pooled(
 
 
 def close_pools(functions: Iterable[Callable[..., Any]]) -> None:
-    """Stops the workers of the pooled functions among `functions`. They restart at the next call."""
+    """Stops the workers of the pooled functions among `functions`. The workers restart at the next call."""
     for function in functions:
         if isinstance(function, PooledFunction):
             function.pool.close()
@@ -274,7 +274,7 @@ class _Batch:
             self._failed(call, "timeout", f"Reward function '{self.name}' {what}.", now)
 
     def _replace(self, slot: _Slot) -> str:
-        """Kills the worker of a slot; the next call starts a new one. Returns a description of how it ended."""
+        """Kills the worker of a slot; the next call starts a new one. Returns a description of how the worker ended."""
         assert slot.worker is not None
         how = slot.worker.kill()
         slot.worker, slot.call = None, None

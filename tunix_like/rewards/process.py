@@ -37,7 +37,7 @@ class WorkerProcess:
 
         Args:
           places: locations of the user's functions, passed on to the program.
-          start: code that the interpreter runs; it gets the settings as `START` does.
+          start: code that the interpreter runs; it reads the settings in the same way as `START`.
           label: printed before each forwarded line of output.
         """
         self.label = label

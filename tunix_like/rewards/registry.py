@@ -24,7 +24,7 @@ votes (maj@k). Equal answers count as one answer. A completion with the answer N
 
 
 def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | None = None) -> Callable[[_F], _F]:
-    """Decorator that registers a reward function under `name`.
+    """Returns a decorator that registers a reward function under `name`.
 
     Args:
       answer: function that extracts the answer of a completion for maj@k (see `ANSWERS`). None: maj@k is not reported

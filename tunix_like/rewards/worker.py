@@ -32,7 +32,7 @@ START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from tunix_like.rewards.worker import serve; serve(given['socket'], given['places'], given['parent'])"
 )
-"""Code that the interpreter runs (`-c`). Its settings are passed as JSON and include the `sys.path` of the run."""
+"""Code that the interpreter runs (`-c`). The settings are passed as JSON and include the `sys.path` of the run."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,7 +66,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
             break
         answer = _answer(functions, request)
         if os.getpid() != own:
-            os._exit(0)  # the function forked and this is the child; only the parent sends the answer
+            os._exit(0)  # the function has forked, and this is the child; only the parent sends the answer
         channel.sendall(message(json.dumps(answer).encode()))
 
 

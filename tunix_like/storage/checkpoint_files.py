@@ -13,7 +13,7 @@ from tunix_like.errors import UserError
 from tunix_like.storage import checksums
 
 STAMP = "_CHECKPOINT_METADATA"
-"""Metadata file of a step, written by orbax: handlers and times."""
+"""Metadata file of a step with handlers and times, written by orbax."""
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -33,7 +33,8 @@ def is_complete(step: Path) -> bool:
 
 
 def remove(step: Path) -> None:
-    """Removes a step as far as possible. If the removal is interrupted, the rest is not treated as a complete step."""
+    """Removes a step, or as many of its files as possible. If the removal is interrupted, the rest is not treated as a
+    complete step."""
     with contextlib.suppress(OSError):
         (step / STAMP).unlink()
         shutil.rmtree(step)

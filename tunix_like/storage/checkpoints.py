@@ -1,8 +1,8 @@
 """Saves and restores checkpoints with orbax.
 
-The checkpoint of a training step is a folder, named by the number of the step and also called a step. It contains
-arrays, the position in the data stream and a JSON dict, `meta`. A step is saved atomically. The caller stores in `meta`
-what identifies the run.
+The checkpoint of a training step is a folder whose name is the number of the step. The folder is also called a step. It
+contains arrays, the position in the data stream and a JSON dict, `meta`. A step is saved atomically. The caller stores
+in `meta` what identifies the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Checkpoints:
     number of the step, so a numbered folder is complete.
 
     Args:
-      folder: folder of the numbered steps. A writer creates it.
+      folder: folder of the numbered steps, created if it is opened for writing.
       max_to_keep: number of newest steps to keep. None opens the folder for reading only: nothing is created or
         removed, so this is safe while another process writes.
       best: selects one step that is kept in addition, until a better step is complete and verified.
@@ -69,7 +69,7 @@ class Checkpoints:
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, step: int, state: Any, iterator: Any = None, meta: Mapping[str, Any] | None = None) -> None:
-        """Starts to write a step. Returns when `state` can be changed or donated; `wait` waits until the step is
+        """Starts to write a step. Returns as soon as `state` can be changed or donated. `wait` waits until the step is
         written.
 
         If the step cannot be written (for example, because the disk is full), a warning is logged, its files are
@@ -93,7 +93,7 @@ class Checkpoints:
         items = {"state": ocp.args.PyTreeSave(state), "meta": ocp.args.JsonSave(json.loads(json.dumps(meta or {})))}
         if iterator is not None:
             items["iterator"] = ocp.args.JsonSave(iterator.get_state())
-        if self._failure is not None:  # the old checkpointer may raise errors again in later calls
+        if self._failure is not None:  # the old checkpointer may raise the earlier error again
             self._checkpointer = self._new_checkpointer()
         self._step, self._failure = step, None
         try:
@@ -109,7 +109,7 @@ class Checkpoints:
         before the previous best step is removed."""
         try:
             self._checkpointer.wait_until_finished()
-        except Exception as error:  # orbax and tensorstore raise many kinds
+        except Exception as error:  # orbax and tensorstore raise many types of exceptions
             self._give_up(error)
         else:
             if is_first():
@@ -220,7 +220,7 @@ class Checkpoints:
                 for other, what in damaged.items():
                     logger.warning("%s", self._set_aside(other, what) + f"; step {step} is used instead")
                 return step
-            if not checkpoint_files.is_complete(path):  # removed in the meantime by the run that writes this folder
+            if not checkpoint_files.is_complete(path):  # the run that writes this folder has removed the step
                 return self._find_undamaged()
             damaged[path] = damage
         if damaged:
@@ -322,7 +322,7 @@ class Checkpoints:
     def _reading(self, step: int) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # orbax raises many kinds; for the user, all of them mean a damaged step
+        except Exception as error:  # orbax raises many types of exceptions; for the user, all mean a damaged step
             raise UserError(
                 f"{self.folder}/{step}: this checkpoint cannot be read ({str(error)[:300]}). Remove this folder to use "
                 "the previous step."

@@ -45,7 +45,7 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
 
 
 def _problem(target: Path, source: str | None) -> str | None:
-    """Returns why nothing may be written to `target`, or None."""
+    """Returns the reason why an export must not be written to `target`, or None."""
     if {target.name, target.parent.name} & set(_CHECKPOINTS):
         return "contains checkpoints of a run"
     if not target.exists():
@@ -71,9 +71,9 @@ def _problem(target: Path, source: str | None) -> str | None:
 def written_whole(folder: str | Path, overwrite: bool, source: str | None = None) -> Iterator[Path]:
     """Yields an empty temporary folder, which replaces `folder` if the block ends without an exception.
 
-    The new folder has the permissions of the existing `folder`, or the permissions that the umask gives if there is
-    none. If `folder` is a mount point or its parent is not writable, `folder` is not replaced. The files are then moved
-    into `folder` one by one.
+    The new folder has the permissions of the existing `folder`, or the permissions that the umask gives if `folder`
+    does not exist. If `folder` is a mount point or its parent is not writable, `folder` is not replaced. The files are
+    then moved into `folder` one by one.
 
     Raises:
       UserError: as in `check_folder`, or `folder` cannot be written.

@@ -48,8 +48,8 @@ def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
     The thread that owns the lock can take it again. If `folder` is None, nothing is locked.
 
     Yields:
-      a function that all processes must call before they write. It raises `UserError` if another run has taken over
-      the folder, which is possible if this run was suspended for longer than `PATIENCE_SECONDS`.
+      a function that all processes must call before they write. The function raises `UserError` if another run has
+      taken over the folder. This is possible if this run was suspended for longer than `PATIENCE_SECONDS`.
 
     Raises:
       UserError: another process owns the folder (the message names its process id and host), or the lock cannot be
@@ -135,7 +135,7 @@ def _create(lock: Path) -> bool:
 
 def _wait_until_gone(lock: Path) -> None:
     """Removes the lock if its owner has exited, and raises `UserError` if the owner is alive. If the owner's process
-    cannot be looked up, watches the lock for up to `PATIENCE_SECONDS` first."""
+    cannot be looked up, first watches the lock for up to `PATIENCE_SECONDS`."""
     owner = _read(lock)
     if not owner:  # the file was just created and is not yet written
         time.sleep(0.5)
@@ -154,7 +154,8 @@ def _wait_until_gone(lock: Path) -> None:
 
 
 def _untouched(lock: Path, message: str) -> bool:
-    """Watches the lock of another machine for `PATIENCE_SECONDS`; returns False as soon as it is touched."""
+    """Watches the lock of another machine for `PATIENCE_SECONDS`. Returns False as soon as the lock is touched, else
+    True."""
     logger.warning("%s; waiting up to %g s to check whether that process is alive", message, PATIENCE_SECONDS)
     before, end = _touched(lock), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:

@@ -86,7 +86,7 @@ class Place(NamedTuple):
 
 class Wandb:
     """A run of Weights & Biases. The row number is passed as the internal step, because it never decreases; Weights &
-    Biases drops rows whose step is smaller than the last. The axes of the charts are the training steps."""
+    Biases drops rows whose step is smaller than the last step. The axes of the charts are the training steps."""
 
     at_once = False  # rows are lost if the process is killed before they are sent (offline: before their block is full)
 
@@ -107,7 +107,7 @@ class Wandb:
             reinit="create_new",  # keeps a run that the user has opened
             settings={"console": environment.get("WANDB_CONSOLE", "off")},  # wandb captures the output otherwise
         )
-        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online: known to the server
+        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online: the server knows it
         for names, step in (("sft/*", "sft/step"), ("train/*", "step"), ("eval/*", "step")):
             self._run.define_metric(names, step_metric=step)
 
@@ -147,11 +147,11 @@ class Trackers:
     Neither tool can delete logged rows (Weights & Biases truncates a run only for some accounts). A run that resumes
     from a checkpoint repeats the same steps bit for bit, so rows that a tool already has are not logged again. The
     curve continues where it ended. (If `max_steps`, `eval.*` or `train_micro_batch_size` were changed, the repeated
-    steps are not identical bit for bit; the tools keep the rows of the first time.) If a tool lacks rows of
+    steps are not identical bit for bit; the tools keep the rows that were logged first.) If a tool lacks rows of
     `metrics.jsonl`, these rows are logged before new rows. A run without a checkpoint starts over with a new id.
 
-    `tracking.json` stores the id, and for each tool the number of rows that it is known to have: all logged rows if the
-    tool stores rows at once, else the rows up to the end of the last completed phase.
+    `tracking.json` stores the id, and for each tool the number of rows that the tool is known to have: all logged rows
+    if the tool stores rows at once, else the rows up to the end of the last completed phase.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
