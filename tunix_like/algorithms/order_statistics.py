@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Mixture = tuple[tuple[int, float], ...]
-"""A sum of advantages for several K: `(K, factor)` pairs."""
+"""Defines a weighted sum of advantages for several K, as pairs `(K, factor)`."""
 
 
 class Spread(NamedTuple):

@@ -155,7 +155,7 @@ def group_attention(
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
     """Computes scaled, capped and masked scores. Heads precede positions, so the product is a plain batched matrix
-    product. On the CPU, its gradient takes half as long as with batch axes between the other axes."""
+    product. On the CPU, the gradient of a product with batch axes between other axes would take twice as long."""
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]
     split = (q * width**-0.5).reshape(batch, count, key_heads, heads // key_heads, width)

@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
     @property
     def windowed(self) -> bool:
-        """Whether the mask limits the earliest key that a query sees."""
+        """Whether the mask hides early keys from some queries."""
         if isinstance(self.mask, Causal):
             return self.mask.window is not None
         return isinstance(self.mask, Lengths | Positions) and self.mask.starts is not None

@@ -26,10 +26,9 @@ class Family:
       adds: maps fields of `DecoderConfig` to their values in every model of the family.
       options: fields of `DecoderConfig` that a model of the family may set.
       required: fields of `DecoderConfig` that config.json must set, in addition to the fields that every family needs.
-        transformers fills an absent field with a constant of the family's largest model, but an absent field is more
-        likely a mistake.
-      named: HF fields that must be present but can be null. As for `required`, an absent field is more likely a
-        mistake.
+        transformers fills an absent field with a constant of the family's largest model. Here, an absent field is an
+        error, because it is probably a mistake.
+      named: HF fields that must be present but can be null. An absent field is an error, as for `required`.
       defaults: defaults of transformers for fields of `DecoderConfig`, if they differ from the defaults of
         `DecoderConfig`.
       fields: HF fields that are allowed in this family only. Some of them are read; the others have no effect.

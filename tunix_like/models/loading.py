@@ -290,8 +290,8 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 
 
 def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
-    """Returns the ids of the tokens that end a completion, from `generation_config.json` or else from `config.json`;
-    empty if neither file has them. The end-of-sequence id of the tokenizer is not included."""
+    """Returns the ids of the tokens that end a completion, from `generation_config.json` or else from `config.json`.
+    The result is empty if neither file has ids. The end-of-sequence id of the tokenizer is not included."""
     path = folder / "generation_config.json"
     generation = read_object(path, "Correct it, or remove it to use config.json.") if path.is_file() else {}
     for file, fields in ((path, generation), (folder / "config.json", config.source or {})):
