@@ -1,4 +1,4 @@
-"""`python -m tunix_like` is the command `tunix-like`."""
+"""Runs the command `tunix-like` for `python -m tunix_like`."""
 
 import sys
 

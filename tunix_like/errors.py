@@ -8,8 +8,8 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Invalid input: a config key, a file, a data row or a user function. The message names it and the remedy; the CLI
-    prints the message without a traceback and exits with `status`."""
+    """An invalid input: a config key, a file, a data row or a user function. The message names the input and the
+    remedy. The CLI prints the message without a traceback and exits with `status`."""
 
     status = 2
 
@@ -27,18 +27,19 @@ class NotSaved(UserError):
 
 class EngineLost(UserError):
     """The servers that generate completions, or the service of the environments, do not answer. The state of the run is
-    saved, and it can be resumed."""
+    saved, and the run can be resumed."""
 
     status = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class EnvironmentUnavailable(UserError):
-    """An environment raises it if a service that it needs cannot be reached. Its trajectory is unscored; if this
-    happens to all trajectories of a batch, the run stops with `EngineLost`."""
+    """A service that an environment needs cannot be reached. Environments raise this error. The trajectory of the
+    environment is then unscored. If this happens to all trajectories of a batch, the run stops with `EngineLost`."""
 
 
 class EnvironmentMisconfigured(UserError):
-    """The configuration does not fit an environment. The run stops if `reset` raises it."""
+    """The configuration does not fit an environment. The run stops if the `reset` of an environment raises this
+    error."""
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) -> None:

@@ -1,4 +1,5 @@
-"""Types shared by all packages: problems, rollout batches, the engine protocol and the signatures of user functions.
+"""Defines the types that all packages share: problems, rollout batches, the engine protocol and the signatures of user
+functions.
 
 Array axes used in the whole library: `P` prompts (groups), `G` completions per prompt, `S` prompt positions, `T`
 completion positions, `V` vocabulary, `D` model width, `H`/`K` query/key heads, `h` head width.
@@ -51,8 +52,8 @@ class GroupBatch(NamedTuple):
       estimator_ids: index of each group's advantage estimator in the objective (None: the estimator of the run).
       token_mask: True for tokens sampled by the policy, which can be trained on; False for padding and for tokens from
         another source (None: the policy sampled every token of each completion).
-      segment_start: index of the first token of each token's segment. A token follows the prompt and the earlier tokens
-        of its own segment only, so a completion may hold several contexts (None: each completion is one segment).
+      segment_start: index of the first token of each token's segment. A token sees only the prompt and the earlier
+        tokens of its own segment, so a completion can contain several contexts (None: each completion is one segment).
     """
 
     prompt_tokens: Int[AnyArray, "P S"]
@@ -76,13 +77,13 @@ class GroupBatch(NamedTuple):
 
     @property
     def sampled_lengths(self) -> Int[AnyArray, "P G"]:
-        """Returns the number of tokens in each completion that the policy sampled."""
+        """Returns, for each completion, the number of tokens that the policy sampled."""
         return self.completion_lengths if self.token_mask is None else self.token_mask.sum(axis=-1, dtype=np.int32)
 
 
 class ById:
-    """A key that identifies one object. Keys are equal only for the same object. The object needs no hash, and lives as
-    long as the key."""
+    """A key that identifies one object. Two keys are equal only if they hold the same object. The object need not be
+    hashable. The key keeps a reference to the object."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -108,8 +109,8 @@ class Request(NamedTuple):
 
     Attributes:
       tokens: the token ids of the prompt.
-      number: distinguishes the requests of one call. The random numbers of a completion depend only on this number, on
-        the index of the completion in its group and on the key of the call.
+      number: distinguishes the requests of one call. The random numbers of a completion depend only on this number, the
+        index of the completion in its group, and the key of the call.
       samples: number of completions.
     """
 
@@ -128,10 +129,10 @@ class Sample(NamedTuple):
       logprobs: log-probability of each token in nats, under the weights that `Engine.generate` gets, with the sampling
         temperature and before truncation by top-k or top-p.
       finished: False if the token limit truncated the completion.
-      token_mask: True for the tokens that the policy sampled, False for those of a `Responder` (None: the policy
-        sampled every token).
-      segment_start: index of the first token of each token's segment. It is 0 until a `Reply` restarts the row, then
-        the index of the first token of that reply (None: the row was not restarted).
+      token_mask: True for tokens that the policy sampled, False for tokens from a `Responder` (None: the policy sampled
+        every token).
+      segment_start: index of the first token of each token's segment. It is 0 until a `Reply` restarts the row. From
+        then on, it is the index of the first token of that reply (None: the row was not restarted).
     """
 
     request: int
@@ -151,7 +152,7 @@ class Completions(NamedTuple):
       lengths: number of tokens of each completion, including the end-of-sequence token.
       logprobs: log-probability of each token; see `Sample`.
       finished: False if the token limit truncated the completion.
-      token_mask: True for the tokens that the policy sampled, False for those of a `Responder` and beyond the length
+      token_mask: True for tokens that the policy sampled, False for tokens from a `Responder` and beyond the length
         (None: the policy sampled every token).
       segment_start: index of the first token of each token's segment; see `Sample` (None: no row was restarted).
     """
@@ -165,12 +166,14 @@ class Completions(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A turn of a trajectory that has ended.
+    """A finished turn of a trajectory: the tokens that the policy sampled until an end-of-sequence token or the token
+    limit.
 
     Attributes:
       group, sample: index of the prompt and of the completion in its group.
-      tokens: the tokens sampled in this turn. If the turn ended with an end-of-sequence token, it is the last one.
-      truncated: whether the token limit ended the turn; the trajectory is over then.
+      tokens: the tokens sampled in this turn. If an end-of-sequence token ended the turn, it is the last of these
+        tokens.
+      truncated: whether the token limit ended the turn. If so, the trajectory has ended too.
     """
 
     group: int
@@ -183,9 +186,10 @@ class Reply(NamedTuple):
     """The answer to a turn.
 
     Attributes:
-      tokens: the tokens to append before the policy goes on sampling; None ends the trajectory.
-      restart: whether these tokens follow the prompt directly. These tokens and all later tokens do not see the earlier
-        tokens of the row. The earlier tokens stay in the result and count in its length.
+      tokens: the tokens to append before the policy samples the next turn; None ends the trajectory.
+      restart: whether a new segment starts with `tokens`. The new segment directly follows the prompt: `tokens` and all
+        later tokens do not see the earlier tokens of the row. The earlier tokens stay in the result and count in its
+        length.
     """
 
     group: int
@@ -196,7 +200,8 @@ class Reply(NamedTuple):
 
 @runtime_checkable
 class Responder(Protocol):
-    """Answers the turns of trajectories with tokens. `rollout.environments` implements it; engines call it."""
+    """Answers the turns of trajectories with tokens. `rollout.environments` implements this protocol, and engines call
+    it."""
 
     @property
     def lockstep(self) -> bool:
@@ -218,7 +223,8 @@ class Responder(Protocol):
         """Returns the replies that are ready and were not returned before.
 
         Args:
-          wait: if no reply is ready, wait for one; in lockstep, wait for the replies to all turns.
+          wait: whether to wait if no reply is ready. In lockstep, this waits for the replies to all turns; otherwise,
+            for one reply.
         """
 
 
@@ -232,16 +238,17 @@ class Engine(Protocol):
 
     @property
     def row_steps(self) -> int:
-        """The number of token positions computed so far, used or not; 0 if it is not known.
+        """The number of token positions computed so far, including unused positions; 0 if it is not known.
 
         The utilisation of a step is the number of its sampled tokens divided by the increase of `row_steps`.
         """
 
     def place(self, params: Any) -> Any:
-        """Returns the trainer's weights in the form that `generate` takes; called once for several calls of `generate`.
+        """Returns the trainer's weights in the form that `generate` takes; several calls of `generate` can use the same
+        result.
 
-        The result is freed before the next update. With `rollout.max_staleness` it is used during an update, which
-        deletes the trained arrays, so it must not contain them.
+        The result is freed before the next update. With `rollout.max_staleness`, the result is still used during an
+        update. An update deletes the trained arrays, so the result must not contain these arrays.
         """
 
     def generate(
@@ -256,19 +263,20 @@ class Engine(Protocol):
 
         Args:
           params: the weights, from `place`.
-          requests: each has 1 to `max_prompt_length` tokens and a number of its own.
-          responder: answers each turn of a completion, which ends with an end-of-sequence token, until it has no reply
-            or the token limit is reached. None: a completion has a single turn. An engine without turns may omit this
-            parameter.
+          requests: each request has 1 to `max_prompt_length` tokens and a unique `number`.
+          responder: answers each turn of a completion. A turn ends with an end-of-sequence token. A completion ends if
+            `Reply.tokens` is None or the token limit is reached. None: a completion has a single turn. An engine
+            without turns may omit this parameter.
         """
 
 
 AdvantageEstimator = Callable[..., Float[Array, "P G"]]
 """`f(rewards: Float[P G], *, scored: Bool[P G], lengths: Int[P G], <parameters>) -> Float[P G]`.
 
-Maps the rewards of whole groups to advantages; traced once inside the training step. `scored` is False for completions
-that could not be scored: they get advantage 0 and are excluded from the group statistics. `lengths` are completion
-lengths in tokens. Further parameters are keyword-only and are read from the config keys of the same name.
+Maps the rewards of whole groups to advantages. The function is traced once inside the training step. `scored` is False
+for completions that could not be scored. These completions get advantage 0 and are excluded from the group statistics.
+`lengths` are completion lengths in tokens. Further parameters are keyword-only and are read from the config keys of the
+same name.
 """
 
 

@@ -186,7 +186,7 @@ def test_a_damaged_best_is_noticed_at_the_next_start(tmp_path, caplog):
     flip(tmp_path, 1)
     go(Measured({1: 0.5, 3: 0.3, 6: 0.2, 7: 0.1}, 8), tmp_path)
     assert "1: this checkpoint is damaged" in caplog.text and "it was renamed to 1.damaged" in caplog.text
-    assert "It was the best checkpoint by eval/x; there is no other" in caplog.text
+    assert "It was the best checkpoint by eval/x; no other has this metric" in caplog.text
     assert saved(tmp_path) == [6, 8] and (tmp_path / "checkpoints" / "1.damaged").is_dir()
 
 

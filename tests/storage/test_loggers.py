@@ -250,7 +250,7 @@ def test_an_event_file_that_is_removed(tmp_path):
 def test_a_foreign_config_file_is_not_worth_a_run(tmp_path, caplog, text):
     tmp_path.joinpath("config.yaml").write_text(text)
     assert go(Counting(), tmp_path, ["tensorboard"]) == 5
-    assert [said.startswith("loggers show the settings of this run: ") for said in warnings(caplog)] == [True]
+    assert [said.startswith("loggers show the settings of this run instead of ") for said in warnings(caplog)] == [True]
     assert "seed: 7" in shown(tmp_path / "tensorboard" / "count")[1]["config/text_summary"]
 
 

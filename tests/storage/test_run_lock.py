@@ -127,7 +127,7 @@ def test_a_run_whose_folder_or_lock_is_deleted_says_so(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=r"run/run\.lock was deleted .*Nothing more is written.* start it again"):
             check()
         (tmp_path / "run").rmdir()
-        with pytest.raises(UserError, match=r"run was deleted .*Nothing more is written.*starts? anew") as found:
+        with pytest.raises(UserError, match=r"run was deleted .*Nothing more is written.*starts a new run") as found:
             check()
         assert "None" not in str(found.value) and "\n" not in str(found.value)
     assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,12 @@
-"""Advantage estimators: each maps the rewards of whole groups to one advantage per completion.
+"""Defines the advantage estimators. Each maps the rewards of whole groups to one advantage per completion.
 
-They are pure functions of arrays and are traced inside the training step. All of them assume a loss that takes the mean
-over the group, `-(1/G) sum_i A_i log pi(y_i | x)`.
+The estimators are pure functions of arrays and are traced inside the training step. They assume a loss that takes the
+mean over the group, `-(1/G) sum_i A_i log pi(y_i | x)`.
 
-Notation: `r_i` are the rewards of a group's `n` scored completions, `m` is their mean. Unscored completions get
-advantage 0 and do not affect the others. A group with too few scored completions gets zeros. A group of equal rewards
-gets exact zeros, regardless of rounding in its mean (except with `pkpo` at k = 1 and with `reinforce_pp`).
+Notation: `r_i` are the rewards of a group's `n` scored completions, and `m` is the mean of these rewards. Unscored
+completions get advantage 0 and do not affect the other completions. A group with too few scored completions gets zeros.
+A group of equal rewards gets exact zeros, even if its mean is rounded. `pkpo` with k = 1 and `reinforce_pp` are
+exceptions to this.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ Lengths = Int[Array, "P G"]
 
 
 def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Array]:
-    """Returns `r_i - m` (0 where unscored), `m`, the scored count `n`, and whether any rewards of the group differ.
+    """Returns `r_i - m` (0 if unscored), `m`, the number `n` of scored rewards, and whether two rewards of the group
+    differ.
 
-    For centring, the largest reward is subtracted before the mean is taken: rewards near 1000 would otherwise lose
-    1e-4. `m` is the plain mean: adding the largest reward back would lose the last digits of one success among 1000.
+    For `r_i - m`, the largest reward is subtracted before the mean is taken. Otherwise rewards near 1000 would have
+    errors of 1e-4. The returned `m` is the plain mean. Adding the largest reward back to the shifted mean would lose
+    the last digits of the mean, for example with one success among 1000 completions.
     """
     group = spread(rewards, scored)
     divisor = jnp.maximum(group.scored, 1)
@@ -82,17 +85,17 @@ def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     headroom={"truncation_order": 1},
 )
 def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
-    """Divides centred rewards by their mean: `(r_i - m) / m` where `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
+    """Divides centred rewards by the mean reward: `(r_i - m) / m` if `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
 
     For 0/1 rewards the estimator is unbiased for the log-likelihood `log p = -sum_k (1-p)^k / k` truncated after order
     `G - 1`: the expected gradient is `w(p) grad p` with `w(p) = (1 - (1-p)^(G-1)) / p`. The order is `G - 1` and not
-    `G` because Algorithm 1 also drops the control variate when no completion succeeds. `G = 2` is REINFORCE with a
-    baseline. Rewards must be non-negative. Shaped rewards (for example 0.1 for the format) can give `m > 0` without a
-    success.
+    `G`, because Algorithm 1 also drops the control variate if no completion succeeds. With `G = 2`, the estimator is
+    REINFORCE with a baseline. Rewards must be non-negative. With shaped rewards (for example 0.1 for the format),
+    `m > 0` can occur without a success.
 
     With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`, where `L_k` is the Leave-Two-Out
-    advantage of max@k (`maxpo` without its factor k). This is unbiased for order `T`. It accepts any real rewards; its
-    objective is `sum_{k<=T} max@k / k`.
+    advantage of max@k (`maxpo` without its factor k). This estimator is unbiased for order `T`, and it accepts any real
+    rewards. Its objective is `sum_{k<=T} max@k / k`.
     """
     if truncation_order is not None:
         return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
@@ -117,7 +120,7 @@ def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
 def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
     """Computes the marginal contribution to max@k, `k (q_i - V_{k-1}(-i))` (PKPO, arXiv 2505.15201).
 
-    This is `s_loo_minus_one` of the paper times G. `q_i` is the mean maximum over the k-subsets of the group that
+    The result is G times `s_loo_minus_one` of the paper. `q_i` is the mean maximum over the k-subsets of the group that
     contain `i`; `V_{k-1}(-i)` is the mean maximum over the (k-1)-subsets of the group without `i`. The estimator is
     unbiased for max@k and is not centred. `1 <= k <= G`; `k = 1` is the reward itself. On 0/1 rewards the expected
     gradient is `k (1-p)^(k-1) grad p`, and a failed completion gets exactly 0 for `k >= 2`.
@@ -129,11 +132,11 @@ def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewar
 
 @register_advantage_estimator("passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True)
 def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
-    """Standardises pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
+    """Computes standardised pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
 
     Rewards must be 0 or 1. `V_k` is the unbiased estimate of pass@k; `q_i` is the same estimate over the k-subsets that
-    contain `i`. The estimator is biased, because it is standardised like GRPO. `1 <= k <= G - 1`; `k = G` would give
-    zeros only.
+    contain `i`. Like GRPO, the estimator is biased, because it divides by a standard deviation. `1 <= k <= G - 1`; with
+    `k = G`, all advantages would be zero.
     """
     above, value, shortfall = above_average(rewards, scored, k)
     deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
@@ -144,10 +147,10 @@ def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
 def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a length-weighted baseline: `r_i - sum_j l_j r_j / sum_j l_j` (OPO, arXiv 2505.23585).
 
-    OPO is On-Policy RL with Optimal reward baseline. `l_j` are completion lengths in tokens. If a group has no tokens,
-    the baseline is the plain mean. The baseline includes `r_i`, so the estimator has a bias of order 1/G. With equal
-    lengths it equals `drgrpo`; with different lengths the direction of the gradient is biased too. The advantages of a
-    group do not sum to zero.
+    OPO stands for On-Policy RL with Optimal reward baseline. `l_j` are completion lengths in tokens. If a group has no
+    tokens, the baseline is the plain mean. The baseline includes `r_i`, so the estimator has a bias of order 1/G. With
+    equal lengths, the estimator equals `drgrpo`. With different lengths, the direction of the gradient is biased too.
+    The advantages of a group do not sum to zero.
     """
     group = spread(rewards, scored)
     weights = jnp.where(scored, lengths, 0).astype(rewards.dtype)
@@ -160,12 +163,12 @@ def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
 
 @register_advantage_estimator("reinforce_pp")
 def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
-    """Whitens `r_i - m` over all tokens of the batch (REINFORCE++ with a group baseline, arXiv 2501.03262).
+    """Whitens `r_i - m` over all tokens of the batch (REINFORCE++ with group baseline, arXiv 2501.03262).
 
     Whitening subtracts the mean over tokens and multiplies by `rsqrt(var + 1e-8)`; the variance is divided by
-    `tokens - 1`. A completion counts once per token. Groups with fewer than two scored completions are excluded. A
-    batch with fewer than two tokens gives zeros. A group of equal rewards in a mixed batch gets the same small non-zero
-    advantage for all its completions.
+    `tokens - 1`. A completion counts as many times as it has tokens. Groups with fewer than two scored completions are
+    excluded. A batch with fewer than two tokens gives zeros. In a batch with other groups, all completions of a group
+    of equal rewards get the same small non-zero advantage.
     """
     centred = _centred(rewards, scored)[0]
     kept = scored & (scored.sum(axis=-1, keepdims=True) >= 2)
@@ -190,11 +193,11 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
       **params: the estimator's parameters, e.g. `k=4`, `truncation_order=3`, `ddof=0`.
 
     Returns:
-      float32, the shape of `rewards`.
+      float32 advantages of the shape of `rewards`.
 
     Raises:
       UserError: the estimator or a parameter is unknown; a required parameter is missing or out of range; rewards or
-        lengths have a wrong shape or wrong values; or the user's own function returns another shape or a non-finite
+        lengths have a wrong shape or wrong values; or a function of the user returns a wrong shape or a non-finite
         number.
     """
     estimator = find_estimator(advantage_estimator).function

@@ -1,8 +1,8 @@
-"""Per-token policy losses, KL estimates and loss aggregation weights.
+"""Defines per-token policy losses, KL estimates and loss aggregation weights.
 
-The loss of an update is `sum over tokens of weight * token_loss`. Weights are computed once from the lengths of the
-whole update, so the losses of its chunks add up exactly. Every aggregation mode gives the same weight to all tokens of
-a completion, so there is one weight per completion.
+The loss of an update is `sum over tokens of weight * token_loss`. Weights are computed once, from the lengths of all
+completions of the update. The losses of the chunks of the update therefore add up exactly. Every aggregation mode gives
+the same weight to all tokens of a completion, so there is one weight per completion.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Rows = Float[Array, "*batch #T"]
 
 
 class TokenInputs(NamedTuple):
-    """Per-token inputs of the objective for the completions of a chunk. Masked positions may hold any value.
+    """Per-token inputs of the objective for the completions of a chunk. Masked positions can hold any value.
 
-    `old_logprobs` are the trainer's log-probabilities before the first update of the batch, `rollout_logprobs` are the
-    sampler's; `entropy` is the entropy of the policy, in nats.
+    `old_logprobs` are the log-probabilities of the trainer before the first update of the batch. `rollout_logprobs` are
+    the log-probabilities of the sampler. `entropy` is the entropy of the policy, in nats.
     """
 
     logprobs: Tokens
@@ -50,7 +50,8 @@ class PolicyLoss:
     """A registered policy loss.
 
     Attributes:
-      behaviour: `"rollout"` if the loss takes the sampler's log-probabilities as `old_logprobs`, else `"trainer"`.
+      behaviour: source of `old_logprobs`: `"rollout"` for log-probabilities of the sampler, `"trainer"` for those of
+        the trainer.
       extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
         the coefficient of such a term.
     """
@@ -61,7 +62,7 @@ class PolicyLoss:
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
-"""Name to loss: the registered values of `algorithm.policy_loss_fn`."""
+"""Maps names to losses: the registered values of `algorithm.policy_loss_fn`."""
 
 
 def register_policy_loss_fn(
@@ -73,8 +74,8 @@ def register_policy_loss_fn(
     per token)`. All arrays are `[.., T]`, except `advantages: [.., 1]`.
 
     Args:
-      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer, before the batch's first update) or `"rollout"`
-        (the sampler).
+      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer, before the first update of the batch) or
+        `"rollout"` (the sampler).
       extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
         the coefficient of such a term. If there is no such term (or its coefficient is 0), completions with advantage
         0 have no gradient and are skipped.
@@ -94,7 +95,7 @@ def register_policy_loss_fn(
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """Returns the loss of a registered name, of `FILE.py:function` or of `package.module.function`.
+    """Returns the loss for a registered name, `FILE.py:function` or `package.module.function`.
 
     If the file registers the function under another name, the options of that registration apply.
 
@@ -111,7 +112,7 @@ def loss_parameters(name: str) -> dict[str, Any]:
 
 
 def log_ratio(logprobs: Tokens, other: Tokens, mask: Array) -> Tokens:
-    """Returns `logprobs - other`, set to 0 where masked (before any `exp`) and clamped to +-20."""
+    """Returns `logprobs - other`, clamped to +-20. Masked positions are set to 0 before any `exp`."""
     return jnp.clip(jnp.where(mask, logprobs - other, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -128,9 +129,9 @@ def ppo_clip(
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """Computes the clipped PPO loss `max(-rho A, -clip(rho, 1 - epsilon, 1 + epsilon_high) A)` (arXiv 1707.06347).
 
-    `rho = pi / pi_old`. `epsilon_high` defaults to `epsilon`. If `epsilon_c` is set, the loss is bounded by
-    `-epsilon_c A` where `A < 0` (dual clip, arXiv 1912.09729). With one update per rollout `rho` is 1 and the gradient
-    is that of REINFORCE.
+    `rho = pi / pi_old`. `epsilon_high` defaults to `epsilon`. If `epsilon_c` is set and `A < 0`, the loss is at most
+    `-epsilon_c A` (dual clip, arXiv 1912.09729). With one update per rollout batch, `rho` is 1 and the gradient equals
+    the gradient of REINFORCE.
     """
     ratio = jnp.exp(log_ratio(logprobs, old_logprobs, mask))
     return _clipped(ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high, epsilon_c)
@@ -151,7 +152,8 @@ def _clipped(
 def reinforce(
     logprobs: Tokens, old_logprobs: Tokens, advantages: Rows, mask: Array
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """Computes the REINFORCE loss `-A log pi`. It has no ratio, so each rollout batch allows one update only."""
+    """Computes the REINFORCE loss `-A log pi`. The loss has no importance ratio, so it allows only one update per
+    rollout batch."""
     return -advantages * jnp.where(mask, logprobs, 0.0), {}
 
 
@@ -166,10 +168,11 @@ def gspo(
     epsilon_high: float | None = 4e-4,
     epsilon_c: float | None = None,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """Computes `ppo_clip` with the geometric mean ratio of the completion (GSPO, arXiv 2507.18071).
+    """Computes `ppo_clip` with one ratio for each completion (GSPO, arXiv 2507.18071).
 
-    The ratio is `s = exp(mean_t log rho_t)`. The per-token form is `s_t = sg(s) pi / sg(pi)` (`sg`: stop gradient), so
-    the gradient of every token is multiplied by the ratio of its completion.
+    The ratio is `s = exp(mean_t log rho_t)`, the geometric mean of the token ratios. The per-token form is
+    `s_t = sg(s) pi / sg(pi)` (`sg`: stop gradient), so the gradient of every token is multiplied by the ratio of its
+    completion.
     """
     difference = jnp.where(mask, logprobs - old_logprobs, 0.0)
     mean = difference.sum(axis=-1, keepdims=True) / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
@@ -213,9 +216,9 @@ def dppo(
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """Computes `-A rho + kl_tau (log pi - log mu)^2` with masked tokens (DPPO, arXiv 2602.04879).
 
-    `rho = pi / mu`, where `mu` is the sampler's probability. The policy term of a token is dropped where `A > 0` and
-    `pi - mu > dppo_mask_high`, or where `A <= 0` and `pi - mu < -dppo_mask_low` (differences of probabilities). The
-    quadratic term applies to every token.
+    `rho = pi / mu`, where `mu` is the sampler's probability. The policy term of a token is dropped if `A > 0` and
+    `pi - mu > dppo_mask_high`, or if `A <= 0` and `pi - mu < -dppo_mask_low`. These are differences of probabilities.
+    The quadratic term applies to every token.
     """
     difference = log_ratio(logprobs, rollout_logprobs, mask)
     ratio = jnp.exp(difference)
@@ -232,10 +235,10 @@ def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) 
 
     Modes: `kl` = k1 = `d`, `mse_kl` = k2 = `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`.
 
-    As an on-policy loss, k1 has the expected gradient zero. The expected gradient of k2 is the gradient of KL(pi ||
-    ref), and that of k3 is the gradient of KL(ref || pi), for the next-token distributions at the sampled prefixes. No
-    mode has the gradient of the KL of whole completions, because the loss ignores how a token changes later prefixes.
-    k1 in the reward gives the gradient of the KL of whole completions.
+    As a term of an on-policy loss, k1 has an expected gradient of zero. The expected gradient of k2 is the gradient of
+    KL(pi || ref), and the expected gradient of k3 is the gradient of KL(ref || pi). Both are KLs between the next-token
+    distributions at the sampled prefixes. In the loss, no mode gives the gradient of the KL of whole completions,
+    because the loss ignores how a token changes later prefixes. In the reward, k1 gives this gradient.
     """
     d = log_ratio(logprobs, ref_logprobs, mask)
     return {"kl": d, "mse_kl": 0.5 * d**2, "low_var_kl": jnp.exp(-d) + d - 1}[mode]
@@ -247,11 +250,11 @@ def aggregation_weights(
     """Computes the loss weight of each completion's tokens over one optimizer update.
 
     Args:
-      mode: the aggregation. With N counted completions that have at least one token: `token-mean` is 1 / (number of
-        their tokens), `sequence-mean-token-mean` is 1 / (N length), `seq-mean-token-sum` is 1 / N,
+      mode: the aggregation. For N counted completions with at least one token, `token-mean` is 1 / (number of their
+        tokens), `sequence-mean-token-mean` is 1 / (N length), `seq-mean-token-sum` is 1 / N,
         `sequence-mean-token-scale` is 1 / (N max_tokens).
       counted: completions of this update that contribute to the loss.
-      max_tokens: the constant of `sequence-mean-token-scale`, `rollout.max_tokens_to_generate`.
+      max_tokens: the constant in `sequence-mean-token-scale`: `rollout.max_tokens_to_generate`.
     """
     counted = counted & (lengths > 0)
     completions = jnp.maximum(counted.sum(), 1).astype(jnp.float32)

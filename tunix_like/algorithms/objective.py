@@ -71,8 +71,8 @@ class Objective:
     """The resolved and checked objective of a learner.
 
     Attributes:
-      estimators: the run's estimator first, then the estimators of individual data sources.
-      sources: data source to its index in `estimators`; other sources use the run's estimator.
+      estimators: the estimator of the run, followed by the estimators of individual data sources.
+      sources: maps a data source to its index in `estimators`. Other sources use the estimator of the run.
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
     """
@@ -91,17 +91,17 @@ class Objective:
 
     @property
     def built_in(self) -> bool:
-        """True when all functions are part of this library."""
+        """True if all functions are part of this library."""
         return not any(map(is_own, self.functions))
 
     def key(self) -> Hashable:
-        """Returns a key that is equal for objectives that are traced to the same program."""
+        """Returns a key. Two objectives with equal keys are traced to the same program."""
         estimators = [(estimator.name, sorted(estimator.params.items())) for estimator in self.estimators]
         settings = repr((self.config, estimators, sorted(self.loss_params.items())))
-        return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may have no hash
+        return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
 
     def parameters(self) -> dict[str, Any]:
-        """Returns all parameters of the run's estimator and of the loss, with their values."""
+        """Returns all parameters of the estimator of the run and of the loss, with their values."""
         estimator = self.estimators[0]
         loss = loss_parameters(str(self.config.policy_loss_fn))
         return {**estimator.registered.parameters(), **loss, **estimator.params, **self.loss_params}
@@ -112,7 +112,7 @@ class Objective:
 
     @property
     def extra_term(self) -> bool:
-        """True when the loss has a term without the advantage. Completions with advantage 0 then have a gradient."""
+        """True if the loss has a term without the advantage. Completions with advantage 0 then have a gradient."""
         declared = find_policy_loss(str(self.config.policy_loss_fn)).extra_term
         loss_params = loss_parameters(str(self.config.policy_loss_fn)) | self.loss_params
         extra = loss_params[declared] != 0 if isinstance(declared, str) else declared
@@ -120,7 +120,7 @@ class Objective:
 
     @property
     def skips_zero_advantages(self) -> bool:
-        """True when advantages should be computed before the update, to skip completions with advantage 0."""
+        """True if advantages should be computed before the update, to skip completions with advantage 0."""
         return not self.extra_term and any(estimator.registered.sparse for estimator in self.estimators)
 
     @property
@@ -129,11 +129,11 @@ class Objective:
         return self.config.sampler_is is not None or loss.behaviour == "rollout"
 
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
-        """Returns each group's index in `estimators`, given the data source of its prompt (or None)."""
+        """Returns the index in `estimators` for each group, given the data source of its prompt (or None)."""
         return np.array([self.sources.get(source, 0) if isinstance(source, str) else 0 for source in sources], np.int32)
 
     def kept_groups(self, scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]) -> Bool[np.ndarray, "P"]:
-        """Returns which groups have enough scored completions for their estimator; the others are dropped."""
+        """Returns which groups have enough scored completions for their estimator. The other groups are dropped."""
         return scored.sum(axis=-1) >= self._least_scored()[ids]
 
     def _least_scored(self) -> Int[np.ndarray, "E"]:
@@ -146,10 +146,10 @@ class Objective:
         ids: Int[np.ndarray, "P"],
         advantages: Float[np.ndarray, "P G"] | None = None,
     ) -> Bool[np.ndarray, "P G"]:
-        """Returns which completions can have a gradient; only these need to be passed through the model.
+        """Returns which completions can have a gradient. Only these completions need to be passed through the model.
 
         Args:
-          advantages: if given, completions with advantage 0 are excluded too.
+          advantages: if given, completions with advantage 0 are also excluded.
         """
         rows = scored & self.kept_groups(scored, ids)[:, None]
         if self.extra_term:
@@ -166,7 +166,7 @@ class Objective:
         lengths: Int[Array, "P G"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Computes each group's advantages with its estimator, 0 where unscored or dropped (traced)."""
+        """Computes the advantages of each group with its estimator; 0 if unscored or in a dropped group."""
         if len(self.estimators) == 1:
             out = self.estimators[0](rewards, scored, lengths)
         else:
@@ -237,7 +237,7 @@ class Objective:
 
 
 def trace_user_functions(objective: Objective, groups: int, group_size: int) -> None:
-    """Traces the user's own estimators and loss with abstract shapes, to find errors before the training step.
+    """Traces the user's own estimators and loss with abstract shapes, to find their errors before the training step.
 
     Raises:
       UserError: a function raises, or its result has a wrong form or shape.
@@ -263,7 +263,7 @@ def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> Algorit
         field.name: getattr(plain, field.name) if getattr(config, field.name) is None else getattr(config, field.name)
         for field in dataclasses.fields(AlgorithmConfig)
     }
-    if values["kl_loss_mode"] is None:  # in the reward only k1 gives the gradient of a KL; in the loss k1 gives none
+    if values["kl_loss_mode"] is None:  # only k1 gives a KL's gradient in the reward; k1 gives no gradient in the loss
         values["kl_loss_mode"] = "kl" if values["kl_in_reward"] else "low_var_kl"
     return dataclasses.replace(plain, **values)
 
@@ -279,10 +279,10 @@ def build_objective(
     Args:
       max_tokens: `rollout.max_tokens_to_generate`.
       updates_per_batch: optimizer updates per rollout batch.
-      source_estimators: data source to `{advantage_estimator: ..., <its parameters>}`, for groups of that source.
+      source_estimators: maps a data source to `{advantage_estimator: ..., <its parameters>}` for its groups.
 
     Raises:
-      UserError: a key is set that neither the estimators nor the loss read, a required key is unset, a value is out of
+      UserError: a key is set but not read by any estimator or the loss, a required key is unset, a value is out of
         range, or keys conflict.
     """
     params = {key: value for key in ESTIMATOR_KEYS if (value := getattr(config, key)) is not None}
@@ -377,10 +377,12 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
 
 
 def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
-    """Raises if the setting `cause` makes rewards negative, an estimator rejects them, and they are not binarized.
+    """Checks that all estimators accept the negative rewards that the setting `cause` produces, unless rewards are
+    binarized.
 
     Raises:
-      UserError: names the setting, the estimator and the remedy (`cure`).
+      UserError: an estimator rejects negative rewards. The message names the setting, the estimator and the remedy
+        (`cure`).
     """
     if objective.config.binarize:
         return

@@ -1,8 +1,9 @@
-"""Importance weights for completions whose sampler is not the policy that is trained.
+"""Computes importance weights for completions that were sampled with a policy other than the trained policy.
 
-`mu` is the policy of the sampler, `pi` that of the trainer. They differ by numerics, and by the updates since the
-sampler got its weights. Every mode multiplies the policy loss by a function of the ratio `pi / mu`, without gradient.
-`tests/algorithms/test_off_policy.py` shows the bias of every mode on an enumerated policy.
+`mu` is the policy of the sampler, and `pi` is the policy of the trainer. They differ because of rounding, and because
+of the updates since the sampler received its weights. Every mode multiplies the policy loss by a function of the ratio
+`pi / mu`. No gradient flows through this function. `tests/algorithms/test_off_policy.py` shows the bias of every mode
+on an enumerated policy.
 """
 
 from __future__ import annotations
@@ -18,32 +19,35 @@ from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 
 DEFAULT_UPPER = {"token": 2.0, "sequence": 2.0, "token_mask": 3.0, "sequence_mask": 3.0}
-"""The upper bound of each mode if `sampler_is_threshold` is unset: Tunix's for truncation, TRL's for masks."""
+"""The upper bound of each mode if `sampler_is_threshold` is unset: the default of Tunix for truncation, and of TRL for
+masks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerCorrection:
     """A mode of `algorithm.sampler_is` with its bounds.
 
-    In the bias of each mode, `g(y)` is the gradient of a completion `y` with its advantage, and `p(y)`, `m(y)` are its
-    probabilities under `pi` and `mu`. The gradient without bias is `sum_y p(y) g(y)`. Without a correction the
-    expectation is `sum_y m(y) g(y)`.
+    The list below gives the bias of each mode. `g(y)` is the gradient of a completion `y` with its advantage; `p(y)`
+    and `m(y)` are the probabilities of `y` under `pi` and `mu`. The gradient without bias is `sum_y p(y) g(y)`. Without
+    a correction the expectation is `sum_y m(y) g(y)`.
 
-    - `sequence` truncates the ratio of the completion, the product over its sampled tokens. The expectation is
-      `sum_y clip(p, lower m, upper m) g(y)`: there is no bias if no ratio is outside the bounds. Else completions with
-      a ratio above `upper` get too little weight, and completions below `lower` too much.
-    - `sequence_mask` gives completions outside the bounds weight 0. The expectation is the sum of `p(y) g(y)` over the
-      completions inside. With the same upper bound it removes at least the probability that truncation removes.
+    - `sequence` truncates the ratio of the completion, which is the product over its sampled tokens. The expectation is
+      `sum_y clip(p, lower m, upper m) g(y)`. There is no bias if all ratios are within the bounds. Otherwise
+      completions with a ratio above `upper` get too little weight, and completions with a ratio below `lower` get too
+      much.
+    - `sequence_mask` gives weight 0 to completions whose ratio is outside the bounds. The expectation is the sum of
+      `p(y) g(y)` over the other completions. With the same upper bound, masking removes at least as much probability as
+      truncation does.
     - `token` truncates the ratio of each token by itself. If no ratio is outside the bounds, the expectation is the
-      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. Tokens `a` follow the policy. Prefixes `s` follow the
-      sampler. `Q_mu` is the advantage if the sampler continues. It has no bias for completions of one token. For longer
-      completions it has a bias of the order of `pi - mu`, with any bounds.
-    - `token_mask` gives tokens outside the bounds weight 0. It has the bias of `token` without bounds, and the gradient
-      of the masked tokens is missing.
+      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. In this gradient, tokens `a` follow the policy and prefixes
+      `s` follow the sampler. `Q_mu` is the expected advantage if the sampler continues after `a`. There is no bias for
+      completions of one token. For longer completions there is a bias of the order of `pi - mu`, with any bounds.
+    - `token_mask` gives weight 0 to tokens whose ratio is outside the bounds. Its bias is the bias of `token` without
+      bounds; in addition, the gradient of the masked tokens is missing.
 
     Attributes:
       mode: `token`, `sequence`, `token_mask` or `sequence_mask`.
-      lower: lower bound of the ratio; 0 is no bound.
+      lower: lower bound of the ratio; 0 means no bound.
       upper: upper bound of the ratio. Ratios are at most `exp(20)`, about 4.9e8.
     """
 
@@ -60,9 +64,10 @@ class SamplerCorrection:
         return self.mode.endswith("_mask")
 
     def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
-        """Computes the ratio of each token (`token`) or of its completion (`sequence`); 1 where masked. No gradient.
+        """Computes the ratio of each token (`token`) or of its completion (`sequence`), without gradient; 1 for masked
+        tokens.
 
-        Masked tokens (padding and tokens of an environment) do not count in the product of a completion.
+        Masked tokens (padding and tokens of an environment) are not part of the product over a completion.
         """
         if self.by_sequence:
             total = jnp.where(mask, logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)
@@ -72,17 +77,18 @@ class SamplerCorrection:
         return jax.lax.stop_gradient(jnp.exp(difference))
 
     def weights(self, ratios: Tokens) -> Tokens:
-        """Truncates the ratios to the bounds, or replaces ratios outside by 0. A ratio equal to a bound is inside."""
+        """Truncates the ratios to the bounds, or with a mask mode replaces ratios outside the bounds by 0. A ratio
+        equal to a bound is inside."""
         if self.masks:
             return jnp.where((ratios < self.lower) | (ratios > self.upper), 0.0, ratios)
         upper = jnp.minimum(ratios, self.upper)
         return jnp.maximum(upper, self.lower) if self.lower else upper
 
     def metrics(self, ratios: Tokens, weights: Tokens, mask: Array) -> dict[str, Tokens]:
-        """Returns addends per token of the metrics that `finish_metrics` completes.
+        """Returns a value of each token for each metric; `finish_metrics` computes the metrics from their means.
 
-        The metrics are means over tokens, or over completions for the modes by sequence. An addend then has the factor
-        1 / (tokens of the completion).
+        The metrics are means over tokens, or over completions in the `sequence` modes. In the `sequence` modes, each
+        value is divided by the number of tokens of its completion.
         """
         length = jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
         unit = jnp.broadcast_to(1.0 / length if self.by_sequence else jnp.ones_like(length, ratios.dtype), ratios.shape)
@@ -92,11 +98,13 @@ class SamplerCorrection:
 
 
 def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
-    """Converts the means of `SamplerCorrection.metrics` over the tokens of an update; other metrics are unchanged.
+    """Computes the final metrics from the means of `SamplerCorrection.metrics` over the tokens of an update. Other
+    metrics are unchanged.
 
-    With weights `w` of `n` tokens, or of `n` completions for the modes by sequence: `sampler_is/mean` is the mean
-    weight, `/ratio_mean` the mean ratio before the bounds (its expectation is 1), `/outside_frac` the fraction of
-    ratios outside the bounds, and `/ess` the effective sample size as a fraction of `n`, `(sum w)^2 / (n sum w^2)`.
+    Let `w` be the weights of `n` tokens, or of `n` completions in the `sequence` modes. `sampler_is/mean` is the mean
+    weight. `sampler_is/ratio_mean` is the mean ratio before truncation or masking; its expectation is 1.
+    `sampler_is/outside_frac` is the fraction of ratios outside the bounds. `sampler_is/ess` is the effective sample
+    size as a fraction of `n`, `(sum w)^2 / (n sum w^2)`.
     """
     if "sampler_is/unit" not in metrics:
         return metrics
@@ -108,8 +116,8 @@ def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
 
 
 def sampler_correction(config: AlgorithmConfig) -> SamplerCorrection | None:
-    """Returns the correction that `algorithm.sampler_is` selects, with defaults for unset bounds; None if it selects
-    none."""
+    """Returns the correction that `algorithm.sampler_is` selects, with defaults for unset bounds; None if the key is
+    unset."""
     if config.sampler_is is None:
         return None
     upper = DEFAULT_UPPER[config.sampler_is] if config.sampler_is_threshold is None else config.sampler_is_threshold
@@ -117,13 +125,13 @@ def sampler_correction(config: AlgorithmConfig) -> SamplerCorrection | None:
 
 
 def check_correction(config: AlgorithmConfig, behaviour: str) -> None:
-    """Raises if the keys `sampler_is*` conflict with each other, with the loss or with the KL.
+    """Checks that the keys `sampler_is*` do not conflict with each other, with the loss or with the KL.
 
     Args:
-      behaviour: the source of the loss's `old_logprobs`, as in `PolicyLoss`.
+      behaviour: the source of the `old_logprobs` of the loss, as in `PolicyLoss`.
 
     Raises:
-      UserError: names the key and the remedy.
+      UserError: keys conflict. The message names the key and the remedy.
     """
     correction = sampler_correction(config)
     if correction is None:

@@ -1,12 +1,14 @@
-"""Advantages of max@K: linear functions of a group's sorted rewards, with weights that do not depend on the data.
+"""Computes advantages of max@K: linear functions of a group's sorted rewards, with weights that do not depend on the
+data.
 
-Let `x` be the rewards in ascending order with the largest reward subtracted. Every advantage of this family is
+Let `x` be the rewards in ascending order, minus the largest reward. Every advantage in this module is
 
     A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)
 
-and is defined by the three static vectors `t, u, w` for every scored count `n`, computed on the host in float64. Tied
-rewards get equal advantages without special treatment. For one K, let `q_i` be the mean maximum over the K-subsets of
-the group that contain `i`, and `V_K` the mean maximum over all K-subsets. Then `q_i - V_K` has
+The static vectors `t, u, w` define an advantage. They are computed on the host in float64, for every number `n` of
+scored rewards. Equal rewards get equal advantages without special treatment. For one K, let `q_i` be the mean maximum
+over the K-subsets of the group that contain `i`, and `V_K` the mean maximum over all K-subsets. Then `q_i - V_K` is the
+advantage with
 
     t_i = C(i-1, K-1) / C(n-1, K-1)     u_m = C(m-2, K-2) / C(n-1, K-1)     w_m = C(m-1, K-1) / C(n, K)
 """
@@ -21,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Mixture = tuple[tuple[int, float], ...]
-"""`(K, factor)` pairs."""
+"""Defines a weighted sum of advantages for several K, as pairs `(K, factor)`."""
 
 
 class Spread(NamedTuple):
@@ -29,8 +31,8 @@ class Spread(NamedTuple):
 
     Attributes:
       scored: number of scored rewards.
-      top: largest scored reward, 0 if none is scored.
-      bottom: smallest scored reward, 0 if none is scored.
+      top: largest scored reward; 0 if no reward is scored.
+      bottom: smallest scored reward; 0 if no reward is scored.
       signal: whether at least two scored rewards differ.
     """
 
@@ -49,7 +51,7 @@ def spread(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"]) -> Spread:
 
 
 def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixture: Mixture) -> Float[Array, "P G"]:
-    """Computes `sum over (K, c) of c L_K,i`, `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)`.
+    """Computes `sum over (K, c) of c L_K,i` with `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)`.
 
     See arXiv 2606.06080. Terms with `K > n - 1` are 0. A group of equal rewards gets zeros.
     """
@@ -60,7 +62,8 @@ def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixt
 def above_average(
     rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int
 ) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
-    """Returns `q_i - V_k`, `V_k`, and the largest reward minus `V_k` (computed without the rounding of `V_k`)."""
+    """Returns `q_i - V_k`, `V_k`, and the largest reward minus `V_k`. The last value is computed without the rounding
+    of `V_k`."""
     size = rewards.shape[-1]
     table = _subset_weights(size, k)
     ordered, _, group = _sorted(rewards, scored)
@@ -74,8 +77,8 @@ def above_average(
 def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int) -> Float[Array, "P G"]:
     """Computes `q_i - V_{k-1}(group without i)` for `k >= 2`.
 
-    This is the mean increase of the maximum of `k - 1` other completions when `i` is added. It is never negative, and
-    exactly 0 for the smallest reward of a group.
+    This is the mean increase of the maximum of `k - 1` other completions if completion `i` is added. The result is
+    never negative, and it is exactly 0 for the smallest reward of a group.
     """
     least = spread(rewards, scored).bottom
     out = _weighted(rewards, scored, _marginal_weights(rewards.shape[-1], k))
@@ -83,7 +86,8 @@ def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G
 
 
 def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
-    """Returns sorted rewards minus the largest (0 beyond the scored ones), the sort order, and the spread."""
+    """Returns the sorted rewards minus the largest reward (0 beyond the scored rewards), the sort order, and the
+    spread."""
     group = spread(rewards, scored)
     order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
     shifted = jnp.take_along_axis(rewards, order, axis=-1) - group.top
@@ -91,7 +95,8 @@ def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
 
 
 def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) -> Array:
-    """Evaluates the formula of the family; 0 where unscored and in groups of equal rewards."""
+    """Evaluates the formula of the module docstring. The result is 0 for unscored completions and in groups of equal
+    rewards."""
     ordered, order, group = _sorted(rewards, scored)
     own, above, common = (jnp.asarray(table, rewards.dtype)[group.scored[:, 0], i] for i in range(3))
     lifted = above * ordered
@@ -104,7 +109,7 @@ def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) 
 def _own_weights(n: int, orders: Int[np.ndarray, "K"]) -> Float[np.ndarray, "K n"]:
     """Computes `C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`.
 
-    The ratios are a running product from `m = n` downwards, which cannot overflow.
+    The values are computed as a running product from `m = n` downwards, which cannot overflow.
     """
     m = np.arange(n, 1, -1, dtype=np.float64)
     ratios = np.maximum(m - orders[:, None], 0.0) / (m - 1)
@@ -128,7 +133,7 @@ def _leave_two_out_weights(size: int, mixture: Mixture) -> Float[np.ndarray, "N 
 
 @functools.lru_cache(maxsize=8)
 def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Computes the weights of `q_i - V_k`; rows for fewer than `k` scored completions are 0."""
+    """Computes the vectors `t, u, w` of `q_i - V_k`. Rows for fewer than `k` scored completions are 0."""
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):
         own = _own_weights(n, np.array([k]))[0]
@@ -140,9 +145,10 @@ def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
 
 @functools.lru_cache(maxsize=8)
 def _marginal_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Computes the weights of `q_i - V_{k-1}(-i) = sum_{m < i} a_m (x_i - x_m)`, `a_m = C(m-1, k-2) / C(n-1, k-1)`.
+    """Computes the vectors of `q_i - V_{k-1}(-i) = sum_{m < i} a_m (x_i - x_m)`, `a_m = C(m-1, k-2) / C(n-1, k-1)`.
 
-    The three vectors are `t + a, a, a`. Rows for fewer than `k` scored completions are 0.
+    With `t` from the module docstring, the three vectors are `t + a, a, a`. Rows for fewer than `k` scored completions
+    are 0.
     """
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):

@@ -1,4 +1,4 @@
-"""Histograms of groups by pass rate: the number of groups per bin, and the sum of their advantages."""
+"""Computes histograms of groups by pass rate: the number of groups in each bin, and the sum of their advantages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ PASS_RATES = ("0", "(0, 1/8]", *(f"({i}/8, {i + 1}/8]" for i in range(1, 7)), "(
 
 
 def bins_of(passed: Bool[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Int[np.ndarray, "P"]:
-    """Returns the bin of each group, by the fraction of its scored completions that passed; -1 if none is scored."""
+    """Returns the bin of each group, by the fraction of its scored completions that passed; -1 if no completion is
+    scored."""
     successes, count = (passed & scored).sum(axis=1), scored.sum(axis=1)
     inner = -(-8 * successes // np.maximum(count, 1))  # integer ceiling, so that k/8 falls into the bin that ends there
     return np.where(count == 0, -1, np.where(successes == 0, 0, np.where(successes == count, 9, inner)))
@@ -22,13 +23,14 @@ def count_groups(bins: Int[np.ndarray, "P"]) -> list[int]:
 
 
 def sum_advantages(bins: Int[np.ndarray, "P"], advantages: Float[np.ndarray, "P G"]) -> list[float]:
-    """Sums the mean `|advantage|` of each group (0 where unscored) per bin.
+    """Sums the mean `|advantage|` of each group per bin. Unscored completions count with advantage 0.
 
-    Divide by the number of groups in a bin for the mean `|advantage|` of a prompt with that pass rate. Divide by the
-    sum over all bins for the bin's share. This is not a gradient norm: it sums the factors of the gradients of the
-    completions' log-probabilities, and ignores lengths, aggregation and cancellation between gradients. A group of 0/1
-    rewards with pass rate p has `2 (1-p)` under MaxRL (2602.02710), `2 sqrt(p (1-p))` under GRPO with `ddof` 0,
-    `2 p (1-p)` under Dr. GRPO, and 0 if p is 0 or 1.
+    A sum divided by the number of groups in its bin is the mean `|advantage|` of a prompt with that pass rate. A sum
+    divided by the sum over all bins is the share of its bin. The sums are not gradient norms: an advantage is only the
+    factor by which the gradient of a completion's log-probability is multiplied. Lengths, aggregation and cancellation
+    between gradients are ignored. For a group of 0/1 rewards with pass rate p, the mean `|advantage|` is `2 (1-p)`
+    under MaxRL (2602.02710), `2 sqrt(p (1-p))` under GRPO with `ddof` 0, `2 p (1-p)` under Dr. GRPO, and 0 if p is 0 or
+    1.
     """
     mean = np.abs(advantages.astype(np.float64)).mean(axis=1)
     return np.bincount(bins[bins >= 0], weights=mean[bins >= 0], minlength=len(PASS_RATES)).tolist()

@@ -1,7 +1,7 @@
-"""Computes the population weight of an estimator on 0/1 rewards, exactly for group size G.
+"""Computes the population weight of an estimator on 0/1 rewards, exactly for a group size G.
 
 With pass rate `p`, a gradient estimate `(1/G) sum_i A_i grad log pi(y_i | x)` over G independent completions has the
-expectation `w(p) grad p` (arXiv 2602.02710). `w(p)` is the weight of prompts with pass rate `p`.
+expectation `w(p) grad p` (arXiv 2602.02710). `w(p)` is called the population weight of prompts with pass rate `p`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def population_weights(
 ) -> Float[np.ndarray, "N"]:
     """Computes `w(p)` of any estimator on 0/1 rewards at one group size.
 
-    The expected score function of a success is `grad p / p`, that of a failure `-grad p / (1 - p)`. With
-    `j ~ Bin(G, p)` successes, advantage `A_succ(j)` for each success and `A_fail(j)` for each failure,
+    The expected score function is `grad p / p` for a success and `-grad p / (1 - p)` for a failure. Let `j ~ Bin(G, p)`
+    be the number of successes, `A_succ(j)` the advantage of a success, and `A_fail(j)` the advantage of a failure. Then
 
         w(p) = E_j[ j A_succ(j) / (G p) - (G - j) A_fail(j) / (G (1 - p)) ].
 
-    Conditioning on one completion gives the form that is computed here, which has no division:
+    Conditioning on one completion gives a form without division, which this function computes:
 
         w(p) = E_j[ A_succ(j + 1) - A_fail(j) ],   j ~ Bin(G - 1, p).
 
-    This is the expected increase of one completion's advantage by success, with the other completions fixed. `A` is
-    computed by the estimator's function on all `G + 1` possible groups in one call, with completions of one token. The
-    sum is in float64.
+    The right side is the expected increase of a completion's advantage if the completion succeeds instead of failing
+    and the other completions stay the same. The function of the estimator computes `A` on all `G + 1` possible groups
+    in one call, with completions of one token. The sum is computed in float64.
 
     Args:
       advantage_estimator: a registered name, or `FILE.py:function`.
@@ -44,7 +44,7 @@ def population_weights(
       **params: the estimator's parameters, e.g. `k=4`.
 
     Returns:
-      float64 weights, one per pass rate, with the accuracy of the estimator's float32.
+      float64 weights, one per pass rate. Their accuracy is limited by the float32 advantages.
 
     Raises:
       UserError: the estimator is unknown; a parameter is unknown, missing or out of range; the group size is below 1; a
@@ -92,8 +92,8 @@ def advantages_of(
       the float32 results as float64 arrays, in the order of `estimators`.
 
     Raises:
-      UserError: an estimator does not accept the parameters or rewards, or the user's own function raises, returns
-        another shape, or returns a non-finite number.
+      UserError: an estimator does not accept the parameters or rewards, or a function of the user raises, returns a
+        wrong shape, or returns a non-finite number.
     """
     scored = ~np.isnan(rewards)
     for estimator in estimators:
@@ -123,17 +123,18 @@ def _call(estimator: GroupEstimator, rewards: jax.Array, scored: jax.Array, leng
 
 
 def reinforcement_weight(pass_rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns `w(p) = 1`, the weight of the expected reward, which standard RL maximises."""
+    """Returns `w(p) = 1`, the population weight of the expected reward, which standard RL maximises."""
     return np.ones_like(pass_rates)
 
 
 def likelihood_weight(pass_rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns `w(p) = 1/p` for `p > 0`, the weight of the log-likelihood of success and MaxRL's limit for large G."""
+    """Returns `w(p) = 1/p` for `p > 0`: the population weight of the log-likelihood of success, and of MaxRL for large
+    G."""
     return 1.0 / pass_rates
 
 
 def binomial_pmf(trials: int, rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N J"]:
-    """Computes `C(n, j) p^j (1-p)^(n-j)` for `j = 0..n` in log space; `C(n, j)` overflows float64 from n = 1030."""
+    """Computes `C(n, j) p^j (1-p)^(n-j)` for `j = 0..n`, in log space: `C(n, j)` overflows float64 from n = 1030."""
     j = np.arange(trials + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
     log_choose = log_factorial[-1] - log_factorial - log_factorial[::-1]

@@ -1,4 +1,4 @@
-"""The registry of advantage estimators, and the checks of their parameters and rewards.
+"""Registers advantage estimators, and checks their parameters and rewards.
 
 The built-in estimators are in `advantages.py`.
 """
@@ -30,13 +30,13 @@ class Estimator:
     """A registered estimator.
 
     Attributes:
-      function: maps rewards to advantages, see `types.AdvantageEstimator`.
-      zero_when_constant: maps the parameters to whether a group of equal rewards gets zeros and can be skipped.
-      takes: maps the parameters to the rewards that the estimator accepts: one of `REWARD_KINDS`.
-      headroom: parameter name to h; the largest value of the parameter is the group size minus h.
-      scored_beyond_k: a group needs at least `k` plus this many scored completions, else it is dropped.
-      sparse: whether groups with different rewards often have advantages of 0 too, so that it is worth computing the
-        advantages before the update.
+      function: maps rewards to advantages; see `types.AdvantageEstimator`.
+      zero_when_constant: given the parameters, returns whether a group of equal rewards gets zeros and can be skipped.
+      takes: given the parameters, returns which rewards the estimator accepts: one of `REWARD_KINDS`.
+      headroom: maps a parameter name to a number h. The largest value of the parameter is the group size minus h.
+      scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions is dropped.
+      sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, it is worth
+        computing the advantages before the update, to skip these completions.
     """
 
     function: AdvantageEstimator
@@ -56,7 +56,7 @@ class Estimator:
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {}
-"""Name to estimator: the registered values of `algorithm.advantage_estimator`."""
+"""Maps names to estimators: the registered values of `algorithm.advantage_estimator`."""
 
 
 def register_advantage_estimator(
@@ -68,22 +68,22 @@ def register_advantage_estimator(
     scored_beyond_k: int = 0,
     sparse: bool = False,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Registers an estimator under `name`. It is traced into the compiled training step like the built-in ones.
+    """Registers an estimator under `name`. The estimator is traced into the compiled training step, like a built-in
+    estimator.
 
     Its keyword-only parameters other than `scored` and `lengths` are read from the config keys of the same name and
     from `algorithm.estimator_params`.
 
     Args:
-      zero_when_constant: whether a group with equal scored rewards always gets zeros; such groups are then not passed
-        through the model.
-      takes: the rewards that the estimator accepts: `any`, `non-negative` or `binary`; others are rejected before the
-        step.
-      headroom: by parameter name, how far below the group size G the parameter must stay. `{"k": 1}` means
-        `k <= G - 1`.
-      scored_beyond_k: a group needs at least `k` plus this many scored completions (and at least two), else it is
-        dropped.
-      sparse: whether groups with different rewards may have advantages of 0 too; advantages are then computed before
-        the update, to skip these completions.
+      zero_when_constant: whether a group with equal scored rewards always gets zeros. If True, such a group is not
+        passed through the model.
+      takes: the rewards that the estimator accepts: `any`, `non-negative` or `binary`. Other rewards are rejected
+        before the step.
+      headroom: maps a parameter name to a number h: the parameter must be at most G - h, where G is the group size.
+        `{"k": 1}` means `k <= G - 1`.
+      scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions, or fewer than two, is dropped.
+      sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
+        advantages are computed before the update, to skip these completions.
 
     Raises:
       UserError: the name is taken, or looks like a file or a module.
@@ -107,7 +107,7 @@ def register_advantage_estimator(
 
 
 def find_estimator(name: str) -> Estimator:
-    """Returns the estimator of a registered name, of `FILE.py:function` or of `package.module.function`.
+    """Returns the estimator for a registered name, `FILE.py:function` or `package.module.function`.
 
     If the file registers the function under another name, the options of that registration apply.
 
@@ -123,11 +123,11 @@ def find_estimator(name: str) -> Estimator:
 
 
 def find_registered(name: str, registry: dict[str, Any], unknown: str, unregistered: Callable[[Any], Any]) -> Any:
-    """Returns the entry of a registered name, or of a function given by its location, such as `file.py:function`.
+    """Returns the registry entry for a registered name, or for the location of a function, such as `file.py:function`.
 
     Args:
-      unknown: start of the error message for an unknown name: the config key and the kind of entry.
-      unregistered: returns the entry of a function that is not registered.
+      unknown: beginning of the error message for an unknown name; it contains the config key and the kind of entry.
+      unregistered: called with a function that is not registered; returns the entry of this function.
     """
     if name not in registry and is_place(name):
         function = load_function(name, unknown.partition(":")[0])
@@ -142,7 +142,7 @@ def find_registered(name: str, registry: dict[str, Any], unknown: str, unregiste
 
 
 def check_new_name(what: str, name: str, registry: dict[str, Any]) -> None:
-    """Raises UserError if a name is registered already or looks like a file or a module."""
+    """Raises UserError if a name is already registered, or looks like a file or a module."""
     if name in registry:
         raise UserError(f"{what} '{name}' is already registered; choose another name.")
     if is_place(name):
@@ -175,7 +175,8 @@ def own_parameters(function: Callable[..., Any], given: frozenset[str]) -> dict[
 
 
 def check_parameters(name: str, params: Params, group_size: int, key: str = "algorithm") -> dict[str, Any]:
-    """Checks an estimator's parameters against its signature and the group size, and returns the set parameters.
+    """Checks an estimator's parameters against its signature and the group size, and returns the parameters that are
+    not None.
 
     Args:
       key: the config section of the parameters, for the messages.
@@ -226,7 +227,8 @@ def check_rewards(
       place: returns the description of a completion, given its group and its index in the group.
 
     Raises:
-      UserError: names the estimator, the first completion whose reward it does not accept, and the remedy.
+      UserError: a reward is not accepted. The message names the first completion with such a reward, the estimator and
+        the remedy.
     """
     values = np.where(scored, rewards, 0.0)
 

@@ -1,8 +1,8 @@
-"""Softmax attention over one or several parts of the keys, with grouped heads; scores and softmax are float32.
+"""Computes softmax attention over one or several parts of the keys, with grouped heads. Scores and softmax are float32.
 
-A part is a set of keys and values with a mask. Completions of one prompt share the part of the prompt, so it is stored
-once per group. This module has the plain implementation, which materialises the scores, and selects between it, the
-blocked implementation and the kernels of a device.
+A part is a set of keys and values with a mask. All completions of a prompt share one part with the keys of the prompt,
+so these keys are stored once per group. This module contains the plain implementation, which materialises the scores.
+It also selects between the plain implementation, the blocked implementation and the kernels of the device.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from tunix_like.models.attention_kernels import cudnn_attention, splash_attentio
 from tunix_like.models.attention_parts import Part, dense_mask
 
 MASKED = -1e30
-"""Score of a masked key. It is finite, so a row with all keys masked gives finite values (unused) and no NaN
-gradient."""
+"""Score of a masked key. The score is finite. If all keys of a query are masked, the output is therefore finite (and
+unused), and the gradient is not NaN."""
 
 SCORES = 2**24
-"""Maximum number of scores `B H N U` that `auto` materialises on a device without a kernel: 64 MB, stored per layer in
-training. Sequences that are long enough for blocks to be faster exceed this at any practical batch size."""
+"""Maximum number of scores `B H N U` that "auto" materialises on a device without a kernel. In training, these scores
+take 64 MB per layer. Sequences for which the blocked implementation is faster need more scores than this at any
+practical batch size."""
 
 _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
 
 def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None) -> str:
-    """Selects the attention implementation: `name`, or for "auto" the device's kernel if it supports this model.
+    """Selects the attention implementation: `name`, or for "auto" the kernel of the device if the kernel supports this
+    model.
 
     Args:
       devices: the devices to select for; defaults to the devices of jax.
 
     Returns:
-      one of `ATTENTIONS`; "auto" if the size of each call selects between the plain and the blocked implementation.
+      one of `ATTENTIONS`. If it is "auto", each call selects the plain or the blocked implementation by its size.
 
     Raises:
       UserError: the name is unknown, or this device or model does not support the implementation.
@@ -72,10 +74,11 @@ def _splash_lacks(device: Any) -> str | None:
 
 
 def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
-    """Returns an implementation that does not materialise the scores, or None for the plain one.
+    """Returns an implementation that does not materialise the scores, or None for the plain implementation.
 
-    Array masks (decoding, one query per row) always use the plain implementation. No kernel supports caps, and splash
-    attention supports no windows; in these cases the size decides, as for "auto".
+    Parts with array masks always use the plain implementation; decoding uses array masks, with one query per row.
+    Kernels do not support caps, and splash attention does not support windows. In these cases the number of scores
+    selects the implementation, as for "auto".
     """
     if kind == "plain" or not all(part.described for part in parts):
         return None
@@ -108,17 +111,18 @@ def attention(
 def group_attention(
     q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "P G T H h"]:
-    """Attends from completions to their prompt's keys (stored once per group) and to their own keys, in ONE softmax.
+    """Computes attention of completions over the keys of their prompt and over their own keys, in one softmax.
 
     Args:
       q: queries of every completion of every prompt.
-      prompt: part with `B = P`; its mask is for the `G * T` queries of a prompt, or broadcast over them.
+      prompt: part with `B = P`, stored once per group. Its mask has `G * T` queries per prompt, or is broadcast over
+        the queries.
       own: parts with `B = P * G`: the keys of each completion.
       kind: a result of `resolve_attention`.
       cap: as in `attention`.
 
     The parts are combined through their common maximum and the sum of their exponentials, so no `[T, S + T]` array is
-    built, and gradients flow through all parts (unlike the residual of `jax.nn.dot_product_attention`).
+    built. Gradients flow through all parts. They would not flow through the residual of `jax.nn.dot_product_attention`.
     """
     if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
         return implementation(q, (prompt, *own)) if cap is None else implementation(q, (prompt, *own), cap=cap)
@@ -144,13 +148,14 @@ def group_attention(
         own_exp = jnp.exp(scores - top)
         total += own_exp.sum(-1, keepdims=True)
         out += _unfold(_values(own_exp, part), heads).reshape(q.shape)
-    # Normalise last: dividing `h` instead of `S + T` values per query saves a third of the backward pass on the CPU.
+    # The division comes last. It then divides `h` instead of `S + T` values per query, which saves a third of the
+    # backward pass on the CPU.
     return (out / _unfold(total, heads).reshape(*q.shape[:4], 1)).astype(q.dtype)
 
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
-    """Computes scaled, capped and masked scores. Heads precede positions, so this is a plain batched product. On the
-    CPU its gradient takes half the time that a product with batch axes between other axes takes."""
+    """Computes scaled, capped and masked scores. Heads precede positions, so the product is a plain batched matrix
+    product. On the CPU, the gradient of a product with batch axes between other axes would take twice as long."""
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]
     split = (q * width**-0.5).reshape(batch, count, key_heads, heads // key_heads, width)

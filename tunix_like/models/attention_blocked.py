@@ -1,8 +1,9 @@
-"""Blocked attention that never materialises the scores, forward or backward (Dao et al., arXiv 2205.14135; Dao,
-arXiv 2307.08691).
+"""Computes attention in blocks, without an array of all scores in the forward or backward pass (Dao et al., arXiv
+2205.14135; Dao, arXiv 2307.08691).
 
-Several parts share one softmax. In the forward pass, each part gives its output and log-sum-exp, which are combined. In
-the backward pass, each part needs only the log-sum-exp over all parts. Masks must be described (not an array).
+Several parts (`attention_parts.Part`: keys and values with a mask) share one softmax. In the forward pass, the output
+and log-sum-exp of each part are computed and then combined. In the backward pass, each part needs only the log-sum-exp
+over all parts. A mask must be a description, such as `Causal`, and not an array.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix_like.models.attention_parts import Causal, Part, first_keys, key_positions, segment_ids
 
 BLOCK = 256
-"""Maximum number of queries and keys per block. On a CPU, blocks match the speed of the plain implementation at this
-length and are twice as fast at 1024; blocks of 512 give no gain there."""
+"""Maximum number of queries and keys per block. On a CPU, the blocked implementation is as fast as the plain
+implementation for 256 positions, and twice as fast for 1024. Blocks of 512 are not faster on a CPU."""
 
 CAUSAL_BLOCKS, ALL_BLOCKS = "causal_blocks", "all_blocks"
-"""Names of the loops over key blocks in a compiled program: under `Causal`, and under other masks."""
+"""Names of the loops over key blocks in a compiled program, for a `Causal` mask and for other masks."""
 
 NOTHING = -1e30
-"""Log-sum-exp of a query without visible keys. It is finite, so the difference of two is not NaN."""
+"""Log-sum-exp of a query without visible keys. The value is finite, so the difference of two such values is not NaN."""
 
 
 def joined_attention(
     q: Float[Array, "*B H h"], parts: Sequence[Part], cap: float | None = None
 ) -> Float[Array, "*B H h"]:
-    """Computes `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]` under one softmax, with described masks.
+    """Computes `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]` in one softmax; masks must be descriptions.
 
     Args:
-      q: any leading axes; a part with `B` rows of keys reads it as `[B, N, H, h]`.
+      q: queries with any leading axes. For a part with `B` rows of keys, they are reshaped to `[B, N, H, h]`.
       cap: scores become `cap tanh(scores / cap)`.
 
     Returns:
@@ -63,7 +64,7 @@ def _joined_forward(cap: float | None, q: Array, parts: tuple[Part, ...]) -> tup
 
 
 def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[Array, tuple[Part, ...]]:
-    """Computes `dS = P (dO V^T - rowsum(dO O))`; `P = exp(S - lse)` is recomputed for each block."""
+    """Computes the gradients from `dS = P (dO V^T - rowsum(dO O))`. `P = exp(S - lse)` is recomputed for each block."""
     q, parts, out, lse = saved
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
     for part in parts:
@@ -86,11 +87,11 @@ class _Work(NamedTuple):
     """Queries, keys and values of a part, padded to whole blocks, and the pairs of blocks to compute.
 
     Attributes:
-      query_ids, key_ids: segments; a query sees keys of its own segment.
+      query_ids, key_ids: segment of each query and key. A query sees keys of its own segment only.
       positions: positions of the keys, which are compared with `starts`.
       starts: the first position that each query sees if there are windows, else None.
-      order, number: for each block of queries, the indices of the key blocks, and the number of visible key blocks,
-        which come first.
+      order: for each block of queries, the indices of the key blocks. The visible key blocks come first.
+      number: for each block of queries, the number of visible key blocks.
     """
 
     q: Float[Array, "B K R N h"]
@@ -107,8 +108,8 @@ class _Work(NamedTuple):
 def part_forward(
     q: Float[Array, "B N H h"], part: Part, cap: float | None = None
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
-    """Computes output and log-sum-exp of one part by an online softmax over the key blocks; 0 and `NOTHING` for a query
-    without visible keys."""
+    """Computes the output and log-sum-exp of one part by an online softmax over the key blocks. For a query without
+    visible keys, they are 0 and `NOTHING`."""
     work, blocks = _plan(q, part, cap)
 
     def of_queries(i: Array) -> tuple[Array, Array]:
@@ -142,8 +143,8 @@ def part_backward(
     part: Part,
     cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
-    """Computes the gradients (float32) of queries, keys and values; `out` and `lse` belong to the whole softmax over
-    all parts."""
+    """Computes the gradients (float32) with respect to queries, keys and values. `out` and `lse` are the output and
+    log-sum-exp of the softmax over all parts."""
     work, blocks = _plan(q, part, cap)
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     cotangent, lse, delta = (
@@ -236,8 +237,9 @@ def _meetings(
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
     """Selects the key blocks that each query block must process.
 
-    Their segment ranges must overlap in some batch entry. Under `Causal`, key blocks entirely after the query block are
-    skipped; with windows, key blocks entirely before the window are skipped.
+    A key block is selected if its range of segments overlaps the range of the query block in some batch entry. With a
+    `Causal` mask, key blocks entirely after the query block are skipped. With windows, key blocks entirely before the
+    window are skipped.
     """
 
     def ranges(ids: Array, size: int) -> tuple[Array, Array]:
@@ -276,7 +278,7 @@ def _from_blocks(x: Float[Array, "n B K R b x"], count: int) -> Float[Array, "B 
 
 
 def _product(x: Float[Array, "B K R b c"], y: Float[Array, "B K c d"]) -> Float[Array, "B K R b d"]:
-    """Multiplies by an array that the query heads of a key head share, accumulated in float32."""
+    """Multiplies `x` by `y`, which all query heads of a key head share. Accumulates in float32."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return jnp.matmul(flat, y, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], y.shape[-1])
 

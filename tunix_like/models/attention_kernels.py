@@ -1,8 +1,9 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
-The kernels compute causal attention over one part and its gradient. They cannot describe the mask of completions (their
-prompt, and their own segment of a bin), so each function below handles this mask in its own way. Neither kernel
-supports caps, and splash attention supports no windows; the caller must not use a kernel for these.
+The kernels compute causal attention over one part (`attention_parts.Part`) and its gradient. They do not support the
+mask of a completion, which sees its prompt and its own segment of a bin. Each function below handles this mask in its
+own way. Neither kernel supports caps, and splash attention does not support windows. The caller must not use a kernel
+in these cases.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, 
 from tunix_like.models.sharding import row_axes
 
 MASK_ELEMENTS = 2**28
-"""Largest mask `[B, N, U]` that is materialised for cuDNN: 0.5 GB in bfloat16, and as much for its unused gradient."""
+"""Maximum number of elements of a mask `[B, N, U]` that is materialised for cuDNN. Such a mask takes 0.5 GB in
+bfloat16, and its unused gradient takes as much."""
 
 INTERPRET = False
-"""Whether splash attention runs in its interpreter; set by tests, which have no TPU."""
+"""Whether splash attention runs in its interpreter. Tests set this, because they have no TPU."""
 
 _TILE = 8  # jax.nn does not support training with cuDNN on odd lengths
 _LANES = 128
 
 
 def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
-    """Computes attention over parts with described masks with cuDNN; float16 and bfloat16 only.
+    """Computes attention with cuDNN, over parts whose masks are descriptions; float16 and bfloat16 only.
 
-    Parts are concatenated and their masks materialised, which takes `2 H` times less memory than the scores. The public
-    interface of cuDNN has no segments, and it rounds the log-sum-exp to the dtype of `q`; combining parts through a
-    rounded log-sum-exp would give errors of some percent in the weights. Masks larger than `MASK_ELEMENTS` use blocks
-    instead.
+    Parts are concatenated and their masks are materialised. The masks take `2 H` times less memory than the scores
+    would. The parts are not computed one by one for two reasons. The public interface of cuDNN has no segments. It also
+    rounds the log-sum-exp to the dtype of `q`, and combining parts through a rounded log-sum-exp would give errors of
+    some percent in the weights. If the masks have more than `MASK_ELEMENTS` elements, the blocked implementation is
+    used instead.
     """
     call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     if len(parts) == 1 and parts[0].only_causal:
@@ -55,10 +58,11 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
 
 
 def splash_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
-    """Computes attention over parts with described masks with splash attention.
+    """Computes attention with the splash attention kernel, over parts whose masks are descriptions.
 
-    Its log-sum-exp is float32, so parts and their gradients are computed one by one and combined. The keys of a
-    prompt are repeated for each of its rows, so that all parts have the layout in which the kernel returns its results.
+    The kernel returns the log-sum-exp in float32, so parts and their gradients are computed one by one and combined.
+    The keys of a prompt are repeated for each row of the prompt. All parts then have the layout in which the kernel
+    returns its results.
     """
     rows = q.reshape(max(part.k.shape[0] for part in parts), -1, *q.shape[-2:])
     causal = tuple(isinstance(part.mask, Causal) for part in parts)
@@ -91,8 +95,8 @@ def _splash_forward(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: 
 
 
 def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Array, "B N H h"]) -> Any:
-    # The gradient of the public function is that of a single part, whose log-sum-exp it computes itself. The function
-    # behind it takes any output and log-sum-exp.
+    # The public function computes the gradient for a single part, with the log-sum-exp of this part. The private
+    # backward function accepts any output and log-sum-exp, and is therefore called directly.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     q, keys, ids, out, lse = saved
@@ -132,7 +136,7 @@ def _tiled(k: Float[Array, "B K h U"], v: Float[Array, "B K U h"]) -> tuple[Arra
 
 
 def _repeated(x: Shaped[Array, "B ..."], rows: int) -> Shaped[Array, "R ..."]:
-    """Repeats each entry for the consecutive rows of its group. (The gradient of `jnp.repeat` is a scatter.)"""
+    """Repeats each entry for the consecutive rows of its group. `jnp.repeat` is not used: its gradient is a scatter."""
     wide = jnp.broadcast_to(x[:, None], (x.shape[0], rows // x.shape[0], *x.shape[1:]))
     return wide.reshape(rows, *x.shape[1:])
 
@@ -141,14 +145,14 @@ def _splash_ids(part: Part, rows: int, count: int) -> Any:
     """Returns the segments of queries and keys of each row, padded to whole tiles; None for a plain causal mask."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    if part.only_causal:  # it already hides the trailing padding of the keys
+    if part.only_causal:  # a causal mask already hides the trailing padding of the keys
         return None
     of_queries, of_keys = (_repeated(ids, rows) for ids in segment_ids(part, count))
     return splash.SegmentIds(padded(of_queries, 1, _LANES, -2), padded(of_keys, 1, _LANES, -1))
 
 
 def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residuals: bool) -> Any:
-    # Imported here, since only TPUs need it and the import takes 0.1 s.
+    # Imported here, because only TPUs need this module and the import takes 0.1 s.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = q.shape[2], -(-width // _LANES) * _LANES
@@ -164,9 +168,8 @@ def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residua
 def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
     """Calls `function(q, keys, ids, *more)` on each device with its own rows and heads.
 
-    `more` are arrays `[B H ...]`, followed by the cotangent, which is laid out like `q`.
-    The compiler cannot partition a kernel over a mesh. An axis of the mesh that does not divide rows or heads is not
-    used.
+    The compiler itself cannot partition a kernel over a mesh. A mesh axis that does not divide the rows or heads is not
+    used. `more` contains arrays `[B H ...]`, followed by the cotangent in the layout of `q`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -186,7 +189,7 @@ def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *
 
 
 def _tiles(queries: int, keys: int) -> dict[str, Any]:
-    """Returns the largest tile sizes up to 512 that divide the lengths, forward and backward."""
+    """Returns the largest tile sizes up to 512 that divide the lengths, for the forward and backward kernels."""
     q, kv = (max(size for size in range(_LANES, 513, _LANES) if length % size == 0) for length in (queries, keys))
     return {f"block_{side}{of}": size for side, size in (("q", q), ("kv", kv)) for of in ("", "_dkv", "_dq")}
 
@@ -196,7 +199,8 @@ def _positions_first(part: Part) -> tuple[Float[Array, "B U K h"], Float[Array, 
 
 
 def _mask(part: Part, batch: int, count: int) -> Bool[Array, "R #N U"]:
-    """Returns the mask of a part for `batch` rows of `count` queries; several rows may use one entry of the part."""
+    """Returns the mask of a part for `batch` rows of `count` queries. Several rows can use the same entry of the
+    part."""
     mask = dense_mask(part, batch * count // part.k.shape[0])
     if isinstance(part.mask, Lengths | Positions) and part.mask.starts is not None:
         return mask.reshape(batch, count, -1)

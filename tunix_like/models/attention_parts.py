@@ -10,17 +10,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Lengths(NamedTuple):
-    """A mask under which the queries of batch entry `i` see its first `lengths[i]` keys. With `starts`, a query sees of
-    these only the keys from its own start on."""
+    """A mask that lets the queries of batch entry `i` see the first `lengths[i]` keys of this entry. With `starts`,
+    query `n` sees only the keys from index `starts[i, n]` to `lengths[i] - 1`."""
 
     lengths: Int[Array, "B"]
     starts: Int[Array, "B N"] | None = None
 
 
 class Positions(NamedTuple):
-    """A mask under which a query sees the keys whose position is at least its start, or at least 0 without `starts`.
+    """A mask that lets a query see the keys whose position is at least the query's start, or at least 0 without
+    `starts`.
 
-    The keys are in any order; a key with position -1 is not seen.
+    The keys can be in any order. A key with position -1 is never seen.
     """
 
     positions: Int[Array, "B U"]
@@ -30,9 +31,9 @@ class Positions(NamedTuple):
 class Causal(NamedTuple):
     """A causal mask: each position sees itself and earlier positions.
 
-    With `segments`, a position sees its own segment only; segment -1 is padding, which sees nothing and is not seen.
-    With `window`, a query sees at most that many positions, including its own. Right padding needs no segments, since
-    it comes after every real position and its outputs are not used.
+    With `segments`, a position sees its own segment only. Positions in segment -1 are padding; they see nothing and are
+    not seen. With `window`, a query sees at most that many positions, including its own. Padding on the right needs no
+    segments: it comes after every real position, and its outputs are not used.
     """
 
     segments: Int[Array, "B U"] | None = None
@@ -40,16 +41,16 @@ class Causal(NamedTuple):
 
 
 Mask = Bool[Array, "#B #N U"] | Lengths | Positions | Causal
-"""The keys that a query sees: an array, or a description without `N * U` elements."""
+"""Defines which keys a query sees: an array, or a description with fewer than `N * U` elements."""
 
 
 class Part(NamedTuple):
     """Keys and values that the queries of a batch entry attend to, with a mask.
 
     Attributes:
-      k, v: one row of keys and values per batch entry, in the layout that the two matrix products read, so a cache in
-        this layout is never transposed.
-      mask: whether query n may see key u; an array must be broadcastable to `[B, N, U]`.
+      k, v: keys and values, one row per batch entry. The two matrix products of attention read this layout, so a cache
+        in this layout is never transposed.
+      mask: whether query n sees key u; an array must be broadcastable to `[B, N, U]`.
     """
 
     k: Float[Array, "B K h U"]
@@ -58,24 +59,24 @@ class Part(NamedTuple):
 
     @property
     def described(self) -> bool:
-        """Whether the mask is a description, as the blocked implementation and the kernels need it."""
+        """Whether the mask is a description. The blocked implementation and the kernels need a description."""
         return isinstance(self.mask, Lengths | Positions | Causal)
 
     @property
     def only_causal(self) -> bool:
-        """Whether the mask is plain causal, without segments or window, which every kernel supports."""
+        """Whether the mask is causal without segments or a window. Every kernel supports such a mask."""
         return isinstance(self.mask, Causal) and self.mask.segments is None and self.mask.window is None
 
     @property
     def windowed(self) -> bool:
-        """Whether some query does not see the earliest keys."""
+        """Whether the mask hides early keys from some queries."""
         if isinstance(self.mask, Causal):
             return self.mask.window is not None
         return isinstance(self.mask, Lengths | Positions) and self.mask.starts is not None
 
 
 def part_of(k: Float[Array, "... U K h"], v: Float[Array, "... U K h"], mask: Mask) -> Part:
-    """Builds a part from keys and values in the layout of the projections, positions before heads."""
+    """Builds a part from keys and values in the layout of the projections, in which positions precede heads."""
     return Part(*laid_out(k, v), mask)
 
 
@@ -112,8 +113,8 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
-    """Returns the positions of the keys, by default their indices. They are compared with the positions of
-    `first_keys`."""
+    """Returns the positions of the keys, to compare with the result of `first_keys`. If the mask is not `Positions`,
+    the position of a key is its index."""
     return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
 
 

@@ -31,10 +31,11 @@ class DecoderConfig:
       num_layers: number of layers.
       num_heads: query heads, H.
       num_kv_heads: key and value heads, K; it divides H.
-      head_dim: width of one head, h; even, and not always D / H.
+      head_dim: width of one head, h. It is even and can differ from D / H.
       rope_theta: base of the rotary wavelengths.
       rope_scaling: scaling of the rotary frequencies, or None.
-      local_rope_theta: base in layers with a window, which then have no scaling; None: the same as in other layers.
+      local_rope_theta: base in layers with a window; these layers then have no scaling. None: all layers have the same
+        base and scaling.
       norm_eps: added to the mean square in every RMS norm.
       tie_embeddings: whether the output head is the embedding table.
       qkv_bias: whether the q, k and v projections have a bias.
@@ -43,18 +44,20 @@ class DecoderConfig:
       norm_offset: whether RMS norms multiply by 1 + weight.
       scale_embeddings: whether embeddings are multiplied by sqrt(D), rounded to the compute dtype.
       activation: activation of the gated MLP, one of `ACTIVATIONS`.
-      query_pre_attn_scalar: scores are divided by its square root; None: by the square root of `head_dim`.
-      attention_cap, logits_cap: scores, or final logits, become `cap * tanh(x / cap)`; None: no cap.
+      query_pre_attn_scalar: attention scores are divided by the square root of this number. None: by the square root of
+        `head_dim`.
+      attention_cap, logits_cap: caps of attention scores and of final logits. A value x becomes `cap * tanh(x / cap)`.
+        None: no cap.
       windows: per layer, the number of positions that a query sees, including its own; None: all earlier positions.
       rotary: per layer, whether queries and keys are rotated.
       experts: the mixture of experts of the MLPs, or None.
       expert_layers: per layer, whether its MLP is a mixture of experts.
       max_positions: maximum sequence length of the model, in tokens.
-      source: the HF mapping that this config was read from; an export keeps its fields that do not define the model.
-        It is excluded from comparison and hash, and no value is read from it again.
+      source: the HF mapping from which this config was read. An export copies the fields that do not define the model.
+        The mapping is not compared or hashed, and no field that defines the model is read from it again.
 
-    A per-layer tuple is empty if all layers have the default: no window, rotated, with experts if there are any.
-    Entries beyond the last layer are dropped.
+    `windows`, `rotary` and `expert_layers` are empty if all layers have the default: no window, rotated queries and
+    keys, and experts if the model has experts. Entries beyond the last layer are dropped.
 
     Raises:
       UserError: a value is invalid.
@@ -98,8 +101,8 @@ class DecoderConfig:
             raise UserError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}.")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"{spelt('num_heads')} is {self.num_heads}, which {spelt('num_kv_heads')} = {self.num_kv_heads}"
-                " does not divide; every key head must have the same number of query heads."
+                f"{spelt('num_heads')} is {self.num_heads}, which is not a multiple of {spelt('num_kv_heads')} ="
+                f" {self.num_kv_heads}; every key head must have the same number of query heads."
             )
         if self.head_dim % 2:
             raise UserError(f"{spelt('head_dim')} is {self.head_dim}; rotary positions need an even number.")
@@ -118,7 +121,8 @@ class DecoderConfig:
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
-        """Returns theta and scaling of this layer, or None if the layer has no rotary positions."""
+        """Returns the base (theta) and the scaling of this layer's rotary positions, or None if it has no rotary
+        positions."""
         if self.rotary and not self.rotary[layer]:
             return None
         if self.local_rope_theta is not None and self.window(layer) is not None:
@@ -156,8 +160,9 @@ class DecoderConfig:
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` with which transformers loads this decoder.
 
-        Fields of `source` that do not define the model are kept; all others come from this object. If an id is None,
-        the value in `source` is kept. The caller that writes the weights adds `torch_dtype`.
+        Fields of `source` that do not define the model are kept. All other fields come from this object. If an id is
+        None, the value in `source` is kept. The result has no `torch_dtype`; the function that writes the weights adds
+        it.
 
         Raises:
           UserError: no family has this combination of options.
@@ -185,7 +190,7 @@ class DecoderConfig:
         return result
 
     def _scalar(self) -> dict[str, float]:
-        """Returns query_pre_attn_scalar for transformers, which allows no null: as int if it is integral."""
+        """Returns `query_pre_attn_scalar` for transformers: never null, and an int if it is a whole number."""
         value = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
         return {"query_pre_attn_scalar": int(value) if value == int(value) else value}
 

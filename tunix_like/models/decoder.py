@@ -1,8 +1,8 @@
-"""The decoder of all model families: tokens to logits, with the prompt of a group computed once.
+"""Defines the decoder of all model families, which maps tokens to logits and computes the prompt of a group once.
 
-Modules have the attribute names of Hugging Face, so weight names follow from them. The same layers run in four ways: a
-plain forward pass (`__call__`), `prefill` of prompts, and after it `decode` for sampling or `completion_hidden` for
-training.
+Modules have the attribute names of Hugging Face, and the names of weights follow from these. The same layers run in
+several ways. `__call__` is a plain forward pass. `prefill` processes prompts. After `prefill`, `decode` and `extend`
+process new tokens of completions for sampling, and `completion_hidden` processes completions for training.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Decoder(nnx.Module):
     """A pre-norm transformer with gated MLPs, whose layers may differ in windows, rotary positions and experts.
 
     Args:
-      config: the configuration; it does not depend on a family name.
-      rngs: random keys of the initial weights, normal with standard deviation `inputs ** -0.5`. (A constant 0.02 suits
-        widths near 2,500 and is too small for tiny models that are trained from scratch.)
+      config: the configuration; it contains no family name.
+      rngs: random keys of the initial weights. These are normal with standard deviation `inputs ** -0.5`. (The common
+        constant 0.02 suits widths near 2,500. It is too small for tiny models that are trained from scratch.)
       dtype: compute dtype of matrix products; norms, softmax and logits are always float32.
       param_dtype: dtype of the stored weights.
-      attention: attention implementation, one of `schema.ATTENTIONS`; `decode` always uses the plain one.
+      attention: attention implementation, one of `schema.ATTENTIONS`; `decode` always uses the plain implementation.
 
     Attributes:
       adapters: the adapters that `lora.add_lora` added to the projections, or None.
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: Int[Array, "B L"], attention_mask: Array | None = None) -> Float[Array, "B L V"]:
         """Computes logits (float32) at every position.
 
-        `attention_mask` is 1 for real tokens and 0 for padding, which may be on the left or on the right. Positions
+        `attention_mask` is 1 for real tokens and 0 for padding. Padding can be on the left or on the right. Positions
         count real tokens only. Logits at padded positions are undefined.
         """
         if attention_mask is None:
@@ -94,8 +94,8 @@ class Decoder(nnx.Module):
         segments: Int[Array, "B L"] | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
-        """Runs all layers with causal attention. The real tokens of a row are contiguous, so a window over columns is a
-        window over positions."""
+        """Runs all layers with causal attention. The real tokens of a row are contiguous, so a window over columns
+        equals a window over positions."""
         ropes = self._ropes(positions)
 
         def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, KeyValue]:
@@ -117,8 +117,9 @@ class Decoder(nnx.Module):
         """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order.
 
         Args:
-          inputs: one input per layer; with stacked layers, one per stack, each with the repetitions as first axis.
-          remat: recompute each layer in the backward pass.
+          inputs: one input per layer. If layers are stacked, one input per stack; its first axis runs over the
+            repetitions of the pattern.
+          remat: whether each layer is recomputed in the backward pass.
 
         Returns:
           the last `x`, and the outputs in the form of `inputs`.
@@ -137,8 +138,9 @@ class Decoder(nnx.Module):
                         whole = nnx.merge(graph, gather_layer(weights))
                         return run(whole, x, one, segment.start + offset)
 
-                    # A loop of one layer keeps the compiler from merging the recomputation with the forward pass. In a
-                    # loop of several layers it would recompute all of them before their backward passes.
+                    # `prevent_cse` keeps the compiler from merging the recomputation with the forward pass. A loop over
+                    # a single layer does not need it. In a loop over several layers without it, the compiler would
+                    # recompute all layers before their backward passes.
                     looped = self.segments is not None and segment.repeats > 1 and segment.period == 1
                     layer = jax.checkpoint(layer, prevent_cse=not looped) if remat else layer
                     x, output = layer(x, weights, one)
@@ -169,12 +171,13 @@ class Decoder(nnx.Module):
         return self.scores(hidden, self.head())
 
     def scores(self, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
-        """Computes the same with an output matrix from `head()`, which the caller can reuse."""
+        """Computes logits (float32) with an output matrix from `head()`, so several calls can share one matrix."""
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
         return soft_cap(logits, self.config.logits_cap)
 
     def head(self) -> Float[Array, "D V"]:
-        """Returns the output matrix in the compute dtype; the transposed embedding if tied."""
+        """Returns the output matrix in the compute dtype. With tied embeddings, it is the transposed embedding
+        table."""
         return self.output_weights().astype(self.dtype)
 
     def output_weights(self) -> Float[Array, "D V"]:
@@ -187,8 +190,8 @@ class Decoder(nnx.Module):
         return self.lm_head.kernel[...]
 
     def projections(self) -> dict[str, Linear]:
-        """Returns the projections of attention and plain MLPs by dotted name, to which adapters and quantisation
-        apply."""
+        """Returns the projections to which adapters and quantisation apply, by dotted name: all projections of
+        attention and of MLPs without experts."""
         parts = {
             f"layers.{index}.{name}": module
             for index, layer in enumerate(self.layers)
@@ -221,13 +224,13 @@ class Decoder(nnx.Module):
         """Runs one decoding step: one token of every completion.
 
         Args:
-          positions: position of each token in its sequence, prompt included; the results of a row with -1 have no
-            meaning.
+          positions: position of each token in its sequence, which begins with the prompt. The results of a row with
+            position -1 are undefined.
           prompt_cache: from `prefill`, shared by the group.
           cache: keys `[R K h U]` and values `[R K U h]` of the completions per layer, `R = P G`.
-          column: index in `U` at which the keys and values of this token are written, the same for all rows.
-          columns: the position of the token in each column of the cache, with this one in `column`; a row attends to
-            columns with a position of at least 0.
+          column: index along `U` at which the keys and values of this token are written; the same for all rows.
+          columns: the position of the token in each column of the cache. At index `column`, it is the position of the
+            new token. A row attends to the columns with a position of at least 0.
 
         Returns:
           normalised hidden states that predict the next token, and the cache with `column` written.
@@ -256,19 +259,20 @@ class Decoder(nnx.Module):
         column: Int[Array, ""],
         columns: Int[Array, "P G U"],
     ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
-        """Runs the model on several further tokens of every completion, given the keys and values of the earlier ones.
+        """Runs the model on several new tokens of every completion, given the keys and values of the earlier tokens.
 
         Args:
           tokens: padded on the left.
-          positions: position of each token in its sequence, prompt included; -1 for padding.
+          positions: position of each token in its sequence, which begins with the prompt; -1 for padding.
           prompt_cache: from `prefill`, shared by the group.
           cache: as in `decode`.
-          column: index in `U` of the first of the `N` columns to which keys and values are written.
-          columns: the position of the earlier token in each column of the cache; -1 if there is none.
+          column: index along `U` of the first of the `N` columns to which keys and values are written.
+          columns: the position of the earlier token in each column of the cache; -1 for a column without an earlier
+            token.
 
         Returns:
-          normalised hidden states that predict the token after the last one, undefined for a completion without new
-          tokens; and the cache with the new columns.
+          the normalised hidden states that predict the token after the last new token, and the cache with the new
+          columns. The hidden state is undefined for a completion without new tokens.
         """
         segments = to_rows(jnp.where(positions >= 0, 0, -1))
         ropes = self._ropes(positions)
@@ -293,7 +297,8 @@ class Decoder(nnx.Module):
                 block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
                 write = jax.lax.dynamic_update_slice_in_dim
                 filled.append((write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)))
-                # The updated cache is read, whose new columns `earlier` excludes: the update needs no copy then.
+                # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
+                # columns.
                 own = Part(*filled[-1], earlier)
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=self.config.attention_cap)
 
@@ -312,15 +317,17 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "A b T D"]:
         """Computes the normalised hidden states that predict each token of completions, given `prefill` of the prompts.
 
-        A bin of length `T` contains one or several completions of its lane's prompt, one after another. Gradients flow
-        into `first` and `prompt_cache`, so a prompt is computed once for any split of its completions.
+        The first axis runs over lanes: a lane has one prompt and `b` bins. A bin of length `T` contains one or several
+        completions of this prompt, one after another. Gradients flow into `first` and `prompt_cache`, so a prompt needs
+        to be computed only once if its completions are split over several calls.
 
         Args:
-          first, prompt_cache: from `prefill`; `first` predicts the first token of every completion.
-          offsets: position of each token after the prompt, from 0.
-          segments: number of the completion (or segment of one) in its bin that a token belongs to (-1: none); a token
-            sees only tokens of the same one.
-          remat: recompute each layer in the backward pass.
+          first, prompt_cache: from `prefill`; `first` is the hidden state that predicts the first token of every
+            completion.
+          offsets: position of each token relative to the end of its prompt, from 0.
+          segments: number of the completion, or of the segment of a completion, to which each token of a bin belongs;
+            -1 for padding. Within the bin, a token sees only tokens with the same number.
+          remat: whether each layer is recomputed in the backward pass.
         """
         positions = prompt_lengths[:, None, None] + offsets
         ropes = self._ropes(positions)
@@ -364,8 +371,8 @@ def cached_attend(
 ) -> Attend:
     """Returns the attention function for one new token per completion.
 
-    It writes the keys and values of the token to the cache at `column`, appends the new cache to `filled`, and attends
-    to the prompt and to the `seen` columns of the cache.
+    The function writes the keys and values of the token to the cache at `column`, and appends the new cache to
+    `filled`. The function then attends to the prompt and to the `seen` columns of the cache.
     """
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -23,15 +23,16 @@ class Family:
 
     Attributes:
       architecture: name of the architecture in config.json.
-      adds: fields of `DecoderConfig` that have this value in every model of the family.
+      adds: maps fields of `DecoderConfig` to their values in every model of the family.
       options: fields of `DecoderConfig` that a model of the family may set.
-      required: fields of `DecoderConfig` that config.json must set, in addition to those that every family needs.
-        transformers fills an absent field with a constant of the family's largest model, but an absent field is more
-        likely a mistake.
-      named: HF fields that must be present for the same reason, although they may be null.
-      defaults: defaults of fields of `DecoderConfig`, where transformers differs from `DecoderConfig`.
-      fields: HF fields that only this family reads, or that only this family may ignore.
-      fixed: like `_FIXED`, with precedence over it.
+      required: fields of `DecoderConfig` that config.json must set, in addition to the fields that every family needs.
+        transformers fills an absent field with a constant of the family's largest model. Here, an absent field is an
+        error, because it is probably a mistake.
+      named: HF fields that must be present but can be null. An absent field is an error, as for `required`.
+      defaults: defaults of transformers for fields of `DecoderConfig`, if they differ from the defaults of
+        `DecoderConfig`.
+      fields: HF fields that are allowed in this family only. Some of them are read; the others have no effect.
+      fixed: allowed values of HF fields in this family, as in `_FIXED`; they replace entries of `_FIXED`.
     """
 
     architecture: str
@@ -98,18 +99,18 @@ FAMILIES = {
         named=("sliding_window",),
         defaults={"rope_theta": 1e6, "local_rope_theta": 1e4, "tie_embeddings": True},
         fields=_GEMMA_FIELDS | {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
-        # transformers has this field, but does not apply the cap
+        # transformers has this field for Gemma 3, but does not apply the cap
         fixed=_GEMMA_FIXED | {"attn_logit_softcapping": ()},
     ),
 }
 _WINDOWED = {"mistral": 0, "gemma2": 2, "gemma3_text": 6}
-"""Families with windows, and their default pattern n: every n-th layer has no window; 0: every layer has a window.
-`layer_types` overrides it."""
+"""Maps families with windows to their default pattern n: every n-th layer has no window. With n = 0, every layer has a
+window. The HF field `layer_types` overrides a pattern n > 0."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 
 _MULTIMODAL = {"gemma3": "gemma3_text"}
-"""Multimodal families and the family of their `text_config`; weights of other parts are not read."""
+"""Maps multimodal families to the family of their `text_config`. The weights of their other parts are not read."""
 
 _TEXT_DEFAULTS = {
     "gemma3_text": {
@@ -122,7 +123,7 @@ _TEXT_DEFAULTS = {
         "sliding_window": 4096,
     }
 }
-"""Defaults of transformers that published `text_config`s omit."""
+"""Defaults of transformers for fields that published `text_config`s omit."""
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _FROM_OUTSIDE = (*_IDS, "tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "auto_map")
@@ -157,7 +158,8 @@ _KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_H
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
 _REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act"}
 NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
-"""Fields of `source` that an export does not copy, because it rewrites them or they may be outdated."""
+"""Fields of `DecoderConfig.source` that an export does not copy. The export writes some of them itself; the others may
+be outdated."""
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +177,8 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts HF fields to fields of `DecoderConfig`. As in transformers, null counts as absent, except for `named`.
+    """Converts HF fields to fields of `DecoderConfig`. As in transformers, a field with the value null counts as
+    absent. A null field in `Family.named` counts as present.
 
     Raises:
       UserError: the family is unknown, or a field is missing, unknown, unsupported or of the wrong type.
@@ -213,7 +216,8 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
 
 
 def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
-    """Returns a family that supports the given switches and options; `preferred` if it supports them.
+    """Returns the name of a family that supports the given switches and options. `preferred` is returned if it supports
+    them.
 
     Raises:
       UserError: no family supports them.
@@ -250,7 +254,9 @@ def family_fields(
     if name in _WINDOWED:
         sizes = {window for window in windows if window is not None}
         if len(sizes) > 1 or (_WINDOWED[name] == 0 and len(set(windows)) > 1):
-            raise UserError(f"model_type {name!r} has no layers of windows {windows}; this decoder cannot be exported.")
+            raise UserError(
+                f"model_type {name!r} does not support the windows {windows}; this decoder cannot be exported."
+            )
         result["sliding_window"] = next(iter(sizes), None)
         if _WINDOWED[name]:
             result["layer_types"] = ["full_attention" if size is None else "sliding_attention" for size in windows]
@@ -291,7 +297,7 @@ def _default_head_dim(numbers: Mapping[str, Any]) -> int:
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
     if hidden % heads:
         raise UserError(
-            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, as it must be without"
-            " head_dim; set head_dim."
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and head_dim is not given; set"
+            " head_dim."
         )
     return hidden // heads

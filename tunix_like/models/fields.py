@@ -19,14 +19,14 @@ HF_NAMES = {
     "tie_embeddings": "tie_word_embeddings",
     "max_positions": "max_position_embeddings",
 }
-"""Field of `DecoderConfig` -> HF field, for fields that every family has and that are read without conversion."""
+"""Maps fields of `DecoderConfig` to HF fields. Every family has these fields, and their values need no conversion."""
 
 OPTION_NAMES = {
     "attention_cap": "attn_logit_softcapping",
     "logits_cap": "final_logit_softcapping",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
 }
-"""As `HF_NAMES`, for optional fields of some families; these fields may be None."""
+"""Maps optional fields of `DecoderConfig` to HF fields. Only some families have them, and their value can be None."""
 
 ROPE_NAMES = {
     "factor": "factor",
@@ -42,8 +42,8 @@ EXPERT_NAMES = {
 }
 
 LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
-"""Largest allowed values, far above those of published models: a mistyped or corrupted number is rejected before
-anything is allocated."""
+"""The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. These limits are far above the values
+of published models. They reject a mistyped or corrupted number before memory is allocated."""
 
 SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
 _BOOLEANS = frozenset({"tie_embeddings", "normalised", *SWITCHES})
@@ -53,7 +53,7 @@ _FLOATS = frozenset(
 
 
 def spelt(name: str, names: dict[str, str] | None = None) -> str:
-    """Returns the field name for a message: the HF name, with the name in `DecoderConfig` if it differs."""
+    """Returns the field name for a message: the HF name, followed by the name in `DecoderConfig` if it differs."""
     hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES).get(name, name)
     return name if hf == name else f"{hf} ({name})"
 
@@ -62,7 +62,7 @@ def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
     """Checks the type and range of a value and returns it, with integers converted to float for float fields.
 
     Args:
-      names: field -> HF name, for the message.
+      names: maps fields to HF names, for the message.
 
     Raises:
       UserError: the value is invalid; the message names the field.

@@ -1,4 +1,5 @@
-"""Per-layer properties read from Hugging Face fields (windows, rotary positions, experts), and LoRA adapters."""
+"""Reads per-layer properties (windows, rotary positions, experts) from Hugging Face fields, and describes LoRA
+adapters."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Experts:
       number: number of experts, E.
       per_token: experts per token, k.
       intermediate_size: width of the gated MLP of one expert.
-      normalised: whether the weights of the k selected experts are normalised to a sum of 1; otherwise they are their
-        softmax probabilities over all experts.
+      normalised: whether the weights of the k selected experts are normalised to a sum of 1. If False, the weights are
+        the softmax probabilities over all experts.
 
     Raises:
       UserError: a value has the wrong type, or `per_token` exceeds `number`.
@@ -46,7 +47,7 @@ class Adapters:
     """Low-rank adapters of some projections in every layer.
 
     Attributes:
-      rank: columns of A and rows of B, r.
+      rank: number of columns of A and of rows of B, r.
       alpha: the output of the adapters is multiplied by `alpha / rank`.
       targets: names of the projections.
     """
@@ -66,8 +67,8 @@ class Adapters:
 def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:
     """Returns the window of every layer, in positions; None for a layer without a window.
 
-    If there is a field `layer_types`, it names the layers with a window. Otherwise every `pattern`-th layer has no
-    window, and all others have a window. With `pattern` 0 all layers have one.
+    The field `layer_types` names the layers with a window. Without this field, every `pattern`-th layer has no window,
+    and all other layers have a window. With `pattern` 0, `layer_types` is not read and all layers have the same window.
     """
     size = fields.get("sliding_window")
     if not pattern:
@@ -108,8 +109,8 @@ def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
 def experts_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Returns `experts` and `expert_layers`.
 
-    Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`. The number of experts is in the
-    field `num_experts`, or in `num_local_experts` if transformers 5 wrote the file.
+    Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`. The number of experts is
+    in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the file.
     """
     names = [name for name in ("num_experts", "num_local_experts") if fields.get(name) is not None]
     if not names:

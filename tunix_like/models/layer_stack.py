@@ -1,6 +1,6 @@
-"""Stacks layers of equal kinds, so that a compiled program has one copy of each kind instead of one per layer.
+"""Stacks layers of equal kinds. A compiled program then has one copy of each kind instead of one copy per layer.
 
-A decoder with stacked layers runs them with `jax.lax.scan`. The time to compile it, and the memory of its program, then
+A decoder with stacked layers runs them with `jax.lax.scan`. Its compilation time and the memory of its program then
 hardly depend on the number of layers.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tunix_like.models.config import DecoderConfig
 
 LONGEST_PERIOD = 8
-"""Maximum number of different layers in a repeated pattern; Gemma 3 has a pattern of 6."""
+"""Maximum number of layers in a repeated pattern. Gemma 3 has a pattern of 6 layers."""
 
 
 class Segment(NamedTuple):
@@ -35,7 +35,8 @@ class Segment(NamedTuple):
 
 
 def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
-    """Splits the layers of a model into repeated patterns, from the first layer on, each as long as possible."""
+    """Splits the layers of a model into repeated patterns. From the first layer on, each pattern covers as many layers
+    as possible."""
     kinds = [(config.window(i), config.rope(i), config.has_experts(i)) for i in range(config.num_layers)]
     segments: list[Segment] = []
     start = 0
@@ -54,7 +55,8 @@ def single_segments(layers: int) -> tuple[Segment, ...]:
 
 
 def _covered(segment: Segment) -> int:
-    """Returns the number of layers of a pattern that occurs at least twice; 1 for others, which are taken singly."""
+    """Returns the number of layers of a segment whose pattern occurs at least twice. For a pattern that occurs once,
+    returns 1 if it has a single layer, and otherwise 0."""
     return segment.period * segment.repeats if segment.repeats > 1 else int(segment.period == 1)
 
 
@@ -67,7 +69,8 @@ def _repeats(kinds: Sequence[Any], period: int) -> int:
 
 
 def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
-    """Stacks the parameters of layers: one entry per position of each pattern, with the repetitions as first axis."""
+    """Stacks the parameters of layers. The result has one entry per position of each pattern. The first axis of its
+    arrays runs over the repetitions."""
     stacked = [
         jax.tree.map(lambda *arrays: jnp.stack(arrays), *(layers[i] for i in segment.layers(offset)))
         for segment in segments

@@ -1,6 +1,6 @@
 """Defines the layers of a decoder: projections, norms, rotary positions, attention projections and the MLP.
 
-Modules have the attribute names of Hugging Face and accept any leading axes. The caller passes in the attention
+Modules have the attribute names of Hugging Face. Inputs can have any leading axes. The caller passes in the attention
 function.
 """
 
@@ -59,7 +59,7 @@ def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 
 
 def activation(name: str) -> Callable[[Array], Array]:
-    """Returns the function of one of `config.ACTIVATIONS`."""
+    """Returns the activation function of this name, one of `config.ACTIVATIONS`."""
     return {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}[name]
 
 
@@ -75,7 +75,8 @@ def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"
 def _rotate_by_product(
     x: Float[Array, "... N h"], cosine: Float[Array, "... k"], sine: Float[Array, "... k"]
 ) -> Float[Array, "... N h"]:
-    """Exchanges the halves with a permutation matrix: on a TPU, moving half of the lanes takes twice the time."""
+    """Computes the same as `_rotate`, but exchanges the halves with a permutation matrix. On a TPU, moving half of the
+    lanes would take twice the time."""
     width = x.shape[-1]
     exchange = jnp.roll(jnp.eye(width, dtype=x.dtype), width // 2, axis=1)
     other = jnp.matmul(x, exchange, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
@@ -92,16 +93,18 @@ def _rotate(x: Float[Array, "... N h"], *tables: Float[Array, "... k"]) -> Float
 
 
 class Linear(nnx.Module):
-    """Computes `x W + b`; with an adapter (`lora.py`), `+ (x A) B * lora_scale`.
+    """Computes `x W + b`. With an adapter (`lora.py`), `(x A) B * lora_scale` is added.
 
-    W is `kernel`, or it is frozen and quantised in `kernel_codes` and `kernel_scale` (`quantization.py`).
+    W is stored in `kernel`. A quantised W is frozen and stored in `kernel_codes` and `kernel_scale`
+    (`quantization.py`).
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
         self.kernel: nnx.Param | None = nnx.Param(
             inputs**-0.5 * jax.random.normal(rngs.params(), (inputs, outputs), param_dtype)
         )
-        # nnx.data from the start, so that the graph definition is the same whether these were ever set or not.
+        # These attributes are nnx.data from the start. The graph definition then does not depend on whether they were
+        # ever set.
         self.kernel_codes: nnx.Param | None = nnx.data(None)
         self.kernel_scale: nnx.Param | None = nnx.data(None)
         self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
@@ -127,7 +130,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square and multiplies by the weight; with `offset`, by 1 + weight."""
+    """Divides by the root mean square and multiplies by the weight. With `offset`, multiplies by 1 + weight instead."""
 
     def __init__(self, width: int, epsilon: float, *, offset: bool, param_dtype: Any):
         self.scale = nnx.Param((jnp.zeros if offset else jnp.ones)(width, param_dtype))
@@ -142,7 +145,8 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Looks up rows of the table; with `scaled`, multiplies by the square root of their width in the compute dtype."""
+    """Looks up rows of the embedding table. With `scaled`, multiplies them by the square root of their width, rounded
+    to the compute dtype."""
 
     def __init__(self, vocabulary: int, width: int, *, scaled: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
         self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
@@ -163,7 +167,7 @@ class Attention(nnx.Module):
         self.q_norm = norm_of(head, config, **kinds) if config.qk_norm else None
         self.k_norm = norm_of(head, config, **kinds) if config.qk_norm else None
         self.head_dim = head
-        # attention divides by the square root of head_dim, so this converts to that of query_pre_attn_scalar
+        # Attention divides scores by sqrt(head_dim). This factor changes the divisor to sqrt(query_pre_attn_scalar).
         self.query_scale = (head / (config.query_pre_attn_scalar or head)) ** 0.5
 
     def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
@@ -190,8 +194,8 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP with pre-norms; with `post_norms`, their outputs are normalised too, and the names of the norms
-    differ."""
+    """A layer with norms before attention and before the MLP. With `post_norms`, the outputs of attention and MLP are
+    normalised too. `post_attention_layernorm` is then the norm of the attention output, not of the MLP input."""
 
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
         width, post = config.hidden_size, config.post_norms

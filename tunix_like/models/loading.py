@@ -1,7 +1,7 @@
 """Loads a decoder and its tokenizer from a path, a hub id or a config, and writes them as a Hugging Face folder.
 
-A folder has `config.json`, `generation_config.json`, safetensors and tokenizer files; their contents are handled by
-`config`, `weights` and `tokenizer`.
+A folder has `config.json`, `generation_config.json`, safetensors and tokenizer files; the modules `config`, `weights`
+and `tokenizer` read and write them.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def load_model(
     """Loads a decoder, and its tokenizer if the folder has one.
 
     Args:
-      path_or_hub_id: a model folder, a hub id `owner/name` (needs the extra `hub`), or with `init="random"` an HF
-        config as a mapping.
+      path_or_hub_id: a model folder, a hub id `owner/name` (needs the pip extra `hub`), or an HF config as a mapping
+        (only with `init="random"`).
       init: "pretrained" reads the safetensors of the folder; "random" initialises weights at random and needs no
         safetensors.
       seed: random seed of the weights.
       dtype: dtype of matrix products; None: float32 on CPU and bfloat16 on accelerators.
       param_dtype: dtype of the stored weights.
       attention: attention implementation, one of `schema.ATTENTIONS`; "auto" selects one by device and size.
-      quantize: "int8" or "nf4": quantise the projections of the layers while they are read, one at a time. Such a
-        model supports sampling and the training of adapters (`add_lora`).
+      quantize: "int8" or "nf4": the projections of the layers are quantised one by one while they are read. A quantised
+        model supports sampling and the training of adapters (`add_lora`). None: no quantisation.
       mesh: device mesh over which the weights are sharded; each shard is read directly to its device. None: one device.
 
     Returns:
@@ -101,7 +101,7 @@ def load_abstract(
       the model, the tokenizer, and a description of the check of the weights (`weights.check_weights`).
 
     Raises:
-      UserError: as `load_model`.
+      UserError: as in `load_model`.
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=False)
@@ -116,7 +116,7 @@ def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig
     """Loads only the configuration of a model; the tokenizer is not read, and weights are not read or downloaded.
 
     Raises:
-      UserError: as `load_model`.
+      UserError: as in `load_model`.
     """
     source = path_or_hub_id
     return DecoderConfig.from_hf(source if isinstance(source, Mapping) else _find(source, with_weights=False))
@@ -125,7 +125,7 @@ def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig
 def _described(
     path_or_hub_id: str | Path | Mapping[str, Any], init: str, *, with_weights: bool
 ) -> tuple[Path | None, DecoderConfig, Tokenizer | None]:
-    """Returns the folder, the config and the tokenizer; for a config mapping, only the config."""
+    """Returns the folder, the config and the tokenizer. For a config mapping, folder and tokenizer are None."""
     if init not in _INITS:
         raise UserError(f"init {init!r} is unknown. {nearest(str(init), _INITS)}")
     if isinstance(path_or_hub_id, Mapping):
@@ -134,17 +134,19 @@ def _described(
         return None, DecoderConfig.from_hf(path_or_hub_id), None
     folder = _find(path_or_hub_id, with_weights=with_weights)
     config = DecoderConfig.from_hf(folder)
-    name = {"_name_or_path": str(path_or_hub_id) if init == "pretrained" else None}  # the base model of adapters
+    # An export of adapters stores this name as the name of the base model.
+    name = {"_name_or_path": str(path_or_hub_id) if init == "pretrained" else None}
     config = dataclasses.replace(config, source={**(config.source or {}), **name})
-    # The tokenizer is loaded before the weights: its errors appear in milliseconds, and weights may take minutes.
+    # The tokenizer is loaded before the weights. Loading weights can take minutes, and errors of the tokenizer appear
+    # within milliseconds.
     return folder, config, _load_tokenizer(folder, config)
 
 
 def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path, *, overwrite: bool = False) -> None:
     """Writes a folder that transformers and `load_model` load: weights, configs and, if given, the tokenizer.
 
-    The folder is created atomically. Adapters are merged and quantised weights dequantised in the written weights; the
-    model is not changed.
+    The folder is created atomically. In the written weights, adapters are merged and quantised weights are dequantised.
+    The model is not changed.
 
     Args:
       overwrite: whether the folder of an earlier export is replaced, with all its files.
@@ -159,7 +161,7 @@ def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path
 
 
 def save_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
-    """Writes the files of a model folder from a parameter tree, without atomic replacement of the folder.
+    """Writes the files of a model folder from a parameter tree. The folder is not replaced atomically.
 
     Args:
       params: the parameters of the decoder as a pure dict; they are written in their own dtype.
@@ -178,7 +180,7 @@ def save_description(config: DecoderConfig, tokenizer: Tokenizer | None, folder:
     folder.mkdir(parents=True, exist_ok=True)
     ids = (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.pad_id) if tokenizer is not None else ()
     fields = config.to_hf(*ids)
-    # transformers casts weights to the dtype in config.json, so it must be that of the written weights
+    # transformers casts weights to the dtype in config.json, so this must be the dtype of the written weights
     fields["torch_dtype"] = dtype
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
@@ -198,7 +200,7 @@ def load_description(
     attention: str = "auto",
     mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
-    """Loads the description of a model from a folder, which needs no weights.
+    """Loads the description of a model from a folder. The folder needs no weights.
 
     Returns:
       the graph definition, the abstract parameters with their shardings on the mesh, the config and the tokenizer.
@@ -235,11 +237,11 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
     if total > config.max_positions:
         raise UserError(
             f"rollout.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the model has "
-            f"{config.max_positions} positions (max_position_embeddings). Lower them (RolloutConfig in Python)."
+            f"{config.max_positions} positions (max_position_embeddings). Lower them (in Python: in RolloutConfig)."
         )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the vocabulary of the model only "
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the vocabulary of the model has only "
             f"{config.vocab_size}. Use the model's own tokenizer, or for a random model set vocab_size to at least "
             f"{tokenizer.vocab_size}."
         )
@@ -251,21 +253,22 @@ def default_dtype() -> Any:
 
 
 def _random(config: DecoderConfig, seed: int, kinds: Mapping[str, Any]) -> Decoder:
-    # Not jitted on purpose: this compiles one small program per shape. A single jit of 24 layers compiles for 15 s.
+    # Not jitted on purpose. Without jit, JAX compiles one small program per shape. A single jit of 24 layers would
+    # compile for 15 s.
     return Decoder(config, rngs=nnx.Rngs(params=seed), **kinds)
 
 
 def _abstract(
     config: DecoderConfig, kinds: Mapping[str, Any], quantize: str | None = None
 ) -> tuple[nnx.GraphDef, Params]:
-    """Returns the graph definition and abstract parameters of a model. The result is cached, since tracing 36 layers
+    """Returns the graph definition and abstract parameters of a model. The result is cached, because tracing 36 layers
     takes seconds."""
     graphdef, params = _traced(config, json.dumps(config.source), tuple(kinds.items()), quantize)
     return graphdef, jax.tree.map(lambda shape: shape, params)
 
 
 @functools.lru_cache(maxsize=4)
-def _traced(  # `source` is part of the cache key: configs compare equal without it, but an export needs it
+def _traced(  # `source` is part of the cache key, because an export needs it and comparison of configs ignores it
     config: DecoderConfig, source: str, kinds: tuple[tuple[str, Any], ...], quantize: str | None
 ) -> tuple[nnx.GraphDef, Params]:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: quantize_base(_random(config, 0, dict(kinds)), quantize)))
@@ -287,8 +290,8 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 
 
 def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
-    """Returns the ids that end a completion from `generation_config.json`, else from `config.json`, else none. The
-    tokenizer adds its own."""
+    """Returns the ids of the tokens that end a completion, from `generation_config.json` or else from `config.json`.
+    The result is empty if neither file has ids. The end-of-sequence id of the tokenizer is not included."""
     path = folder / "generation_config.json"
     generation = read_object(path, "Correct it, or remove it to use config.json.") if path.is_file() else {}
     for file, fields in ((path, generation), (folder / "config.json", config.source or {})):
@@ -312,7 +315,7 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
 
 
 def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
-    """Returns the local folder of a model; downloads a hub id first."""
+    """Returns the local folder of a model. Downloads the model if a hub id is given."""
     cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
     check_type("load_model", path_or_hub_id, (str, Path), cure)
     path = Path(path_or_hub_id).expanduser()

@@ -23,12 +23,12 @@ def token_logprobs(
 ) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
     """Computes `log_softmax(hidden @ head / temperature)` at the targets, and the entropy, both in nats.
 
-    The entropy has no gradient unless `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
+    The entropy has a gradient only if `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
     before the temperature.
 
-    Tokens are processed in pieces of about `chunk` tokens, whose logits are computed again in the backward pass, so the
-    full `[A, N, V]` array is never materialised. On a mesh that splits the vocabulary, a piece has `chunk` tokens for
-    every part of the vocabulary, so a device holds as many logits as a single device would.
+    Tokens are processed in pieces of about `chunk` tokens. The backward pass computes the logits of each piece again,
+    so the full `[A, N, V]` array is never materialised. If a mesh splits the vocabulary into n parts, a piece has
+    `n * chunk` tokens. Each device then holds as many logits as a single device without a mesh.
     """
     parts = vocabulary_parts(head.shape[-1])
     options = _Options(temperature, entropy_gradient, cap, parts > 1)
@@ -49,7 +49,7 @@ def token_logprobs(
 
 
 class _Options(NamedTuple):
-    """Options of a piece; `split`: whether devices hold parts of the vocabulary."""
+    """Options of a piece. `split` is True if each device holds only a part of the vocabulary."""
 
     temperature: float
     entropy_gradient: bool
@@ -61,8 +61,8 @@ class _Options(NamedTuple):
 def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
     """Computes log-probabilities and entropies of one piece.
 
-    The gradient is written out, because it then needs one pass over the recomputed logits instead of three. With the
-    stored log-sum-exp, `p = exp(logits - lse)` needs no maximum and no sum.
+    The gradient is defined explicitly. It needs one pass over the recomputed logits; automatic differentiation would
+    need three. The log-sum-exp is stored, so `p = exp(logits - lse)` needs no maximum and no sum.
     """
     return _piece_forward(options, hidden, head, targets)[0]
 
@@ -75,8 +75,8 @@ def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array
     total = weights.sum(axis=-1)
     lse = jnp.log(total) + top[..., 0]
     mean = (weights * logits).sum(axis=-1) / total  # in the same pass over the logits as `total`
-    if options.split:  # each device looks up the targets of its own part
-        # The barrier makes index and zero depend on the piece. Otherwise XLA:GPU computes both before the loop over
+    if options.split:  # each device looks up the targets in its own part of the vocabulary
+        # The barrier makes `index` and `zero` depend on the piece. Otherwise XLA:GPU computes both before the loop over
         # pieces, as arrays of the size of the logits.
         index, zero, own = jax.lax.optimization_barrier((jnp.arange(logits.shape[-1]), jnp.float32(0.0), targets))
         chosen = jnp.where(index[None, None] == own[..., None], logits, zero).sum(axis=-1)
@@ -86,19 +86,20 @@ def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array
 
 
 def _piece_forward_with_zeros(options: _Options, hidden: Any, head: Any, targets: Any) -> tuple[Any, Any]:
-    """As `_piece_forward`; also keeps whether the output matrix has a gradient (a frozen matrix has none)."""
+    """Runs `_piece_forward`, and also stores whether the output matrix is trained. A frozen matrix has no gradient."""
     out, saved = _piece_forward(options, hidden.value, head.value, targets.value)
     return out, (saved, () if head.perturbed else None)
 
 
 def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Array, Array | None, None]:
-    """With logits `l` and `p = softmax(l)`, `d log p_t / dl = 1[t] - p` and `dH / dl = p (mean(l) - l)`."""
+    """Computes the gradients: for logits `l` and `p = softmax(l)`, `d log p_t / dl = 1[t] - p` and
+    `dH / dl = p (mean(l) - l)`."""
     (hidden, head, targets, lse, mean), trained = saved
     zeros = jax.custom_derivatives.SymbolicZero
     of_chosen, of_entropy = (
         (jnp.zeros(x.shape, x.dtype) if isinstance(x, zeros) else x)[..., None] for x in cotangents
     )
-    hidden = replicate(hidden) if options.split else hidden  # again, rather than kept since the forward pass
+    hidden = replicate(hidden) if options.split else hidden  # again, so the forward pass does not store the result
     logits, slope = _logits(options, hidden, head)
     probabilities = jnp.exp(logits - lse[..., None])
     of_logits = of_chosen * (jnp.where(_is_target(logits, targets), 1.0, 0.0) - probabilities)

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), which add `x A B * alpha / rank` to the outputs of frozen projections.
 
 Adapters are parameters of the projections (`layers.Linear`), so training, sampling and sharding treat them like any
-other parameters. This module adds them, separates them from frozen weights, merges them, and reads and writes them in
-the PEFT format.
+other parameters. This module adds adapters, separates them from frozen weights, merges them, and reads and writes them
+in the PEFT format.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tunix_like.models.weights import Params, save_tensors, write_json
 from tunix_like.storage.output_folder import written_whole
 
 LEAVES = ("lora_a", "lora_b")
-"""Names of the arrays of an adapter, A `[in, r]` and B `[r, out]`, float32. In a model with adapters, only they are
-trained."""
+"""Names of the arrays of an adapter, A `[in, r]` and B `[r, out]`, float32. In a model with adapters, only these arrays
+are trained."""
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -50,7 +50,7 @@ _NOT_READ = (
     "fan_in_fan_out",
     "modules_to_save",
 )
-"""Unsupported fields of a PEFT config, which change the computation of an adapter."""
+"""Fields of a PEFT config that change the computation of an adapter. They are not supported."""
 
 
 def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
@@ -61,10 +61,10 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     Args:
       model: not changed; the result shares its arrays, which may be abstract.
       config: `rank` must be set.
-      seed: random seed of all A.
+      seed: random seed of all matrices A.
 
     Raises:
-      UserError: the rank is not set, the model does not have a target, or the model already has adapters.
+      UserError: the rank is not set, a target does not exist in the model, or the model already has adapters.
     """
     check_decoder("model", model)
     if model.adapters is not None:
@@ -91,7 +91,7 @@ def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
     """Resolves the defaults of a LoRA config for a model.
 
     Raises:
-      UserError: the rank is not set, or the model does not have a target.
+      UserError: the rank is not set, or a target does not exist in the model.
     """
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
@@ -139,14 +139,15 @@ def split_params(params: Params) -> tuple[Params, Params]:
     if other := dtypes - {jnp.dtype(jnp.float32)}:
         raise UserError(
             f"the weights are stored in {min(map(str, other))}, which loses small updates; train in float32 "
-            "(load_model(..., param_dtype=jnp.float32); dtype, that of the matrix products, may differ), or train "
+            "(load_model(..., param_dtype=jnp.float32); dtype, for the matrix products, can differ), or train "
             "adapters (add_lora)."
         )
     return trained, frozen
 
 
 def part_params(params: Params) -> tuple[Params, Params]:
-    """Splits as `split_params`, without checks: for models that are only sampled."""
+    """Splits a parameter tree like `split_params`, but without the checks. Models that are only sampled need no
+    checks."""
     trained, frozen = _parted(params)
     return (trained, frozen) if trained else (params, {})
 
@@ -180,9 +181,9 @@ def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dic
     Returns:
       `all`: the digest of all frozen weights.
       `backend`: the backend of JAX. Weights that are quantised or drawn at random may differ in their last bits between
-        backends, so `all` can be compared on one backend only.
-      `read`: the digest of the frozen weights that are not quantised; None for a base model without a name, whose
-        weights are drawn at random. It can be compared between backends.
+        backends, so values of `all` are comparable only on the same backend.
+      `read`: the digest of the frozen weights that are not quantised, which is comparable between backends. None if the
+        base model has no name, because its weights are then drawn at random.
     """
     leaves = jax.tree_util.tree_leaves_with_path(frozen)
     sums = fetch([_bit_sum(leaf) for _, leaf in leaves], mesh)
@@ -204,8 +205,10 @@ def _digest(sums: Mapping[str, int]) -> str:
 
 
 def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Checks that two identities (`Trainer.identity`) have the same fingerprint under `base`; an identity without a
-    fingerprint passes.
+    """Checks that the base model of this run is the model with which the adapters in `folder` were trained.
+
+    The check compares the fingerprints under the key `base` of two identities (`Trainer.identity`): `held` was stored
+    in `folder`, and `now` is the identity of this run. If one of them has no fingerprint, the check passes.
 
     Raises:
       UserError: the fingerprints differ.
@@ -217,8 +220,8 @@ def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) ->
     if then[kind] != here[kind]:
         raise UserError(
             f"{folder}: the adapters were trained with another base model: its frozen weights differ. Set that base "
-            "(model.path, model.quantize, model.param_dtype; for a random one training.seed), or train into another "
-            "output_dir."
+            "model (model.path, model.quantize, model.param_dtype; training.seed for random weights), or set another "
+            "training.output_dir."
         )
 
 
@@ -297,7 +300,7 @@ def save_adapter_config(model: Decoder, folder: str | Path, **further: str | Non
     fields.
 
     Raises:
-      UserError: as `save_adapter`.
+      UserError: as in `save_adapter`.
     """
     check_decoder("model", model)
     if (adapters := model.adapters) is None:

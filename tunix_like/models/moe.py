@@ -1,7 +1,7 @@
 """Mixture-of-experts MLP: a router selects experts for every token, and each expert processes its tokens.
 
-No token is dropped and experts have no capacity limit: tokens are sorted by expert and multiplied in groups of any
-size.
+Experts have no capacity limit, so no token is dropped. Tokens are sorted by expert, and a grouped matrix product
+processes groups of any size.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class ExpertMLPs(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Computes `sum over the k selected experts of weight * expert(x)`; the weights are the router's softmax, float32.
+    """Computes `sum over the k selected experts of weight * expert(x)`. The weights are the router's softmax, in
+    float32.
 
-    On a mesh, each device sorts and multiplies its own tokens; the compiler would sort the tokens of all devices
-    together. The router matrix is used in the compute dtype, as in the sampler, since both must select the same
-    experts. On the CPU, XLA computes a grouped product as one product over all experts; the result is the same.
+    On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without this, the compiler would sort the
+    tokens of all devices together. The router matrix is cast to the compute dtype. The sampler does the same, because
+    trainer and sampler must select the same experts. On the CPU, XLA computes a grouped product as one product over all
+    experts. The result is the same.
     """
 
     def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
@@ -76,7 +78,7 @@ class MixtureOfExperts(nnx.Module):
         sizes = jnp.bincount(assigned, length=self.numbers.number).astype(jnp.int32)
         out = self.experts(flat[order // self.numbers.per_token], sizes)
         back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
-        out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of its choices
+        out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of `chosen`
         mixed = jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
         return mixed.astype(x.dtype).reshape(x.shape)
 

@@ -1,8 +1,8 @@
 """Weight-only quantisation of frozen projections: int8 with a scale per output channel, or NF4 in blocks of 64.
 
 NF4 is the 4-bit type of QLoRA (arXiv 2305.14314, appendix E): its 16 values are quantiles of a normal distribution, and
-the scale of each block is its largest absolute value. Codes are dequantised where they are used; embedding, head, norms
-and biases are not quantised.
+the scale of each block is its largest absolute value. Each matrix product dequantises the codes that it uses.
+Embedding, head, norms and biases are not quantised.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""The published values, in ascending order: a code is an index into this table."""
+"""The published values in ascending order. A code is an index into this table."""
 
 LEAVES = ("kernel_codes", "kernel_scale")
 """Names of the two arrays of a quantised kernel."""
 
 Codes = Int8[Array, "I O"] | UInt8[Array, "J O"]
-"""int8 values, or two NF4 codes per byte with `I = 2 J`: an even row in the low half, the next odd row in the high
-half."""
+"""int8 values, or bytes with two NF4 codes each (`I = 2 J`). The low half of a byte is the code of an even row, and the
+high half is the code of the next odd row."""
 
 
 def check_kind(kind: str) -> None:
@@ -76,7 +76,7 @@ def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array
 
 
 def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
-    """Returns the matrix of codes and scales, float32."""
+    """Returns the matrix that codes and scales represent, in float32."""
     if codes.dtype == jnp.int8:
         return codes.astype(jnp.float32) * jnp.broadcast_to(scale, codes.shape)
     outputs = codes.shape[1]
@@ -87,12 +87,13 @@ def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
 def quantized_product(
     x: Float[Array, "... I"], codes: Codes, scale: Float[Array, "B O"], dtype: Any
 ) -> Float[Array, "... O"]:
-    """Computes `x W` with W dequantised on the fly. The barrier makes the dequantisation depend on `x`, so the compiler
-    cannot hoist it out of a loop; the backward pass repeats it instead of storing W."""
+    """Dequantises W and computes `x W`. An optimization barrier makes the dequantisation depend on `x`, so the compiler
+    cannot move it out of a loop. The backward pass dequantises W again, so W is not stored."""
 
     def product(x: Array, codes: Array, scale: Array) -> Array:
         x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
-        # the derivative of the barrier needs a tangent of every operand; that of the scales would cost `x^T dy`
+        # The derivative of the barrier needs a tangent of every operand, so the gradient of the scales is stopped
+        # here. This gradient would cost the product `x^T dy`.
         return x @ dequantize(codes, jax.lax.stop_gradient(scale)).astype(dtype)
 
     return jax.checkpoint(product)(x, codes, scale)
@@ -105,7 +106,7 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
       kind: one of `schema.QUANTIZATIONS`; None: leave the model unchanged.
 
     Raises:
-      UserError: the kind is unknown, or as `check_blocks`.
+      UserError: the kind is unknown, or the NF4 block size does not divide the inputs of a kernel.
     """
     if kind is None:
         return model
@@ -129,8 +130,8 @@ def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
 
 
 def _nf4(codes: Array) -> Array:
-    """Looks up codes in `NF4` by selecting between neighbours bit by bit, since a gather would be slow on
-    accelerators."""
+    """Looks up codes in `NF4`. Selects between neighbouring values, one bit of the code after another, because a gather
+    would be slow on accelerators."""
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in (1, 2, 4, 8):
         chosen = (codes & bit) > 0

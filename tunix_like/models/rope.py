@@ -1,4 +1,4 @@
-"""Scaling of rotary frequencies, and its conversion from and to Hugging Face fields. Does not import jax."""
+"""Defines the scaling of rotary frequencies, and converts it from and to Hugging Face fields. Does not import jax."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Linear scaling: every wavelength is multiplied by `factor`, which is equivalent to dividing positions by it.
+    """Linear scaling: every wavelength is multiplied by `factor`, which is equivalent to dividing positions by
+    `factor`.
 
     Raises:
       UserError: `factor` is not a positive number.
@@ -56,8 +57,8 @@ _KINDS: dict[str, type | None] = {"default": None, "linear": LinearScaling, "lla
 
 
 def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads `rope_theta` and `rope_scaling` from the older HF fields (`rope_theta`, `rope_scaling`) or the newer one
-    (`rope_parameters`); absent values are omitted.
+    """Reads `rope_theta` and `rope_scaling` from the older HF fields of the same names, or from the newer field
+    `rope_parameters`. The result has no entry for an absent value.
 
     Raises:
       UserError: both forms are present and differ, the type of scaling is not supported, or a field is missing,
@@ -83,7 +84,7 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     scaling = _KINDS[kind]
     wanted = {} if scaling is None else {field.name: ROPE_NAMES[field.name] for field in dataclasses.fields(scaling)}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
-    unknown = sorted(map(str, set(rope) - known))  # keys from YAML may not be strings
+    unknown = sorted(map(str, set(rope) - known))  # a key from YAML can have another type than str
     if unknown or rope.get("partial_rotary_factor", 1) != 1:
         raise UserError(
             f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
@@ -98,16 +99,16 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the rotary fields of a family whose layers with a window have a theta of their own.
+    """Reads the rotary fields of a family in which layers with a window have their own theta.
 
     Older HF folders have this theta in `rope_local_base_freq`. Newer folders have it in `rope_parameters`, which then
     has one entry per kind of layer.
 
     Returns:
-      the fields of `read_rope` for the other layers, and `local_rope_theta` if there is one.
+      the result of `read_rope` for the layers without a window, and `local_rope_theta` if it is given.
 
     Raises:
-      UserError: as `read_rope`, or windowed layers have a scaling.
+      UserError: as in `read_rope`, or the layers with a window have a scaling.
     """
     both = fields.get("rope_parameters") or {}
     if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
@@ -122,8 +123,8 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_fields(theta: float, scaling: RopeScaling | LinearScaling | None) -> dict[str, Any]:
-    """Returns the rotary fields of config.json in their older form. All readers support this form, including
-    transformers 5."""
+    """Returns the rotary fields of config.json in the older form, which all readers support, including transformers
+    5."""
     if scaling is None:
         return {"rope_theta": theta}
     kind = next(name for name, scaling_type in _KINDS.items() if scaling_type is type(scaling))

@@ -1,7 +1,7 @@
-"""Sharding over a device mesh: parameters by a table from names to mesh axes, prompts over `data` and `fsdp`.
+"""Shards parameters over a device mesh by a table of their names, and prompts over the axes `data` and `fsdp`.
 
-The compiler derives all other shardings from the shardings of the inputs. Devices may belong to several processes; each
-of them must call these functions with the same values.
+The compiler derives all other shardings from the shardings of the inputs. The devices can belong to several processes.
+Every process must call these functions with the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AXES = ("data", "fsdp", "tp")
 SCALE = "kernel_scale"
 """Name of the scales of a quantised kernel (`quantization.py`)."""
 BATCH_AXES = ("data", "fsdp")
-"""Mesh axes that shard prompts and everything that belongs to them; weights are sharded over `fsdp` and `tp`."""
+"""Mesh axes that shard prompts and their completions. Weights are sharded over `fsdp` and `tp`."""
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("tp", "fsdp"),
@@ -40,10 +40,10 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "down_proj.kernel": ("tp", "fsdp"),
     "lm_head.kernel": ("fsdp", "tp"),
 }
-"""Suffix of a parameter's dotted name -> mesh axis of each dimension. The first matching suffix applies; other
-parameters are replicated."""
+"""Maps the suffix of a parameter's dotted name to the mesh axis of each dimension. The first matching suffix applies. A
+parameter without a matching suffix is replicated."""
 
-for _name in LORA_TARGETS:  # adapters, and the arrays of a quantised kernel
+for _name in LORA_TARGETS:  # entries for adapters and for the arrays of a quantised kernel
     _input, _output = PARAMETER_AXES[f"{_name}.kernel"]
     PARAMETER_AXES |= {f"{_name}.lora_a": (_input, None), f"{_name}.lora_b": (None, _output)}
     PARAMETER_AXES |= {f"{_name}.{leaf}": (_input, _output) for leaf in ("kernel_codes", SCALE)}
@@ -53,8 +53,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     """Builds the mesh of a config over all devices; returns None if there is only one device.
 
     Args:
-      devices: described devices (`runtime/accelerators.py`) instead of those of jax. A single described device also
-        gets a mesh, because programs are compiled for the devices of their shapes.
+      devices: descriptions of devices (`runtime/accelerators.py`), used instead of `jax.devices()`. A single described
+        device gets a mesh too, because a program is compiled for the devices in the shardings of its inputs.
 
     Raises:
       UserError: an axis name is unknown, the shape does not use every device, or there are several processes that are
@@ -104,7 +104,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def constrain_params(params: Any) -> Any:
-    """Constrains, inside a compiled function, parameters (also stacked ones) to the shardings of `PARAMETER_AXES`."""
+    """Constrains parameters, stacked or not, to the shardings of `PARAMETER_AXES` inside a compiled function."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return params
@@ -114,11 +114,11 @@ def constrain_params(params: Any) -> Any:
 
 
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the partition of a parameter. A stacked parameter has one more axis, the first, which is not split."""
+    """Returns the partition of a parameter. The additional first axis of a stacked parameter is not split."""
     name = ".".join(str(getattr(key, "key", key)) for key in path)
     axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * len(shape))
     axes = (None,) * (len(shape) - len(axes)) + tuple(axis if axis in mesh.shape else None for axis in axes)
-    if name.endswith(SCALE):  # small, so it is replicated along an axis that does not divide it
+    if name.endswith(SCALE):  # scales are small, so they are replicated along an axis that does not divide them
         axes = tuple(
             axis if axis is None or size % mesh.shape[axis] == 0 else None
             for size, axis in zip(shape, axes, strict=True)
@@ -133,8 +133,8 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Shards parameters by `PARAMETER_AXES`. Without a mesh they stay on their device, but are committed to it. The
-    outputs of a step are committed too, so the next step is not compiled again."""
+    """Shards parameters by `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but are committed to it.
+    The outputs of a training step are committed too. A second step is therefore not compiled again."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
     return jax.tree.map(_put, params, parameter_shardings(params, mesh))
@@ -159,8 +159,8 @@ def _is_own(x: Any) -> bool:
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
-    """Raises a UserError if the devices along `tp` do not divide the heads of a model, or if several processes have no
-    mesh."""
+    """Raises a UserError if the devices along `tp` do not divide the heads of a model, or if there are several
+    processes but no mesh."""
     if mesh is not None:
         check_type("mesh", mesh, Mesh, "give a jax.sharding.Mesh, e.g. tunix_like.models.sharding.build_mesh(...)")
     if mesh is None and jax.process_count() > 1:
@@ -184,7 +184,7 @@ def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:
 
 
 def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
-    """Raises a UserError that names `key` if the mesh does not divide a number of prompts."""
+    """Raises a UserError if the mesh does not divide the number of prompts. The message names the config key `key`."""
     if prompts % (parts := prompt_parts(mesh)):
         raise UserError(
             f"{key}: {prompts} prompts are not divisible by the {parts} devices along data and fsdp (mesh.shape); "
@@ -193,13 +193,13 @@ def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
 
 
 def prompt_parts(mesh: Mesh | None) -> int:
-    """Returns the number of shards of prompts."""
+    """Returns the number of parts into which the mesh splits the prompts."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Places arrays on the mesh with dimension `axis` (prompts) sharded over `data` and `fsdp`; replicated if these
-    axes do not divide the dimension."""
+    """Shards dimension `axis` (prompts) of arrays over `data` and `fsdp`. An array is replicated if these axes do not
+    divide the dimension."""
     if mesh is None:
         return tree
     arrays = jax.tree.map(np.asarray, tree)
@@ -214,9 +214,9 @@ def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
     """Places the arrays of the sampler on the mesh.
 
-    The first dimension (slots, or their rows) is sharded over `data` and `fsdp`, the heads of a cache `[R K ...]` of
-    four dimensions over `tp`. Dimensions that are not divisible are replicated; arrays that already have this sharding
-    are not moved.
+    The first dimension (slots, or the rows of slots; see `rollout/sampler.py`) is sharded over `data` and `fsdp`. The
+    heads of a cache `[R K ...]` of four dimensions are sharded over `tp`. A dimension that is not divisible is
+    replicated. An array that already has this sharding is not moved.
     """
     if mesh is None:
         return tree
@@ -231,30 +231,29 @@ def fetch(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the shardings of the arrays of a tree, as output shardings of a compiled step; None without a mesh."""
+    """Returns the shardings of the arrays of a tree (the output shardings of a compiled step); None without a mesh."""
     return None if mesh is None else jax.tree.map(lambda x: x.sharding, tree)
 
 
 def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that sets the mesh for `split_batch` and similar functions during compilation."""
+    """Returns a context manager that sets the mesh for compilation; `split_batch` and similar functions read it."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def split_batch(x: jax.Array) -> jax.Array:
-    """Constrains, inside a compiled function, the first dimension to `data` and `fsdp`.
+    """Shards the first dimension over `data` and `fsdp` inside a compiled function.
 
-    Otherwise the compiler follows the sharding of the weights: rows looked up in a sharded embedding would be sharded
-    over the model width, with every token on every device.
+    Without this constraint, the compiler follows the sharding of the weights. It would shard rows of a sharded
+    embedding over the model width, and every device would hold a part of every token.
     """
     return _constrained(x, BATCH_AXES)
 
 
 def split_vocabulary(x: jax.Array) -> jax.Array:
-    """Constrains, inside a compiled function, the last dimension, the vocabulary, to all axes of the mesh.
+    """Shards the last dimension, the vocabulary, over all axes of the mesh inside a compiled function.
 
-    Each device then holds its part of the output matrix, of the logits and of the matrix's gradient, and devices
-    exchange hidden states, which are smaller than the matrix. If all axes together do not divide the vocabulary, only
-    `tp` splits it.
+    Each device then holds its part of the output matrix, of its gradient and of the logits. Devices exchange hidden
+    states, which are smaller than the matrix. If all axes together do not divide the vocabulary, only `tp` splits it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -264,16 +263,16 @@ def split_vocabulary(x: jax.Array) -> jax.Array:
 
 
 def vocabulary_parts(size: int) -> int:
-    """Returns the number of parts of a vocabulary of this size under `split_vocabulary`."""
+    """Returns the number of parts into which `split_vocabulary` splits a vocabulary of this size."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[name] for name in _vocabulary_axes(mesh, size))
 
 
 def gather_layer(params: Any) -> Any:
-    """Gathers, inside a compiled function, the parameters of a layer over `fsdp`, before the layer runs.
+    """Gathers the parameters of a layer over `fsdp`, before the layer runs, inside a compiled function.
 
-    Without this, the compiler splits each product along the sharded dimension and adds up partial results of the size
-    of the activations. The gradients are sharded again.
+    Without this, the compiler splits each matrix product along the sharded dimension and adds up partial results of the
+    size of the activations. The gradients have the sharding of the parameters.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("fsdp", 1) == 1:
@@ -288,14 +287,14 @@ def gather_layer(params: Any) -> Any:
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Replicates, inside a compiled function, an array over the mesh."""
+    """Replicates an array over the mesh inside a compiled function."""
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, rows: int) -> Callable[..., jax.Array]:
-    """Returns `function(params, x)` so that, inside a compiled function, each device runs it on its own rows of `x`.
+    """Wraps `function(params, x)`: each device runs it on its own rows of `x`. Used inside a compiled function.
 
-    The partial results of devices that share parameters along `tp` are added up.
+    If parameters are split along `tp`, each device computes a partial result, and the partial results are added up.
 
     Args:
       params: gathered parameters or their shapes (`gather_layer`).
@@ -317,7 +316,8 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
 
 
 def row_axes(mesh: AbstractMesh, rows: int) -> tuple[str, ...]:
-    """Returns the mesh axes that split a number of rows of prompts; no axes if they do not divide this number."""
+    """Returns the mesh axes (`data`, `fsdp`) that split `rows` rows of prompts; none if their product does not divide
+    `rows`."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
     return axes if rows % math.prod(mesh.shape[name] for name in axes) == 0 else ()
 
@@ -328,10 +328,9 @@ def _gathered(spec: PartitionSpec) -> PartitionSpec:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _moved(x: jax.Array, to: PartitionSpec, back: PartitionSpec) -> jax.Array:
-    """Constrains an array to the sharding `to` and its gradient to `back`, its former sharding.
+    """Constrains an array to the sharding `to`, and its gradient to the former sharding `back`.
 
-    The gradient of `with_sharding_constraint` would be constrained to `to`. This needs an all-reduce where a
-    reduce-scatter is enough.
+    `with_sharding_constraint` would constrain the gradient to `to`, with an all-reduce instead of a reduce-scatter.
     """
     return jax.lax.with_sharding_constraint(x, to)
 

@@ -1,4 +1,4 @@
-"""Computes from shapes the part of a model's parameters that one device of a mesh holds."""
+"""Computes how many of a model's parameters one device of a mesh holds, from the shapes of the parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Share(NamedTuple):
 
     Attributes:
       weights, trained: bytes of all parameters, and bytes of the trained parameters.
-      plain: number of weights that are not quantised, without adapters.
+      plain: number of weights that are not quantised; adapters are not counted.
       embedding: number of weights in the embedding.
       quantized: number of weights in each quantised matrix.
     """
@@ -41,8 +41,8 @@ class Share(NamedTuple):
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
-    """Returns the abstract parameters of a decoder. Layers differ only in whether they have experts, so only one layer
-    of each kind is traced."""
+    """Returns the abstract parameters of a decoder. The shapes of two layers differ only if one layer has experts and
+    the other has none, so only one layer of each kind is traced."""
     trees: dict[bool, Params] = {}
     for kind in set(map(model.has_experts, range(model.num_layers))):
         experts = model.experts if kind else None
@@ -60,9 +60,9 @@ def parameter_shapes(
 
 
 def share_of(params: Any, mesh: Mesh | None) -> Share:
-    """Returns the sizes of the parameters that one device holds, if they are sharded as by `place_params`.
+    """Returns the sizes of the parameters that one device holds after `place_params`.
 
-    `params` may be arrays or shapes. A parameter is replicated along a mesh axis that does not shard it.
+    `params` is a tree of arrays or shapes. A parameter is replicated along a mesh axis that does not shard it.
 
     Raises:
       UserError: a dimension is not divisible by its mesh axis.

@@ -19,9 +19,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 BLOCK = 4 * 1024**2
-"""Bytes of a file that are read to the host at once, in addition to the array that they are copied into."""
+"""Maximum number of bytes of a file that are read to the host at once. The array into which they are copied takes
+memory in addition."""
 
-_DECODER = "language_model."  # before or after `model.` in the names of the text decoder of a multimodal model
+_DECODER = "language_model."  # in the tensor names of the text decoder of a multimodal model, before or after `model.`
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 Index = tuple[slice, ...]
@@ -40,11 +41,12 @@ class Stored(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The safetensors name of its dtype, such as `BF16`."""
+        """The safetensors name of the tensor's dtype, such as `BF16`."""
         return str(self.reader.get_slice(self.name).get_dtype())
 
     def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the slice `index` of the tensor a few rows at a time, with the range of rows within the slice."""
+        """Yields the slice `index` of the tensor in blocks of a few rows, each with its range of rows within the
+        slice."""
         part = self.reader.get_slice(self.name)
         start, stop, _ = index[0].indices(self.shape[0])
         width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
@@ -103,7 +105,8 @@ def tensors_equal(first: Stored, second: Stored) -> bool:
 
 
 def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
-    """Opens the weight files of a folder and returns the tensors of the decoder, by the names of a plain decoder.
+    """Opens the weight files of a folder and returns the tensors of the decoder, by the names that a text-only model
+    uses.
 
     Raises:
       UserError: there are no safetensors, or files are missing or not readable.
@@ -122,7 +125,7 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]
 
 
 def of_decoder(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Selects the tensors of the text decoder and renames them to the names of a plain decoder."""
+    """Selects the tensors of the text decoder and renames them to the names that a text-only model uses."""
     if not any(_DECODER in name for name in tensors):
         return tensors
     decoder = {name: tensor for name, tensor in tensors.items() if not _OTHER_PARTS.match(name)}
@@ -150,7 +153,7 @@ def _files(folder: Path) -> list[Path]:
         raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, which does not exist. Download the rest.")
+        raise UserError(f"{folder}: {INDEX} names files that do not exist: {', '.join(absent)}. Download them.")
     return [folder / name for name in names]
 
 

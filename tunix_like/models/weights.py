@@ -1,8 +1,8 @@
 """Reads and writes model weights as safetensors under Hugging Face names.
 
-The modules of the decoder have the attribute names of HF, so names follow a rule (`hf_name`) instead of a list per
-family. Experts are stacked in one array here, and are separate tensors in the files. Parameter trees are pure dicts, as
-from `nnx.to_pure_dict`. Pickled weights are never opened.
+The modules of the decoder have the attribute names of HF, so the tensor names follow a rule (`hf_name`), and no list
+per family is needed. The experts of a layer are stacked in one array in memory, and are separate tensors in the files.
+Parameter trees are pure dicts, such as `nnx.to_pure_dict` returns. Pickled weights are never opened.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tunix_like.models.stored import (
 from tunix_like.runtime import progress
 
 Params = dict[Any, Any]
-"""Nested dict of arrays: module attribute names (layer numbers are ints) down to `kernel`, `bias`, `scale`,
-`embedding`."""
+"""Nested dict of arrays. The keys are attribute names of modules, ints for layer numbers, and `kernel`, `bias`, `scale`
+or `embedding` at the leaves."""
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Buffers in old exports that are computed from the config.
+# Buffers in old exports. They are ignored, because their values follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 _EXPERTS = "experts"
@@ -52,8 +52,8 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
-    """Returns the HF name of a parameter: `("layers", 0, "mlp", "up_proj", "kernel")` ->
-    `"model.layers.0.mlp.up_proj.weight"`; the number of an expert follows `experts`.
+    """Returns the HF name of a parameter. For example, `("layers", 0, "mlp", "up_proj", "kernel")` becomes
+    `"model.layers.0.mlp.up_proj.weight"`. If `expert` is given, it is inserted after `experts`.
 
     Kernels are `[in, out]` here and `[out, in]` in HF; all other parameters have the same shape in both.
 
@@ -68,14 +68,14 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
 
 
 def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
-    """Returns the names of the tensors of a parameter: one, or one per expert."""
+    """Returns the names of the tensors of a parameter: one name, or one name per expert."""
     return [hf_name(path, expert) for expert in range(leaf.shape[0])] if _EXPERTS in path else [hf_name(path)]
 
 
 def load_weights(
     folder: str | Path, abstract_params: Params, config: DecoderConfig, quantized: str | None = None
 ) -> Params:
-    """Reads the weights of a model; for a multimodal model, the weights of its text decoder.
+    """Reads the weights of a model. For a multimodal model, only the weights of its text decoder are read.
 
     Each shard of a parameter is read directly to its device, and the host holds one shard at a time.
 
@@ -83,8 +83,8 @@ def load_weights(
       folder: contains `model.safetensors`, or `model.safetensors.index.json` with its shards.
       abstract_params: tree of `jax.ShapeDtypeStruct`; each tensor is cast to the dtype of its leaf and placed with the
         sharding of the leaf (None: the default device).
-      config: tells whether the output head is tied.
-      quantized: quantises the projections of the layers, one of `schema.QUANTIZATIONS`; None: no quantisation.
+      config: defines whether the output head is tied to the embedding.
+      quantized: quantisation of the projections of the layers, one of `schema.QUANTIZATIONS`; None: no quantisation.
 
     Returns:
       the tree of `abstract_params` with arrays; quantised kernels are replaced by codes and scales.
@@ -103,7 +103,7 @@ def load_weights(
         for path, leaf, names in wanted:
             tensors = [stored[name] for name in names]
             array = place(tensors, leaf, transposed=path[-1] == "kernel", stacked=_EXPERTS in path)
-            if quantized is not None and _is_projection(path):  # at once, so at most one kernel is unquantised
+            if quantized is not None and _is_projection(path):  # immediately, so at most one kernel is held unquantised
                 for name, part in zip(QUANTIZED_LEAVES, quantize(array, quantized), strict=True):
                     _put(params, (*path[:-1], name), part)
             else:
@@ -125,8 +125,8 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
       a description of what was compared.
 
     Raises:
-      UserError: as `load_weights`, except that the values of a tied head are not compared and missing weights are not
-        an error.
+      UserError: as in `load_weights`, with two exceptions: the values of a tied head are not compared, and missing
+        weight files are not an error.
     """
     folder = Path(folder)
     if not (folder / SINGLE).is_file():
@@ -165,8 +165,8 @@ def save_weights(
     """Writes `model.safetensors`, or shards with an index if the weights exceed `max_file_bytes` (a tensor is never
     split). A tied head is not written.
 
-    Files are renamed to their names when complete. Existing weights in the folder are replaced. A concurrent reader
-    sees the old weights, no weights or the new weights, and never a mixture.
+    Files are written under temporary names, and are renamed when all files are complete. Existing weights in the folder
+    are replaced. A concurrent reader sees the old weights, no weights or the new weights, and never a mixture.
 
     Raises:
       UserError: the folder cannot be written, or the tree does not match the config.
@@ -196,8 +196,8 @@ def save_weights(
 
 
 def save_tensors(arrays: dict[str, np.ndarray], file: Path) -> None:
-    """Writes a safetensors file with the permissions of the umask, since the library makes it readable for its owner
-    only.
+    """Writes a safetensors file with the permissions that the umask gives. The safetensors library alone would make the
+    file readable for its owner only.
 
     Raises:
       OSError: the file cannot be written.
@@ -220,7 +220,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, list[str]], total: int) -> None:
-    """Renames the finished files to their names; the old single file and index are removed before any shard changes."""
+    """Renames the finished temporary files to their final names. The old single file and the old index are removed
+    before any shard is replaced."""
     stale = [path for path in folder.iterdir() if _SHARD.fullmatch(path.name) and path.name not in files]
     if SINGLE in files:
         (folder / temporary[SINGLE]).replace(folder / SINGLE)
@@ -261,15 +262,15 @@ def _check_head(params: Params, config: DecoderConfig) -> None:
 
 def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     missing = sorted(wanted - found)
-    # a head in the files of a tied model is not unexpected: `_check_tied` compares its values
+    # The files of a tied model may contain a head; `_check_tied` compares its values.
     unexpected = sorted(name for name in found - wanted - {_HEAD} if not _HARMLESS.search(name))
     for kind, names in (("lack", missing), ("have unexpected", unexpected)):
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            tied = " If the head is the embedding, set tie_word_embeddings = true in it." if names == [_HEAD] else ""
+            tied = " If the head is the embedding, set tie_word_embeddings = true." if names == [_HEAD] else ""
             raise UserError(
-                f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. They do not match config.json,"
-                f" or a file is missing.{tied}"
+                f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. The weights do not match"
+                f" config.json, or a file is missing.{tied}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The reward function for a mix of data sources: scores each row with the function of its own source."""
+"""Defines the reward function for a mix of data sources, which scores each row with the function of its source."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tunix_like.rewards.registry import REWARDS
 def by_source(
     prompts: list[str], completions: list[str], source_reward: list[str], **columns: Any
 ) -> list[float | None]:
-    """Scores each completion with the registered function that the row's column `source_reward` names.
+    """Scores each completion with the registered function that the column `source_reward` of its row names.
 
-    Each function is called once, with all rows that name it.
+    Each function is called once, with all of its rows.
 
     Raises:
       UserError: a name is not registered, or a function returned an invalid reward (the message names the function).
-        The scoring then repeats the call with single completions, which attributes the failure to the right completion.
-      Exception: whatever a function raises.
+        The caller then repeats the call with single completions, so that the failure is assigned to the right
+        completion.
+      Exception: any exception that a function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}
     out: list[float | None] = [None] * len(completions)

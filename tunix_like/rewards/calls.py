@@ -35,7 +35,8 @@ _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "work
 
 
 class WrongCount(UserError):
-    """A function did not return one value per completion, so its values cannot be assigned to completions."""
+    """Raised if a function does not return one value per completion, because its values cannot be assigned to
+    completions."""
 
 
 class Failure(NamedTuple):
@@ -54,8 +55,8 @@ class FunctionRewards(NamedTuple):
 
     Attributes:
       rewards: [n]; NaN where the function returned None or NaN, or failed.
-      failures: the failures by index of the completion. If a NaN reward has no entry here, the function returned None
-        or NaN.
+      failures: the failures by index of the completion. If a completion with reward NaN has no entry here, the function
+        returned None or NaN for it.
     """
 
     rewards: NDArray[np.float64]
@@ -117,12 +118,12 @@ def call(
 ) -> FunctionRewards:
     """Calls a function once for `count` completions, with a copy of each list.
 
-    None and NaN mean "no reward". Any other value that is not a finite number of at most 1e15 in absolute value is a
-    failure of its completion.
+    None and NaN mean "no reward". Any other value must be a finite number with an absolute value of at most 1e15. If it
+    is not, its completion is recorded as failed.
 
     Raises:
       WrongCount: the function returned a wrong number of values, or not a list.
-      Exception: whatever the function raises.
+      Exception: any exception that the function raises.
     """
     values = function(**{key: list(column) for key, column in arguments.items()})
     if hasattr(values, "tolist"):  # numpy and jax arrays

@@ -1,4 +1,4 @@
-"""Rewards for math problems: extracts the final answer of a completion and compares it with the gold answer.
+"""Scores math problems: extracts the final answer of a completion and compares it with the gold (correct) answer.
 
 A gold answer that is a plain number is compared as a number (`numbers.py`). Formulas are compared by `math-verify`,
 which is imported when first needed.
@@ -15,18 +15,18 @@ from tunix_like.errors import UserError
 from tunix_like.rewards.numbers import LONGEST, Number, has_neighbours, has_odd_digits, parse_number, written_out
 
 SECONDS = 2
-"""Time limit of each step of math-verify, in whole seconds (it uses signal.alarm)."""
+"""Time limit of each step of math-verify, in whole seconds, because math-verify uses `signal.alarm`."""
 
-_BOXES = 16  # number of boxes at the end of a completion that are searched for a closed one
+_BOXES = 16  # number of boxes, from the last one backwards, that are searched for a closing brace
 
 
 def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float | None]:
-    """Returns 1 where the final answer of the completion equals the column `gold`, else 0.
+    """Returns 1 for each completion whose final answer equals its entry of the column `gold`, else 0.
 
     The final answer is the text after the last `#### `, or inside the last `\\boxed{}` or `<answer></answer>`,
     whichever comes last. A completion without such a text has no answer and gets 0. If `gold` is a plain number, the
     answer must be a plain number too: unevaluated arithmetic (`2*9`, `36/2`, `5²`) gets 0. If `gold` is a formula,
-    math-verify compares the two; the reward is None if math-verify cannot.
+    math-verify compares the two. If it cannot compare them, the reward is None.
 
     Raises:
       UserError: a gold answer is empty.
@@ -68,12 +68,13 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
 
 
 def _readings(number: Number) -> set[Fraction]:
-    """Returns the accepted values of a number. `25%` is both 25 and 0.25, since problems ask for either form."""
+    """Returns the accepted values of a number. `25%` is accepted as 25 and as 0.25, because problems ask for either
+    form."""
     return {number.value, number.value / 100} if number.percent else {number.value}
 
 
 def final_answer(completion: str) -> str | None:
-    """Returns the text of the last non-empty marked answer, or None."""
+    """Returns the text of the last answer that is marked as in `gsm8k` and not empty, or None."""
     marks: list[tuple[int, str]] = []
     hashes = completion.rfind("####")
     while hashes >= 0:
@@ -87,8 +88,8 @@ def final_answer(completion: str) -> str | None:
     start = completion.rfind("<answer>", 0, max(close, 0))
     if close >= 0 and start >= 0 and completion[start + 8 : close].strip():
         marks.append((start, completion[start + 8 : close].strip()))
-    # Each attempt scans up to the length limit, so their number is bounded: degenerate text may open thousands of
-    # boxes without closing any.
+    # Each attempt scans up to the length limit. The number of attempts is bounded, because degenerate text may open
+    # thousands of boxes and close none.
     for match in list(re.finditer(r"\\boxed\s*\{", completion))[: -1 - _BOXES : -1]:
         boxed = _braced(completion, match.end())
         if boxed:
@@ -100,9 +101,9 @@ def final_answer(completion: str) -> str | None:
 def vote(completion: str) -> Fraction | str | None:
     """Returns the answer of a completion as a hashable key for majority votes, or None if there is no answer.
 
-    A plain number is represented by its value, so equal numbers vote alike. A percent sign is ignored, since grading
-    accepts both readings. Anything else, such as an unevaluated division, is represented by its text without white
-    space; two spellings of one formula are two answers.
+    The key of a plain number is its value, so all spellings of a number count as one answer. A percent sign is ignored,
+    because grading accepts both values. The key of any other answer, such as an unevaluated division, is its text
+    without white space. Two spellings of a formula count as two answers.
     """
     answer = final_answer(completion)
     if answer is None or len(answer) > LONGEST:
@@ -124,10 +125,10 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _math_verify(answer: str, gold: str) -> float | None:
-    """Compares two formulas with math-verify: 1, 0, or None if it fails or times out.
+    """Compares two formulas with math-verify. Returns 1 or 0, or None if math-verify fails or times out.
 
-    Its time limits are alarms, which work in the main thread only. In any other thread the result is None, since an
-    expression such as 9^{9^9} would run without end.
+    The time limits of math-verify are alarms, which work only in the main thread. In any other thread, the result is
+    None, because an expression such as 9^{9^9} would run without end.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -135,7 +136,8 @@ def _math_verify(answer: str, gold: str) -> float | None:
     from math_verify.errors import TimeoutException
 
     def read(text: str) -> Any:
-        # Between dollar signs the whole text is parsed as one formula; otherwise math-verify searches it for a number.
+        # Between dollar signs, the whole text is parsed as one formula. Without dollar signs, math-verify would search
+        # the text for a number.
         formula = written_out(text).replace("\\$", "").replace("$", "")
         return parse(
             f"${formula}$",
@@ -148,5 +150,5 @@ def _math_verify(answer: str, gold: str) -> float | None:
     try:
         # gold comes first: the comparison is not symmetric
         return float(verify(read(gold), read(answer), timeout_seconds=SECONDS, raise_on_error=True))
-    except (Exception, TimeoutException):  # its TimeoutException is not an Exception
+    except (Exception, TimeoutException):  # the TimeoutException of math-verify is not an Exception
         return None

@@ -1,6 +1,7 @@
-"""The maze reward, and the path of a completion through its maze.
+"""Computes the maze reward, and the path of a completion through its maze.
 
-A grid is rows of `#`, `.`, `S` and `G` joined by newlines; START is at (1, 1).
+A grid is a text of rows joined by newlines. Its characters are `#` (wall), `.` (free cell), `S` (START) and `G` (GOAL).
+START is at (row 1, column 1), counted from 0.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Walk(NamedTuple):
 def walk(grid: str, completion: str) -> Walk:
     """Follows a completion through its maze.
 
-    The completion solves the maze iff DONE occurs, every word before it is a move, no move enters a wall, and GOAL is
-    reached. Moves after GOAL are ignored, and cells may be visited again. The list of cells ends at GOAL, before the
-    first wall, or before the first word that is not a move.
+    The completion solves the maze if and only if DONE occurs, every word before it is a move, no move enters a wall,
+    and GOAL is reached. Moves after GOAL are ignored, and cells may be visited again. The list of cells ends at GOAL,
+    before the first wall, or before the first word that is not a move.
     """
     rows = grid.split("\n")
     words = completion.split()
@@ -47,5 +48,5 @@ def walk(grid: str, completion: str) -> Walk:
 
 
 def maze(prompts: list[str], completions: list[str], grid: list[str], **_: Any) -> list[float]:
-    """Returns 1 where the completion solves the maze in the column `grid` (see `walk`), else 0."""
+    """Returns 1 for each completion that solves its maze in the column `grid` (see `walk`), else 0."""
     return [float(walk(rows, completion).reached) for rows, completion in zip(grid, completions, strict=True)]

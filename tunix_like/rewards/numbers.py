@@ -1,7 +1,7 @@
 r"""Parses plain numbers as language models write them.
 
-Supports digits, signs, separators, fractions, currency, percent and units, in ASCII, Unicode and LaTeX. It evaluates
-nothing: sums, products and powers are not plain numbers.
+Supports digits, signs, separators, fractions, currency, percent and units, in ASCII, Unicode and LaTeX. Nothing is
+evaluated: sums, products and powers are not plain numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ LONGEST = 200
 
 _MINUS = re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]")
 _SLASH = re.compile("[\u2044\u2215]")
-# NFKC would join these to the adjacent digits (5² to 52, 2½ to 21⁄2), so they are rewritten before it is applied.
+# NFKC normalisation would join these characters to adjacent digits (5² to 52, 2½ to 21⁄2), so they are rewritten before
+# NFKC is applied.
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
-# Thousands separators: a no-break or thin space, or LaTeX's \, {,} ,\! between digits. A plain space is not one.
+# Thousands separators: a no-break or thin space, or LaTeX's \, {,} ,\! between digits. A plain space is not a
+# separator.
 _GROUPING = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _SPACING = re.compile(
     r"\\(?:[,;:!>() \[\]]|q?quad\b|(?:thin|med|thick|negthin|en)(?:space|skip)\b|left\b|right\b|displaystyle\b)|~"
@@ -56,7 +58,7 @@ class Number(NamedTuple):
     Attributes:
       value: the exact value; 50 for `50%`.
       percent: whether `%` or `percent` follows the number.
-      quotient: True for a fraction whose value is an integer (`36/2`): a division that was not carried out.
+      quotient: True for a fraction whose value is an integer (`36/2`), which is a division that was not carried out.
     """
 
     value: Fraction
@@ -65,10 +67,10 @@ class Number(NamedTuple):
 
 
 def parse_number(text: str) -> Number | None:
-    """Parses a text that is one plain number; returns None for any other text, also if it has over 200 characters.
+    """Parses a text that is one plain number. Returns None for any other text, and for a text of over 200 characters.
 
-    Of an equation, the last side is parsed. A text with several equations is not a number. A unit of any words may
-    follow the number. Two adjacent numbers are not a number.
+    If the text is an equation, its last side is parsed. A text with several equations is not a number. Any words can
+    follow the number as its unit. Two adjacent numbers are not a number.
     """
     if len(text) > LONGEST:
         return None
@@ -117,7 +119,7 @@ def plain(text: str) -> str:
 
 
 def has_neighbours(text: str) -> bool:
-    """Returns whether two numbers are adjacent (`5 6`, `5{6}`, `5\\frac{6}{1}`), which is not a number or a sum."""
+    """Returns whether two numbers are adjacent (`5 6`, `5{6}`, `5\\frac{6}{1}`). Such a text is not a number."""
     return _NEIGHBOURS.search(_TWO_PARTS.sub(r"(\1)/(\2)", _SCRIPT.sub("^", plain(text)))) is not None
 
 

@@ -1,7 +1,8 @@
 """Runs reward functions in worker processes with a deadline and a memory limit.
 
-Each call goes to a worker, a fresh interpreter (`worker.py`). A worker that times out, exits or exceeds the memory
-limit is killed together with its child processes and replaced, so a failing function does not stop the run.
+Each call runs in a worker, which is a separate Python interpreter (`worker.py`). A worker that times out, exits or
+exceeds the memory limit is killed together with its child processes and replaced, so a failing function does not stop
+the run.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ START_SECONDS = 120
 """Maximum seconds for a worker to start and to load the functions."""
 
 PATIENCE = 10
-"""Limit on the time of failed calls in a batch: this many times (`timeout_seconds` + start time) per worker.
-Completions that are not scored by then stay unscored."""
+"""Limit on the total time of failed calls in a batch: this many times (`timeout_seconds` + start time of a worker) per
+worker. At the limit, the remaining completions stay unscored."""
 
 POLL_SECONDS = 0.2
 """Interval of the memory checks while workers are busy."""
@@ -50,7 +51,7 @@ class PooledFunction:
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        """Returns the rewards of one group; NaN where the function fails."""
+        """Returns the rewards of one group; NaN for a completion for which the function fails."""
         given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
         arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
         return list(self.score_groups(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
@@ -63,19 +64,20 @@ def pooled(
     timeout_seconds: float = 30.0,
     memory_gb: float = 4.0,
 ) -> dict[str, PooledFunction]:
-    """Wraps reward functions so that they run in `workers` separate processes; returns them by name.
+    """Wraps reward functions so that they run in `workers` separate processes. Returns the wrapped functions by name.
 
-    Workers start at the first call. A worker imports each function by name, so it must be defined at the top level of
-    a module or of a file that was given as `FILE.py:function`.
+    Workers start at the first call. A worker imports each function by name, so a function must be defined at the top
+    level of a module, or of a file that was given as `FILE.py:function`.
 
     Args:
-      functions: by name, or a sequence (the names are then their `__name__`).
+      functions: a mapping of names to functions, or a sequence of functions (their names are then their `__name__`).
       workers: number of processes.
-      timeout_seconds: a call (one group, or one completion of a group that failed) that takes longer is stopped.
-      memory_gb: a worker that uses more than this many GB (10^9 bytes) of memory is stopped (Linux only).
+      timeout_seconds: time limit of a call. A call scores one group, or one completion of a group whose call failed.
+      memory_gb: memory limit of a worker in GB (10^9 bytes). A worker that uses more is stopped (Linux only).
 
     Raises:
-      UserError: another process cannot import a function, or it is not a valid reward function (async, a generator).
+      UserError: another process cannot import a function, or a function is not a valid reward function (it is async or
+        a generator).
     """
     named = functions if isinstance(functions, Mapping) else {_name_of(function): function for function in functions}
     if len(named) < len(functions):
@@ -88,7 +90,7 @@ def pooled(
 
 
 def close_pools(functions: Iterable[Callable[..., Any]]) -> None:
-    """Stops the workers of the pooled functions among `functions`. They restart at the next call."""
+    """Stops the workers of the pooled functions among `functions`. The workers restart at the next call."""
     for function in functions:
         if isinstance(function, PooledFunction):
             function.pool.close()
@@ -151,7 +153,7 @@ class Pool:
         self.places, self.workers = list(places), workers
         self.timeout_seconds, self.memory_bytes = timeout_seconds, int(memory_gb * 1e9)
         self._slots = [_Slot() for _ in range(workers)]
-        self._start_seconds = 0.0  # the longest start so far
+        self._start_seconds = 0.0  # the longest start time of a worker so far
         # also runs at interpreter exit if `close` was not called
         self._finalizer = weakref.finalize(self, _kill_all, self._slots)
 
@@ -168,7 +170,7 @@ class Pool:
         try:
             batch.run(groups)
         except BaseException:
-            self.close()  # otherwise late answers would be read as those of the next batch
+            self.close()  # otherwise late answers would be read as answers of the next batch
             raise
         return batch.results
 
@@ -229,7 +231,7 @@ class _Batch:
             ) from error
 
     def _wait(self, busy: list[_Slot]) -> None:
-        """Waits until a worker is ready for reading or writing or a deadline passes, and handles the event."""
+        """Waits until a worker can be read or written, or a deadline passes. Then checks every busy worker."""
         nearest = min(slot.call.deadline for slot in busy if slot.call) - time.monotonic()
         with selectors.DefaultSelector() as selector:
             for slot in busy:
@@ -272,7 +274,7 @@ class _Batch:
             self._failed(call, "timeout", f"Reward function '{self.name}' {what}.", now)
 
     def _replace(self, slot: _Slot) -> str:
-        """Kills the worker of a slot; the next call starts a new one. Returns a description of how it ended."""
+        """Kills the worker of a slot; the next call starts a new one. Returns a description of how the worker ended."""
         assert slot.worker is not None
         how = slot.worker.kill()
         slot.worker, slot.call = None, None
@@ -281,8 +283,8 @@ class _Batch:
     def _failed(
         self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
     ) -> None:
-        """Records the failure if it concerns a single completion or all completions of the call (`of_all`). Otherwise
-        queues one call per completion, after all groups."""
+        """Handles a failed call. Records the failure if the call had a single completion, or if the failure concerns
+        all completions (`of_all`). Otherwise queues one call per completion, after all groups."""
         self.wasted += now - call.given
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))

@@ -37,8 +37,8 @@ class WorkerProcess:
 
         Args:
           places: locations of the user's functions, passed on to the program.
-          start: code that the interpreter runs, with the settings as `START` describes them.
-          label: begins each line of printed output that is forwarded.
+          start: code that the interpreter runs; it reads the settings in the same way as `START`.
+          label: printed before each forwarded line of output.
         """
         self.label = label
         self.channel, theirs = socket.socketpair()
@@ -70,13 +70,13 @@ class WorkerProcess:
         self._out += message(content)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Registers the socket and the output with a selector, which wakes up when `pump` has work to do."""
+        """Registers the socket and the output with a selector. The selector returns when `pump` has work to do."""
         selector.register(self.channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0))
         if not self.output.closed:
             selector.register(self.output, selectors.EVENT_READ)
 
     def pump(self) -> dict[str, Any] | None:
-        """Writes and reads without blocking; returns an answer once it is complete, else None."""
+        """Writes and reads without blocking. Returns an answer if it is complete, else None."""
         self._pass_on()
         try:
             self._out = send_pending(self.channel, self._out)
@@ -100,7 +100,7 @@ class WorkerProcess:
         return dict(json.loads(content))
 
     def _pass_on(self) -> None:
-        """Forwards printed output to stderr in complete lines, since workers print concurrently and a line may arrive
+        """Forwards printed output to stderr in complete lines, because workers print concurrently and a line may arrive
         in parts. An incomplete last line is shown when the output ends."""
         if self.output.closed:
             return
@@ -143,7 +143,7 @@ class WorkerProcess:
         return self._process.pid
 
     def memory(self) -> int:
-        """Returns the resident memory of the worker in bytes; 0 where it is not available."""
+        """Returns the resident memory of the worker in bytes; 0 if the system does not provide it."""
         try:
             pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         except (OSError, IndexError):
@@ -156,7 +156,8 @@ class WorkerProcess:
             self._process.wait(seconds)
 
     def kill(self) -> str:
-        """Kills the worker and its child processes; returns how it ended and its last output, for a message."""
+        """Kills the worker and its child processes. Returns a text for a message: how the worker ended, and its last
+        output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.1 if self.gone else 0)
         ended = self._process.poll()

@@ -1,4 +1,4 @@
-"""The registry of reward functions by name, loading of functions from a user's file, and an adapter for verl."""
+"""Registers reward functions by name, loads functions from a user's file, and adapts functions written for verl."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ REWARDS: dict[str, RewardFunction] = {}
 """Every registered reward function, by name."""
 
 ANSWERS: dict[str, Callable[[str], Hashable | None]] = {}
-"""Answer extractors by the name of a reward: each maps a completion to a hashable answer for majority votes (maj@k).
-Equal answers vote together; a completion with the answer None does not vote."""
+"""Answer extractors, by the name of a reward function. An extractor maps a completion to a hashable answer for majority
+votes (maj@k). Equal answers count as one answer. A completion with the answer None does not vote."""
 
 
 def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | None = None) -> Callable[[_F], _F]:
-    """Decorator that registers a reward function under `name`.
+    """Returns a decorator that registers a reward function under `name`.
 
     Args:
-      answer: extracts the answer of a completion (see `ANSWERS`) for maj@k; None: maj@k is not reported for this
-        reward.
+      answer: function that extracts the answer of a completion for maj@k (see `ANSWERS`). None: maj@k is not reported
+        for this reward function.
 
     Raises:
       UserError: the name is already registered, or contains a colon (reserved for files and modules).
@@ -75,8 +75,8 @@ def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
 
     Both signatures of verl are supported: `compute_score(completion, ground_truth)` with positional arguments, and any
     of the keyword arguments `data_source, solution_str, ground_truth, extra_info`. The ground truth is taken from the
-    column `ground_truth`, else `reward_model`, else `gold`, else `answer`. If the function returns a dict, its `score`
-    is the reward.
+    first of these columns that exists: `ground_truth`, `reward_model`, `gold`, `answer`. If the function returns a
+    dict, its `score` is the reward.
 
     The returned function raises a UserError if the rows have none of these columns.
 

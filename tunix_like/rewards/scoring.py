@@ -62,10 +62,10 @@ class Scores:
 
 
 def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], columns: Collection[str]) -> None:
-    """Checks before scoring that rows with these columns provide what the reward functions need.
+    """Checks, before scoring, that the columns provide all arguments that the reward functions need.
 
     Raises:
-      UserError: as `score`.
+      UserError: as in `score`.
     """
     names = [name for name, _, _ in functions]
     if len(set(names)) != len(names):
@@ -91,15 +91,15 @@ def score(
 ) -> Scores:
     """Scores every completion with every function and returns the weighted sums.
 
-    If a function fails, it is called again with fewer completions, down to one, to isolate the failing completions.
-    These stay unscored.
+    If a function fails, it is called again with fewer completions, down to one, to isolate the failing completions. The
+    failing completions stay unscored.
 
     Args:
-      functions: (name, function, weight) triples; functions made by `pooled` run in workers, the others in this
-        process.
+      functions: (name, function, weight) triples; functions made by `pooled` run in workers, and all other functions in
+        this process.
       prompts: [n] rendered prompts, one per completion.
       completions: [n] texts; every `group_size` consecutive texts belong to one prompt.
-      columns: further columns of the rows, each [n]; a function receives the columns that are its parameters, or all
+      columns: further columns of the rows, each [n]; a function receives the columns that its parameters name, or all
         columns if it accepts `**kwargs`.
 
     Raises:

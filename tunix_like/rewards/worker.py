@@ -1,8 +1,8 @@
-"""The program of a worker process: calls reward functions on request of the process that started it.
+"""The program of a worker process. It calls reward functions on request of the process that started it.
 
-A worker is a fresh interpreter and never a fork, so it holds no lock, thread or device of the run, and the user's
-script does not run again. Requests and answers use a socket that is separate from stdout and stderr. The parent process
-enforces the deadlines (`pool.py`).
+A worker is a new interpreter and never a fork. It therefore holds no lock, thread or device of the run, and it does not
+run the user's script again. Requests and answers use a socket that is separate from stdout and stderr. The parent
+process enforces the deadlines (`pool.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from tunix_like.rewards.worker import serve; serve(given['socket'], given['places'], given['parent'])"
 )
-"""Code that the interpreter runs (`-c`). Its settings are passed as JSON and include the `sys.path` of the run."""
+"""Code that the interpreter runs (`-c`). The settings are passed as JSON and include the `sys.path` of the run."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -66,13 +66,13 @@ def serve(number: int, places: list[str], parent: int) -> None:
             break
         answer = _answer(functions, request)
         if os.getpid() != own:
-            os._exit(0)  # the function forked and this is the child; only the parent sends the answer
+            os._exit(0)  # the function has forked, and this is the child; only the parent sends the answer
         channel.sendall(message(json.dumps(answer).encode()))
 
 
 def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Ends this process when its parent ends. On Linux the kernel kills it at once, even during a call; on other
-    systems it exits when the call returns.
+    """Ends this process when its parent ends. On Linux, the kernel kills this process at once, even during a call. On
+    other systems, this process exits when its current call returns.
 
     Args:
       how: the signal that the kernel sends.
@@ -85,7 +85,7 @@ def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def go_first() -> None:
-    """Makes the out-of-memory killer choose this process and its forks rather than the run (Linux only)."""
+    """Makes the out-of-memory killer of Linux choose this process and its forks before the run."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -97,7 +97,7 @@ def process_control(option: int, value: int) -> None:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)  # once, since forked processes inherit it
+    return ctypes.CDLL(None)  # loaded once, because forked processes inherit it
 
 
 def _load(place: str) -> Callable[..., Any] | str:
@@ -123,7 +123,7 @@ def _answer(functions: Mapping[str, Callable[..., Any] | str], request: bytes) -
 
 
 def send_pending(channel: socket.socket, content: bytes) -> bytes:
-    """Sends as much as a non-blocking socket takes, and returns the rest.
+    """Sends as much content as a non-blocking socket accepts, and returns the rest.
 
     Raises:
       OSError: the other end is closed.

@@ -13,7 +13,8 @@ STEP_KEY = "step"
 
 
 class Best:
-    """Selects the best step of a run by a metric (higher is better); of equal values, the earliest step.
+    """Selects the best step of a run by a metric (higher is better). If several steps have the best value, the earliest
+    is selected.
 
     The values come from the rows of `metrics.jsonl`. A row is written before the checkpoint of its step, and removed if
     the run resumes from an earlier step. No other state is stored, so a killed process cannot leave a wrong state.
@@ -35,7 +36,7 @@ class Best:
                 self._values[step] = float(value)
 
     def among(self, steps: Sequence[int]) -> int | None:
-        """Returns the best of `steps`, or None if none of them has a value."""
+        """Returns the best of `steps`, or None if no step has a value."""
         return max(
             (step for step in sorted(steps) if step in self._values), key=lambda step: self._values[step], default=None
         )

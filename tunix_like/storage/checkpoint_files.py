@@ -1,4 +1,4 @@
-"""Handles the files that orbax writes: lists complete steps, finds damage and removes steps."""
+"""Lists, verifies and removes the steps of a run. A step is the numbered folder of a checkpoint, written by orbax."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tunix_like.errors import UserError
 from tunix_like.storage import checksums
 
 STAMP = "_CHECKPOINT_METADATA"
-"""Metadata file of a step, written by orbax: handlers and times."""
+"""Metadata file of a step with handlers and times, written by orbax."""
 
 
 def complete_steps(folder: Path) -> list[int]:
     """Returns the numbers of the complete steps in a folder, ascending.
 
-    Orbax treats any numbered folder as a step. A step whose removal was interrupted lacks the files written last.
+    Orbax treats any numbered folder as a step. This function skips a step whose removal was interrupted, because the
+    files that are written last are removed first.
     """
     if not folder.is_dir():
         return []
@@ -32,7 +33,8 @@ def is_complete(step: Path) -> bool:
 
 
 def remove(step: Path) -> None:
-    """Removes a step as far as possible. If the removal is interrupted, the rest is not treated as a complete step."""
+    """Removes a step, or as many of its files as possible. If the removal is interrupted, the rest is not treated as a
+    complete step."""
     with contextlib.suppress(OSError):
         (step / STAMP).unlink()
         shutil.rmtree(step)
@@ -41,7 +43,7 @@ def remove(step: Path) -> None:
 def damage(step: Path) -> str | None:
     """Returns a description of the damage to the files of a step, or None."""
     try:
-        json.loads((step / STAMP).read_bytes())  # has no checksum: orbax adds the time of the final rename to it
+        json.loads((step / STAMP).read_bytes())  # no checksum: orbax adds the time of the final rename to this file
     except (OSError, ValueError):
         return f"{STAMP} cannot be read"
     return checksums.damage(step)
@@ -60,7 +62,7 @@ def clear(folder: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Creates the folder and removes what a killed writer left there: temporary folders and incomplete steps.
+    """Creates the folder, and removes what a killed process left there: temporary folders and incomplete steps.
 
     Raises:
       UserError: the folder cannot be written.

@@ -1,6 +1,8 @@
-"""Saves and restores checkpoints with orbax: numbered steps with arrays, the data position and a JSON dict.
+"""Saves and restores checkpoints with orbax.
 
-A step is saved atomically. Store what identifies the run in `meta`.
+The checkpoint of a training step is a folder whose name is the number of the step. The folder is also called a step. It
+contains arrays, the position in the data stream and a JSON dict, `meta`. A step is saved atomically. The caller stores
+in `meta` what identifies the run.
 """
 
 from __future__ import annotations
@@ -30,21 +32,22 @@ def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-# Orbax logs warnings about its own defaults through absl. Errors that a user can fix are raised as exceptions.
+# Orbax logs warnings about its own defaults through absl; they are not shown. Errors that a user can fix are raised as
+# exceptions.
 logging.getLogger("absl").addFilter(_is_not_from_orbax)
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    A step is written under a temporary name, with its SHA-256 checksums last, and is then renamed to its number. A
-    numbered step is therefore complete.
+    A step is written under a temporary name. Its SHA-256 checksums are written last. The folder is then renamed to the
+    number of the step, so a numbered folder is complete.
 
     Args:
-      folder: folder of the numbered steps. A writer creates it.
+      folder: folder of the numbered steps, created if it is opened for writing.
       max_to_keep: number of newest steps to keep. None opens the folder for reading only: nothing is created or
         removed, so this is safe while another process writes.
-      best: the step that it selects is kept too, until a better step is complete and has been verified.
+      best: selects one step that is kept in addition, until a better step is complete and verified.
     """
 
     def __init__(self, folder: str | Path, max_to_keep: int | None = None, best: Best | None = None) -> None:
@@ -66,10 +69,11 @@ class Checkpoints:
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, step: int, state: Any, iterator: Any = None, meta: Mapping[str, Any] | None = None) -> None:
-        """Starts to write a step and returns once `state` may be changed or donated. `wait` waits for the end.
+        """Starts to write a step. Returns as soon as `state` can be changed or donated. `wait` waits until the step is
+        written.
 
-        If the step cannot be written (a full disk), a warning is logged, its files are removed, and the earlier steps
-        are kept.
+        If the step cannot be written (for example, because the disk is full), a warning is logged, its files are
+        removed, and the earlier steps are kept.
 
         Args:
           step: number of the step, above every number saved so far.
@@ -89,7 +93,7 @@ class Checkpoints:
         items = {"state": ocp.args.PyTreeSave(state), "meta": ocp.args.JsonSave(json.loads(json.dumps(meta or {})))}
         if iterator is not None:
             items["iterator"] = ocp.args.JsonSave(iterator.get_state())
-        if self._failure is not None:  # after a failure, orbax may raise the rest of its error in any later call
+        if self._failure is not None:  # the old checkpointer may raise the earlier error again
             self._checkpointer = self._new_checkpointer()
         self._step, self._failure = step, None
         try:
@@ -102,10 +106,10 @@ class Checkpoints:
 
     def _finish(self) -> None:
         """Waits in a background thread until the step is written, then removes old steps. A new best step is verified
-        first, because the previous best step may be removed."""
+        before the previous best step is removed."""
         try:
             self._checkpointer.wait_until_finished()
-        except Exception as error:  # orbax and tensorstore raise many kinds
+        except Exception as error:  # orbax and tensorstore raise many types of exceptions
             self._give_up(error)
         else:
             if is_first():
@@ -125,8 +129,8 @@ class Checkpoints:
         checksums.write(written)
 
     def _unfinished(self) -> list[Path]:
-        """Returns the folders of a step that is being written. It uses no glob, since Python would cache the pattern of
-        every step."""
+        """Returns the temporary folders of the step that is being written. `glob` is not used, because Python would
+        cache its pattern for every step."""
         begin = f"{self._step}.orbax-checkpoint-tmp"
         return [path for path in self.folder.iterdir() if path.name.startswith(begin)]
 
@@ -137,7 +141,7 @@ class Checkpoints:
         )
         logger.warning("%s", self._failure)
         if is_first():
-            with contextlib.suppress(OSError):  # the folder may be what cannot be read
+            with contextlib.suppress(OSError):  # the folder itself may be unreadable
                 for path in self._unfinished():
                     checkpoint_files.clear(path)
 
@@ -147,9 +151,9 @@ class Checkpoints:
             self._writer = None
 
     def steps(self) -> list[int]:
-        """Returns the numbers of all complete steps, ascending, after a running save has ended."""
+        """Waits for a running save, and returns the numbers of all complete steps, ascending."""
         self._settle()
-        # Other processes may see a new step later than the first process.
+        # The first process lists the steps, because other processes may see a new step later.
         return list(by_first(lambda: checkpoint_files.complete_steps(self.folder)))
 
     def latest_step(self) -> int | None:
@@ -197,8 +201,8 @@ class Checkpoints:
     def newest(self) -> int | None:
         """Returns the newest step whose files match their checksums, or None if there is no step.
 
-        For a damaged step a warning is logged, and a writer renames it to `<step>.damaged`, so that this step can be
-        saved again.
+        For each damaged step, a warning is logged. If the folder was opened for writing, the damaged step is renamed to
+        `<step>.damaged`, so that the step can be saved again.
 
         Raises:
           UserError: all steps are damaged.
@@ -216,7 +220,7 @@ class Checkpoints:
                 for other, what in damaged.items():
                     logger.warning("%s", self._set_aside(other, what) + f"; step {step} is used instead")
                 return step
-            if not checkpoint_files.is_complete(path):  # removed in the meantime by the run that writes this folder
+            if not checkpoint_files.is_complete(path):  # the run that writes this folder has removed the step
                 return self._find_undamaged()
             damaged[path] = damage
         if damaged:
@@ -241,7 +245,7 @@ class Checkpoints:
         return f"{message}; it was renamed to {target.name}, which you can delete"
 
     def improves(self, row: Mapping[str, Any]) -> bool:
-        """Adds a row of metrics; returns whether its step would be the best one (False if no best step is kept)."""
+        """Adds a row of metrics. Returns whether its step would be the best step; False if no best step is kept."""
         best = self._best
         if best is None or best.metric not in row:
             return False
@@ -272,7 +276,7 @@ class Checkpoints:
                 return
             message = self._set_aside(self.folder / str(step), damage)
             left = best.among(checkpoint_files.complete_steps(self.folder))
-            now = "there is no other" if left is None else f"the best is now {best.describe(left)}"
+            now = "no other has this metric" if left is None else f"the best is now {best.describe(left)}"
             logger.warning("%s. It was the best checkpoint by %s; %s", message, best.metric, now)
 
     def check(self, step: int) -> None:
@@ -318,7 +322,7 @@ class Checkpoints:
     def _reading(self, step: int) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # orbax raises many kinds; for the user, all of them mean a damaged step
+        except Exception as error:  # orbax raises many types of exceptions; for the user, all mean a damaged step
             raise UserError(
                 f"{self.folder}/{step}: this checkpoint cannot be read ({str(error)[:300]}). Remove this folder to use "
                 "the previous step."
@@ -350,7 +354,7 @@ def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _described(tree: Any) -> dict[str, str]:
-    """Returns `dtype[shape]` of every array by path; paths are written as orbax does, from dict keys, tuple indices and
+    """Maps the path of every array to `dtype[shape]`. As in orbax, a path consists of dict keys, tuple indices and
     field names."""
     result = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -362,6 +366,7 @@ def _described(tree: Any) -> dict[str, str]:
 
 
 def _short(error: Exception) -> str:
-    """Shortens an error; the messages of tensorstore start with the operation and end with the cause."""
+    """Shortens the message of an error. Messages of tensorstore begin with the operation and end with the cause, so
+    both ends are kept."""
     text = str(error)
     return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"

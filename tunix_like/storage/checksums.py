@@ -15,7 +15,7 @@ FILE = "checksums.json"
 
 
 def write(folder: Path) -> None:
-    """Writes `{"sha256": {file: digest}}` of all files in subfolders of `folder` to its `checksums.json`."""
+    """Writes `checksums.json` in `folder`: `{"sha256": {file: digest}}` for all files in its subfolders."""
     files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
     digests = {path.relative_to(folder).as_posix(): digest for path, digest in _digests(files).items()}
     (folder / FILE).write_text(json.dumps({"sha256": digests}), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Reads and writes `metrics.jsonl`: one JSON object per line, truncated to the checkpoint when a run resumes."""
+"""Reads and writes `metrics.jsonl`, which has one JSON object (row) per line. A run that resumes removes the rows after
+its checkpoint."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows to `metrics.jsonl` in `folder`; with folder None it writes nothing.
+    """Appends rows to `metrics.jsonl` in `folder`. If `folder` is None, nothing is written.
 
-    If rows cannot be written (a full disk), one warning is logged. The rows are kept, and written with the next row
-    that can be written.
+    If rows cannot be written (for example, because the disk is full), one warning is logged. The rows are kept in
+    memory, and are written with the next row that can be written.
     """
 
     def __init__(self, folder: str | Path | None) -> None:
@@ -62,11 +63,11 @@ class MetricsLog:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """Returns the rows on disk whose `key` is `step`; no rows without a folder."""
+        """Returns the rows on disk whose `key` is `step`. Without a folder, the list is empty."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows on disk; no rows without a folder."""
+        """Returns all rows on disk. Without a folder, the list is empty."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:
@@ -97,7 +98,7 @@ class MetricsLog:
 
 
 def _append(path: Path, text: str) -> None:
-    """Appends all of the text, or none of it if it raises OSError."""
+    """Appends the text. If the function raises OSError, no part of the text is appended."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -109,8 +110,8 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of a run folder in the order of writing, without an incomplete last line; no rows without a
-    file.
+    """Returns all rows of a run folder in the order of writing. An incomplete last line is ignored. Without a file, the
+    list is empty.
 
     Raises:
       UserError: a line before the last is not a JSON object (file and line are named).
@@ -120,7 +121,7 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a file with one object per line, without an incomplete last line.
+    """Returns the JSON objects of a file with one object per line. An incomplete last line is ignored.
 
     Raises:
       UserError: a line before the last is not a JSON object (file and line are named).

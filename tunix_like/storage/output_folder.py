@@ -1,4 +1,4 @@
-"""Writes the folder of an exported model atomically, and replaces nothing but an earlier export."""
+"""Writes the folder of an exported model atomically. Only an earlier export can be replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL_FILES = ("config.json", "adapter_config.json")
 """A folder with one of these files is an export of a model or of adapters."""
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "sft_checkpoints")
-"""A folder with one of these is a run folder."""
+"""A folder with one of these files or folders is a run folder."""
 
 _CHECKPOINTS = ("checkpoints", "sft_checkpoints")
 
@@ -27,12 +27,13 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
       source: path (or hub id) of the model to export.
 
     Raises:
-      UserError: `folder` is a file, a run, a checkpoint or the source; it is an export and `overwrite` is False; or it
-        is any other folder that is not empty (also an export that contains folders or links).
+      UserError: `folder` is a file, a run folder, a checkpoint or the source; `folder` is an export and `overwrite` is
+        False; or `folder` is another folder that is not empty. An export that contains folders or links is not replaced
+        either.
     """
     target = Path(folder).resolve()
     if problem := _problem(target, source):
-        raise UserError(f"{folder} {problem}, which an export does not replace; give another folder.")
+        raise UserError(f"{folder} {problem}, so an export does not replace it; give another folder.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         names = sorted(path.name for path in target.iterdir())
         more = ", ..." if len(names) > 3 else ""
@@ -44,7 +45,7 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
 
 
 def _problem(target: Path, source: str | None) -> str | None:
-    """Returns why nothing may be written to `target`, or None."""
+    """Returns the reason why an export must not be written to `target`, or None."""
     if {target.name, target.parent.name} & set(_CHECKPOINTS):
         return "contains checkpoints of a run"
     if not target.exists():
@@ -68,13 +69,14 @@ def _problem(target: Path, source: str | None) -> str | None:
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path, overwrite: bool, source: str | None = None) -> Iterator[Path]:
-    """Yields an empty folder to write to, which replaces `folder` if the block ends without an exception.
+    """Yields an empty temporary folder, which replaces `folder` if the block ends without an exception.
 
-    The new folder has the mode of an existing `folder`, else the mode given by the umask. If `folder` is a mount point,
-    or its parent is not writable, the files are moved into it one by one instead.
+    The new folder has the permissions of the existing `folder`, or the permissions that the umask gives if `folder`
+    does not exist. If `folder` is a mount point or its parent is not writable, `folder` is not replaced. The files are
+    then moved into `folder` one by one.
 
     Raises:
-      UserError: as `check_folder`; or `folder` cannot be written.
+      UserError: as in `check_folder`, or `folder` cannot be written.
     """
     target = check_folder(folder, overwrite, source)
     inside = target.is_dir() and (os.path.ismount(target) or not os.access(target.parent, os.W_OK))

@@ -1,8 +1,9 @@
-"""Locks a run folder, so that only one run at a time writes to it.
+"""Locks a run folder, so that only one run at a time can write to it.
 
-The lock is the JSON file `run.lock`, created only if it does not exist. Its owner touches it every `BEAT_SECONDS`. A
-lock whose owner has exited is taken over: at once if the process can be looked up (same host, boot and process
-namespace), else after `PATIENCE_SECONDS` without a touch. This does not require synchronised clocks.
+The lock is the JSON file `run.lock`. The process that creates this file owns the lock. The owner touches the file (sets
+its modification time) every `BEAT_SECONDS`. If the owner has exited, another process takes over the lock. It does so at
+once if the owner's process can be looked up (same host, boot and process namespace). Otherwise it first waits for
+`PATIENCE_SECONDS` without a touch. Clocks need not be synchronised.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _LOOKS = 4
 """Number of attempts to read an existing lock before it counts as lost; each attempt waits a second longer."""
 
 _owned: dict[Path, int] = {}
-"""The locks that this process owns, each with the thread that took it."""
+"""Maps each lock that this process owns to the thread that took the lock."""
 
 
 @contextlib.contextmanager
 def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
-    """Locks `folder` for this run (of one or several processes); creates the folder if it does not exist.
+    """Locks `folder` for this run of one or several processes, and creates the folder if it does not exist.
 
-    The thread that owns the lock may take it again. With folder None, nothing is locked.
+    The thread that owns the lock can take it again. If `folder` is None, nothing is locked.
 
     Yields:
-      a function that all processes must call before they write. It raises `UserError` if another run has taken over
-      the folder, which is possible if this run was suspended for longer than `PATIENCE_SECONDS`.
+      a function that all processes must call before they write. The function raises `UserError` if another run has
+      taken over the folder. This is possible if this run was suspended for longer than `PATIENCE_SECONDS`.
 
     Raises:
       UserError: another process owns the folder (the message names its process id and host), or the lock cannot be
@@ -87,7 +88,7 @@ def _check(lock: Path) -> None:
     if _gone(lock.parent):
         raise UserError(
             f"{lock.parent} was deleted while this run was active. Nothing more is written; the same command starts "
-            "anew."
+            "a new run."
         )
     if not owner and _gone(lock):
         raise UserError(
@@ -133,9 +134,10 @@ def _create(lock: Path) -> bool:
 
 
 def _wait_until_gone(lock: Path) -> None:
-    """Returns when the lock is gone, because its owner released it or has exited. Raises `UserError` otherwise."""
+    """Removes the lock if its owner has exited, and raises `UserError` if the owner is alive. If the owner's process
+    cannot be looked up, first watches the lock for up to `PATIENCE_SECONDS`."""
     owner = _read(lock)
-    if not owner:  # just created and not yet written
+    if not owner:  # the file was just created and is not yet written
         time.sleep(0.5)
         owner = _read(lock)
     message = f"{lock.parent} is in use by {_called(owner)} ({lock})"
@@ -152,7 +154,8 @@ def _wait_until_gone(lock: Path) -> None:
 
 
 def _untouched(lock: Path, message: str) -> bool:
-    """Watches the lock of another machine for `PATIENCE_SECONDS`; returns False as soon as it is touched."""
+    """Watches the lock of another machine for `PATIENCE_SECONDS`. Returns False as soon as the lock is touched, else
+    True."""
     logger.warning("%s; waiting up to %g s to check whether that process is alive", message, PATIENCE_SECONDS)
     before, end = _touched(lock), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
@@ -199,8 +202,9 @@ def _place() -> str | None:
 
 
 def _began(pid: int) -> str | None:
-    """Returns the start time of a process in ticks since boot, which distinguishes it from a later process with the
-    same id; "?" if the system does not provide it; None if there is no such process or it is a zombie."""
+    """Returns the start time of a process in ticks since boot, which distinguishes the process from a later process
+    with the same id. Returns "?" if the system does not provide the start time, and None if the process does not exist
+    or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
@@ -217,13 +221,14 @@ def _began(pid: int) -> str | None:
 
 
 def _within_reach(owner: dict[str, Any]) -> bool:
-    """Returns whether the process id of the owner is valid on this host, boot and namespace."""
+    """Returns whether the owner has the same host, boot and process namespace, so that its process id can be looked
+    up."""
     me = _me()
     return all(owner.get(name, "") == me[name] for name in ("host", "place"))
 
 
 def _read(lock: Path) -> dict[str, Any]:
-    """Reads a lock; an empty dict if it does not exist, cannot be read or has no valid content."""
+    """Reads a lock. Returns an empty dict if the lock does not exist, cannot be read or has no valid content."""
     try:
         owner = json.loads(lock.read_text(encoding="utf-8"))
     except (OSError, ValueError):

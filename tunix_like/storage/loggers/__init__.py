@@ -75,8 +75,8 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[str, Any]) -> MetricsLog:
-    """Opens the metrics log of a run in `folder`, for `loop.run`. Only process 0 writes; without a folder, nothing is
-    written.
+    """Opens the metrics log of a run in `folder`, for `loop.run`. Only process 0 writes. If `folder` is None, nothing
+    is written.
 
     Args:
       names: `training.loggers`.
@@ -104,6 +104,6 @@ def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     if file.is_file():
         try:
             return dict(json.loads(json.dumps(read_yaml(file), default=str)))
-        except (ValueError, TypeError) as error:  # a UserError or a value without JSON type; only the display needs it
-            logger.warning("loggers show the settings of this run: %s", error)
+        except (ValueError, TypeError) as error:  # a UserError, or a value without a JSON type
+            logger.warning("loggers show the settings of this run instead of config.yaml: %s", error)
     return dict(json.loads(json.dumps(settings, default=str)))

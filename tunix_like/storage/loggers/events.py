@@ -1,7 +1,7 @@
-"""Writes TensorBoard event files: a new file at every start of a run, in one folder per phase.
+"""Writes TensorBoard event files. Each start of a run writes a new file, in one folder per training phase.
 
-The files are written synchronously with the record writer of the `tensorboard` package. The queued writers of
-`tensorboard` and other packages lose rows if the process is killed, and block forever if their thread has died.
+The files are written synchronously with the record writer of the `tensorboard` package. The asynchronous writers of
+`tensorboard` and other packages lose rows if the process is killed. They block forever if their thread has died.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class EventFiles:
         phase.mkdir(parents=True, exist_ok=True)
         matches = [re.match(r"events\.out\.tfevents\.(\d+)\.", file.name) for file in phase.iterdir()]
         number = max((int(match[1]) + 1 for match in matches if match), default=0)
-        # TensorBoard reads the files in the order of their names. A number does not depend on synchronised clocks.
+        # TensorBoard reads the files in the order of their names. The names contain a running number, which does not
+        # depend on clocks.
         self._file = (phase / f"events.out.tfevents.{number:010d}.{socket.gethostname()}").open("xb")
         self._add(file_version="brain.Event:2")
         if number:
@@ -81,7 +82,7 @@ class EventFiles:
         RecordWriter(self._file).write(event.SerializeToString())
 
     def _config(self) -> Any:
-        """Returns the settings as a TensorBoard text, indented, so that Markdown shows it as a code block."""
+        """Returns the settings as a TensorBoard text. The text is indented, so Markdown shows it as a code block."""
         from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
         lines = yaml.safe_dump(dict(self._settings), sort_keys=False).splitlines()

@@ -1,4 +1,4 @@
-"""Logs rows to Weights & Biases and trackio in background threads; a resumed run continues its curve.
+"""Logs rows to Weights & Biases and trackio in background threads. A resumed run continues its curve.
 
 The packages are imported when the first row is logged.
 """
@@ -27,21 +27,22 @@ logger = logging.getLogger("tunix_like")
 
 FILE = "tracking.json"
 CURE = "Remove it to start a new curve."
-_LOCK = threading.Lock()  # for the file, which each tool updates in its own thread
+_LOCK = threading.Lock()  # protects `FILE`, which each tool updates in its own thread
 
 FINISH_SECONDS = 60.0
-"""Seconds that the end of a phase waits for all tools together to send their rows."""
+"""Maximum seconds to wait, at the end of a training phase, until all tools have sent their rows."""
 
 WAITING_ROWS = 10_000
-"""Maximum number of rows that wait for a tool (55 MB with 50 numbers each); beyond that the tool is disabled."""
+"""Maximum number of rows that wait for a tool; 10,000 rows of 50 numbers take 55 MB. If more rows wait, the tool is
+disabled."""
 
 
 class Start(NamedTuple):
-    """The position at which a phase starts or resumes.
+    """The position at which a training phase (supervised fine-tuning or reinforcement learning) starts or resumes.
 
     Attributes:
       key: the step column of the rows, `step` or `sft/step`.
-      first: the next step; later steps that were logged before are computed again.
+      first: the first step of this start. If this step or later steps were logged before, they are computed again.
       kept: number of rows kept in `metrics.jsonl`; the next row has number `kept + 1`.
     """
 
@@ -55,7 +56,7 @@ class Logger(Protocol):
     """Receives every row of metrics. The methods may raise any exception."""
 
     def begin(self, start: Start) -> None:
-        """Starts or resumes a phase; rows may follow."""
+        """Starts or resumes a phase. Calls of `write` can follow."""
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
         """Logs row `number` (from 1, over all phases) of `metrics.jsonl`."""
@@ -74,8 +75,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Place(NamedTuple):
-    """The run as passed to a tool: a stable id, the run folder, the hyperparameters, and the number of rows (`mark`)
-    that the tool is known to have."""
+    """The description of a run for a tool: a stable id, the run folder and the hyperparameters. `mark` is the number of
+    rows that the tool is known to have."""
 
     id: str
     folder: Path
@@ -84,10 +85,10 @@ class Place(NamedTuple):
 
 
 class Wandb:
-    """A run of Weights & Biases. Its internal step is the row number, which never decreases, since Weights & Biases
-    drops rows with a smaller step. The axes of the charts are the steps of the run."""
+    """A run of Weights & Biases. The row number is passed as the internal step, because it never decreases; Weights &
+    Biases drops rows whose step is smaller than the last step. The axes of the charts are the training steps."""
 
-    at_once = False  # a killed process loses rows that were not sent; offline, rows that are not in a full block
+    at_once = False  # rows are lost if the process is killed before they are sent (offline: before their block is full)
 
     def __init__(self, place: Place) -> None:
         import wandb
@@ -104,9 +105,9 @@ class Wandb:
             config=place.settings,
             allow_val_change=True,
             reinit="create_new",  # keeps a run that the user has opened
-            settings={"console": environment.get("WANDB_CONSOLE", "off")},  # otherwise it captures the console output
+            settings={"console": environment.get("WANDB_CONSOLE", "off")},  # wandb captures the output otherwise
         )
-        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online, from the server
+        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online: the server knows it
         for names, step in (("sft/*", "sft/step"), ("train/*", "step"), ("eval/*", "step")):
             self._run.define_metric(names, step_metric=step)
 
@@ -118,9 +119,9 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio. It is identified by its name, which therefore ends with the id."""
+    """A run of trackio. trackio identifies a run by its name, so the name ends with the id."""
 
-    at_once = True  # within half a second
+    at_once = True  # rows are stored within half a second
 
     def __init__(self, place: Place) -> None:
         import trackio
@@ -144,13 +145,13 @@ class Trackers:
     """Logs to external tools under one run id, which is stored in the run folder.
 
     Neither tool can delete logged rows (Weights & Biases truncates a run only for some accounts). A run that resumes
-    from a checkpoint repeats the same steps bit for bit, so rows that a tool already has are not logged again, and the
-    curve continues where it ended. (With another `max_steps`, `eval.*` or `train_micro_batch_size` the steps are not
-    bit-for-bit identical; the rows logged first are kept.) Rows of `metrics.jsonl` that a tool lacks are logged first.
-    A run without a checkpoint starts over with a new id.
+    from a checkpoint repeats the same steps bit for bit, so rows that a tool already has are not logged again. The
+    curve continues where it ended. (If `max_steps`, `eval.*` or `train_micro_batch_size` were changed, the repeated
+    steps are not identical bit for bit; the tools keep the rows that were logged first.) If a tool lacks rows of
+    `metrics.jsonl`, these rows are logged before new rows. A run without a checkpoint starts over with a new id.
 
-    `tracking.json` stores the id, and for each tool the number of rows that it is known to have: all logged rows if the
-    tool stores them at once, else the rows at the last completed end of a phase.
+    `tracking.json` stores the id, and for each tool the number of rows that the tool is known to have: all logged rows
+    if the tool stores rows at once, else the rows up to the end of the last completed phase.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
@@ -176,7 +177,8 @@ class Trackers:
             tool.write(number, scalars(row))
 
     def close(self, failed: bool) -> None:
-        # A second Ctrl-C must end the process at once; the first one raises `loop.Interrupted`, another type.
+        # A second Ctrl-C (KeyboardInterrupt) must end the process at once. The first Ctrl-C raises another type,
+        # `loop.Interrupted`.
         wait = 0.0 if type(sys.exception()) is KeyboardInterrupt else FINISH_SECONDS
         for tool in self._tools:
             tool.end(failed)
@@ -193,7 +195,8 @@ def _save(file: Path, state: dict[str, Any]) -> None:
 
 
 def _is_busy(name: str) -> bool:
-    """Returns whether the tool is still busy with an earlier phase, whose run a second start would conflict with."""
+    """Returns whether the tool is still busy with an earlier phase. A second start would conflict with the run of that
+    phase."""
     if busy := any(thread.name == _thread_name(name) for thread in threading.enumerate()):
         logger.warning("%s: still busy with an earlier phase; this logger is off until the next start", name)
     return busy
@@ -229,8 +232,8 @@ class Tool:
         self._rows.put(failed)
 
     def ended(self, until: float) -> bool:
-        """Waits for the tool until the `time.monotonic` time `until`, unless it was disabled; returns whether it has
-        ended or was disabled."""
+        """Waits for the tool to end, at most until the `time.monotonic` value `until`. Does not wait for a disabled
+        tool. Returns whether the tool has ended or was disabled."""
         if self._thread.ident is not None and not self._given_up:
             self._thread.join(max(0.0, until - time.monotonic()))
         return self._given_up or not self._thread.is_alive()
