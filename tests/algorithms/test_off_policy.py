@@ -211,6 +211,7 @@ def surrogate() -> np.ndarray:
     return np.asarray(jax.grad(total)(table))
 
 
+@pytest.mark.slow
 def test_bias_of_the_ratios_of_tokens():
     """Without bounds the gradient is that of the policy's tokens at the sampler's prefixes with the sampler's
     continuations: not the true one, but without bias for completions of one token."""

@@ -167,6 +167,7 @@ def test_a_group_of_one(command):
     assert "a group of one has no advantage" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_large_group_has_a_row_per_reward(command):
     size = 1024
     columns, _ = command(",".join(["0"] * (size - 4) + ["1", "none", "1", "1"]), "k=8")
@@ -331,6 +332,7 @@ def test_the_picture(command, own, tmp_path):
     assert notes[-1].endswith(str(path))
 
 
+@pytest.mark.slow
 def test_an_estimator_across_groups_is_shown_but_not_drawn(command, own, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(advantages_table, "weights_figure", lambda curves, *rest: drawn.append(curves))
@@ -349,6 +351,7 @@ def test_every_own_parameter_reaches_its_estimator(own):
     assert request.own == GroupEstimator(f"{own}:twice", {"factor": 10.0, "sign": True})
 
 
+@pytest.mark.slow
 def test_only_the_picture_loads_matplotlib(tmp_path):
     """Not the package, not training, not the table; and the picture without pyplot, whose state is global."""
     modules = [

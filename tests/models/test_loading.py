@@ -305,6 +305,7 @@ def test_export_of_another_config(folder, tmp_path):
         save_model(params_of(model), model.config, None, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_loading_imports_neither_torch_nor_transformers():
     code = (
         "import sys; from tunix_like.models.loading import load_model; "

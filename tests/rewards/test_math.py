@@ -303,6 +303,7 @@ BOMBS = [
 """Answers short enough to be read, and without end, or nearly, for who computes them."""
 
 
+@pytest.mark.slow
 def test_what_blows_up_a_simplifier_is_wrong_in_bounded_time():
     """In workers, as a run asks by default: two steps of at most `SECONDS` each, so that none is a timeout of the pool;
     and the right answers beside them are right. Against a gold formula such an answer is unscored."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.parameters import others_slow
 from tests.rollout.test_sampler import WARM, chosen_logprobs
 from tests.rollout.test_turns import MODELS, MOST, PROMPTS, SIZE, VOCABULARY, Scripted, play
 from tunix_like import UserError
@@ -93,7 +94,7 @@ def test_a_row_keeps_all_its_tokens_and_says_where_segments_start(steps):
     assert several, "some rows were restarted twice"
 
 
-@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("rows", others_slow([None, 5], None))
 def test_an_opening_stands_before_the_first_turn(rows):
     """Also of completions that start when others are done; it is not sampled."""
     found, responder = play(Opening(), max_concurrent_rows=rows), Opening()
@@ -112,7 +113,7 @@ def test_an_opening_stands_before_the_first_turn(rows):
         play(Long())
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", others_slow(MODELS, "plain"))
 def test_a_segment_is_the_full_forward_over_the_prompt_and_itself(monkeypatch, model):
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
     monkeypatch.setattr(turns, "MOST_APPENDED", 16)
@@ -122,9 +123,8 @@ def test_a_segment_is_the_full_forward_over_the_prompt_and_itself(monkeypatch, m
     assert gap[found.token_mask].max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("rows", "seed"), [(5, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, 0), (5, None)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "seed"), [(5, 1), (None, 0), (5, None)])
 def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
     """Eager replies in any order, few rows at a time, rows that are moved together."""
     monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
@@ -136,7 +136,8 @@ def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
     np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=5e-5)
 
 
-@pytest.mark.parametrize("shape", [[8, 1, 1], pytest.param([2, 2, 2], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
 def test_a_mesh_samples_the_same(steps, shape):
     found = play(Restarting(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))
     np.testing.assert_array_equal(found.tokens, steps[0].tokens)

@@ -207,6 +207,7 @@ def test_moved_rows_change_nothing(ragged, monkeypatch):
     assert [name for name, _ in seen].count("prefill") == 1
 
 
+@pytest.mark.slow
 def test_a_ring_that_has_wrapped_grows_in_order(monkeypatch):
     """Waiting rows keep a small cache going round; then one needs more of it than there is."""
     monkeypatch.setattr(schedule, "FIRST_CACHE", 8)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tests.rollout.test_sampler import KEY, WARM, chosen_logprobs
 from tunix_like.config.schema import MeshConfig
@@ -139,7 +140,7 @@ def test_a_row_is_what_was_sampled_and_what_was_replied(steps):
     assert (found.logprobs[~found.token_mask] == 0).all()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", others_slow(MODELS, "plain"))
 def test_the_cache_of_several_turns_is_the_full_forward(monkeypatch, model):
     """The cache grows while rows wait, and loses columns without tokens; replies take several blocks, which see the
     keys of the turns before."""
@@ -205,6 +206,7 @@ def test_no_history_is_computed_again(monkeypatch):
     assert len(appended) <= 4, "one block for all rows of a turn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
 def test_a_mesh_samples_the_same(steps, shape):
     found = play(Scripted(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))

@@ -311,6 +311,7 @@ class Watch:
         self.asked.append(name)
 
 
+@pytest.mark.slow
 def test_sft_then_rl_and_pandas(tmp_path, monkeypatch):
     """Both phases of a real run, each in its own steps; its files as the documentation reads them; no extra is
     imported."""

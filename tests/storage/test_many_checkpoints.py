@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 
 import jax.numpy as jnp
+import pytest
 
 from tunix_like.storage.checkpoints import Checkpoints
 
 
+@pytest.mark.slow
 def test_a_save_leaves_no_objects_behind(tmp_path):
     """A run makes thousands of them. What is made once, at the first few, may stay. Lists are not counted: tensorstore
     0.1.86 leaks 24 of them (8 kB) in a call that orbax makes at each save for a line in its log."""

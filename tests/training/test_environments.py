@@ -91,6 +91,7 @@ def test_turns_are_rewarded_and_masked():
     assert row["train/logprob_gap/max"] < 1e-4, "the trainer's log-probabilities of sampled tokens are the sampler's"
 
 
+@pytest.mark.slow
 def test_lockstep_and_eager_train_the_same():
     one, other = learner(), learner(config=EnvironmentConfig(max_turns=4, max_observation_tokens=40, mode="eager"))
     first, second = collect(one), collect(other)
@@ -98,6 +99,7 @@ def test_lockstep_and_eager_train_the_same():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one.params, other.params)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_to_the_bit(tmp_path):
     whole = learner(max_steps=4)
     collect(whole)
@@ -158,6 +160,7 @@ def away(monkeypatch, letters, **arguments):
     return made
 
 
+@pytest.mark.slow
 def test_a_lost_service_stops_the_run_after_the_last_step(tmp_path, monkeypatch):
     """With status 75. The resumed run is the one without the loss."""
     whole = away(monkeypatch, "")
@@ -171,6 +174,7 @@ def test_a_lost_service_stops_the_run_after_the_last_step(tmp_path, monkeypatch)
     assert_same(resumed.params, whole.params)
 
 
+@pytest.mark.slow
 def test_a_service_that_some_trajectories_lose_is_counted(monkeypatch):
     rows = collect(away(monkeypatch, "abcd"), batch_size=8)
     assert [row["train/turns/unavailable_frac"] > 0 for row in rows] == [False, False, True, True]
@@ -187,6 +191,7 @@ def test_a_wrong_configuration_stops_the_run(monkeypatch):
     assert collect(made, batch_size=8)[3]["train/reward/error_frac"] > 0
 
 
+@pytest.mark.slow
 def test_limits_of_turns_and_observations():
     class Endless(Vowels):
         def step(self, completion):

@@ -150,6 +150,7 @@ def test_the_expected_gradient_is_the_true_one(name, kind):
         assert difference(jax.tree.map(lambda g: g / along, other), true) > 0.05, "not even in its direction"
 
 
+@pytest.mark.slow
 def test_the_gradients_of_the_kl():
     """k1 in the reward has the gradient of the KL of whole completions. In the loss, k1 has none, and k2 and k3 have
     that of the next-token KLs at the sampled prefixes, which is another one."""

@@ -175,7 +175,7 @@ def passes(monkeypatch) -> collections.Counter[str]:
 
 @pytest.mark.parametrize(
     ("layout", "chunks"),
-    [(Layout(1, 1, 1, False), [7, 1, 0]), (Layout(2, 2, 1, True), [4, 1, 0])],
+    [(Layout(1, 1, 1, False), [7, 1, 0]), pytest.param(Layout(2, 2, 1, True), [4, 1, 0], marks=pytest.mark.slow)],
     ids=str,
 )
 def test_prompts_run_once_and_padding_not_at_all(layout, chunks, passes):

@@ -129,6 +129,7 @@ def broken(logprobs, old_logprobs, advantages, mask):
 """
 
 
+@pytest.mark.slow
 def test_a_skipped_update_is_replayed(monkeypatch, tmp_path, capsys):
     """Through the command line: a loss that is no number for some completions stops the run at the second such update;
     the replay names just those completions, with the weights of that step."""

@@ -95,6 +95,7 @@ def check_contexts(made, theirs, rows) -> int:
     return later
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["thoughts", "opened thoughts", pytest.param("no thoughts", marks=pytest.mark.slow)])
 def test_each_turn_sees_what_transformers_renders(case):
     """Qwen3's template; any tokens are sampled, since the weights are random."""
@@ -130,6 +131,7 @@ def test_sampler_and_trainer_see_the_same():
     assert "train/turns/rewritten" not in kept[0]
 
 
+@pytest.mark.slow
 def test_a_template_that_keeps_the_history_changes_nothing():
     """To the bit: weights and metrics are those of the sampled history."""
     one, other = learner("sampled", KEEPS), learner("template", KEEPS)
@@ -141,6 +143,7 @@ def test_a_template_that_keeps_the_history_changes_nothing():
             assert row[f"train/{name}"] == same[f"train/{name}"], name
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_to_the_bit(tmp_path):
     whole = learner(max_steps=4)
     collect(whole)

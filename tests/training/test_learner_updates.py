@@ -207,6 +207,7 @@ def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
     assert make(GRPOConfig(num_generations=4), learner=GRPOLearner).reference is None, "beta 0 holds no reference"
 
 
+@pytest.mark.slow
 def test_the_kl_alone_leads_to_the_reference():
     """Where rewards say nothing, the KL still has a gradient, and it points at the reference."""
     learner = make(

@@ -56,6 +56,7 @@ def comparable(rows):
     return [{name: value for name, value in row.items() if not any(word in name for word in own)} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_completion_that_hangs_is_as_good_as_none(tmp_path, caplog):
     """One of the eight of step 1. The oracle is a run in which the reward of that one is None."""
     chosen = []

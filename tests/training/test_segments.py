@@ -155,6 +155,7 @@ def test_logprobs_are_those_of_rows_of_their_own(model, layout):
 OTHERS = {"old_logprobs": BATCH.rollout_logprobs * 1.01, "ref_logprobs": BATCH.rollout_logprobs * 0.9}
 
 
+@pytest.mark.slow
 def test_one_segment_is_no_segment():
     """To the bit."""
     batches = [BATCH._replace(token_mask=SAMPLED, segment_start=start) for start in (None, np.zeros_like(SEGMENTS))]

@@ -76,6 +76,7 @@ def watching(seen):
     return reward
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_prompts(tmp_path):
     """What was sampled ahead of a checkpoint is sampled again; no prompt is left out."""
     seen, parts = [], []
@@ -100,6 +101,7 @@ def test_a_resumed_run_has_the_same_prompts(tmp_path):
     assert parts == seen
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_without_a_folder_continues_with_the_next_prompts():
     """What was sampled ahead at Ctrl-C in a notebook is sampled in the next call of `train`."""
     seen, parts = [], []
@@ -169,6 +171,7 @@ def test_errors_of_the_sampling_end_the_run():
     assert [row["step"] for row in rows] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_lost_engine_leaves_a_checkpoint(tmp_path):
     seen, whole = [], []
     settings = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 100, "max_steps": 5}
@@ -182,6 +185,7 @@ def test_a_lost_engine_leaves_a_checkpoint(tmp_path):
     assert seen == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_does_not_wait_for_all_that_is_sampled_ahead():
     class Slow(Fails):
         """Its third call yields a sample every 0.1 s."""
@@ -210,6 +214,7 @@ def test_a_run_that_ends_does_not_wait_for_all_that_is_sampled_ahead():
     assert engine.yielded < 8, "of 16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_rewritten_histories(rate):
     """`environment.history=template` with completions of the weights before: with a rate of 0 these are the same."""

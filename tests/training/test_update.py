@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.parameters import others_slow
 from tunix_like.algorithms import losses
 from tunix_like.algorithms import registry as estimators
 from tunix_like.algorithms.losses import TokenInputs
@@ -88,6 +89,7 @@ def other_logprobs() -> dict[str, np.ndarray]:
     return {"old_logprobs": np.asarray(at(nearby(0.03))), "ref_logprobs": np.asarray(at(nearby(-0.1)))}
 
 
+@pytest.mark.slow
 def test_shared_prefix_with_every_term(other_logprobs):
     """Ratio, reference, entropy, correction for the sampler and temperature; layers recomputed and log-probabilities in
     chunks, which change nothing."""
@@ -116,7 +118,8 @@ def test_shared_prefix_with_every_term(other_logprobs):
     assert other_metrics == pytest.approx(metrics, rel=1e-5)
 
 
-def test_masks_of_completions(other_logprobs):
+@pytest.mark.parametrize("layout", others_slow(LAYOUTS, LAYOUTS[2]), ids=str)
+def test_masks_of_completions(layout, other_logprobs):
     """The loss, and metrics over completions in every layout."""
     old, ref = other_logprobs["old_logprobs"], other_logprobs["ref_logprobs"]
     mine = np.where(MASK, old - BATCH.rollout_logprobs, 0).sum(-1)
@@ -131,17 +134,16 @@ def test_masks_of_completions(other_logprobs):
     }
     assert 0.1 < inside.mean() < 0.9
     given = BATCH._replace(scored=np.ones((PROMPTS, SIZE), bool))
-    for layout in LAYOUTS:
-        found = gradient_of(data_of(layout, batch=given, **other_logprobs), objective="masked")[1]
-        for name, value in expected.items():
-            assert found[f"sampler_is/{name}"] == pytest.approx(value, rel=1e-4), (layout, name)
+    found = gradient_of(data_of(layout, batch=given, **other_logprobs), objective="masked")[1]
+    for name, value in expected.items():
+        assert found[f"sampler_is/{name}"] == pytest.approx(value, rel=1e-4), name
     gradient, metrics, _ = gradient_of(data_of(**other_logprobs), objective="masked")
     loss, wanted = repeated("masked")(PARAMS, EVERYONE, old, ref)
     assert difference(gradient, wanted) <= 1e-5
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", DEFAULT_UPPER)
+@pytest.mark.parametrize("mode", others_slow(DEFAULT_UPPER, "token_mask"))
 def test_a_sampler_that_is_the_policy_needs_no_correction(mode, other_logprobs):
     """The step has the gradient of a run without a correction, to the bit."""
     batch = BATCH._replace(rollout_logprobs=other_logprobs["old_logprobs"])

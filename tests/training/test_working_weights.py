@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -47,7 +48,7 @@ def assert_equal_trees(found, expected, tolerance=2e-5):
 
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
 def test_stacked_layers_have_the_same_gradient(name, remat):
     """Lanes of own prompts and lanes that are picked from a set; the gradient of every single parameter."""
     graphdef, params = make_model(**MODELS[name])

@@ -62,6 +62,7 @@ def test_a_server_that_another_run_uses(serve, connect):
         sampled(engine, version)
 
 
+@pytest.mark.slow
 def test_the_error_says_why_no_server_has_the_weights(serve, connect):
     """It is of the type that saves the run. Afterwards the weights before are not taken for those of the servers."""
     server = serve()

@@ -96,7 +96,8 @@ def check(found, jobs):
             assert reason == ("stop" if expected.finished[0, sample] else "length")
 
 
-@pytest.mark.parametrize("steps", [pytest.param(3, marks=pytest.mark.slow), programs.MOST_STEPS])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [3, programs.MOST_STEPS])
 def test_completions_are_those_of_the_sampler(run, monkeypatch, steps):
     """With few rows, so that completions wait, join beside others, and caches grow and shrink."""
     monkeypatch.setattr(batcher, "MOST_STEPS", steps)

@@ -1,0 +1,13 @@
+"""Values of parametrised tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def others_slow(values: Iterable[Any], quick: Any) -> list[Any]:
+    """Marks all values but `quick` as slow, so that plain `pytest` runs the test with `quick` alone."""
+    return [value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
