@@ -1,6 +1,6 @@
 """Collects the scored groups of a training step: takes prompts, samples, scores and shapes rewards.
 
-With dynamic sampling it takes further batches until enough groups have different rewards.
+With dynamic sampling, it samples further batches until enough groups have completions with different rewards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from tunix_like.types import Engine, GroupBatch, Problem, SamplingParams
 logger = logging.getLogger("tunix_like")
 
 TRAIN_KEY = 1
-"""Folded into the run's random key for training. Evaluation folds in `EVAL_KEY`, so their random numbers differ."""
+"""Number that is folded into the random key of the run for training. Evaluation folds in `EVAL_KEY` instead, so
+training and evaluation use different random numbers."""
 
 EXTRA_BATCHES = 4
 """Maximum number of extra rollout batches per step when `algorithm.max_extra_batches` is unset."""
@@ -66,15 +67,17 @@ class Collected(NamedTuple):
 
 @dataclasses.dataclass
 class Collector:
-    """Takes prompts, samples a group for each, scores it and shapes the rewards. Called once per step.
+    """Takes prompts, samples a group of completions for each prompt, scores the groups and shapes the rewards.
+
+    It is called once per step.
 
     Attributes:
       key: random key of all completions of the run.
       rollouts: folder for completions that cannot be scored, or None.
-      player: plays the trajectories of several turns; None: completions have a single turn.
+      player: plays trajectories of several turns; None if completions have a single turn.
       drawn: number of prompts taken from the stream so far. It is the number of the next problem, so problem numbers
         are unique in a run.
-      started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
+      started: whether the run has drawn a batch, including before a checkpoint that it was resumed from.
     """
 
     task: Task
@@ -96,17 +99,17 @@ class Collector:
 
         Args:
           params: the weights, from `Engine.place`.
-          lap: called with the name of each phase when it is done.
+          lap: called with the name of each phase when the phase is done.
 
         Raises:
-          UserError: the reward functions failed for every completion of the first batch, or returned rewards that the
-            estimator does not accept (the completions are then written to `rollouts/`); or the data has fewer prompts
-            than one batch.
+          UserError: the reward functions failed for every completion of the first batch, the estimator does not accept
+            the rewards, or the data has fewer prompts than one batch. In the first two cases the completions are
+            written to `rollouts/`.
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
         if self.player is not None:
-            self.player.seconds = 0.0  # evaluations count there too
+            self.player.seconds = 0.0  # evaluations have added to it
         drawn = self._draw(step, params, lap)
         if drawn is None:
             return None
@@ -130,7 +133,8 @@ class Collector:
         rewards: Float[np.ndarray, "P G"],
         lap: Callable[[str], None],
     ) -> tuple[Rollout, Float[np.ndarray, "N G"], dict[str, float]]:
-        """Samples extra batches until enough groups have different rewards, or the maximum number is reached.
+        """Samples extra batches until enough groups have different rewards, or the maximum number of batches is
+        reached.
 
         This is dynamic sampling (DAPO, arXiv 2503.14476). Returns all groups that were sampled.
         """
@@ -165,7 +169,11 @@ class Collector:
     def _draw(
         self, step: int, params: Any, lap: Callable[[str], None]
     ) -> tuple[Rollout, Float[np.ndarray, "P G"]] | None:
-        """Samples and scores the next batch of prompts. Returns it with its shaped rewards (NaN where unscored)."""
+        """Samples and scores completions for the next batch of prompts.
+
+        Returns the rollout and its shaped rewards; the reward of an unscored completion is NaN. Returns None if the
+        data is exhausted.
+        """
         size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
@@ -243,10 +251,11 @@ def shape_rewards(
     max_tokens: int,
     success_threshold: float,
 ) -> Float[np.ndarray, "P G"]:
-    """Subtracts the overlong penalty from the total reward, and binarizes it if configured. NaN stays NaN.
+    """Subtracts the overlong penalty from the total rewards and binarizes the result, each if configured. NaN stays
+    NaN.
 
     The penalty is that of DAPO (arXiv 2503.14476): 0 up to a length of `max_tokens - overlong_buffer` tokens, then
-    linear up to `overlong_penalty` at `max_tokens` tokens.
+    increasing linearly to `overlong_penalty` at `max_tokens` tokens.
     """
     if algo.overlong == "penalty":
         assert algo.overlong_buffer is not None

@@ -60,7 +60,7 @@ class RolloutFiles:
         self.folder, self._lost = folder, False
 
     def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        """Writes the completions of a step. A failed write gives a warning, once per run."""
+        """Writes the completions of a step. If a write fails, logs a warning, once per run."""
         if self.folder is None:
             return
         shaped = np.where(batch.scored, batch.rewards, np.nan)
@@ -83,10 +83,12 @@ class RolloutFiles:
 def saved_on_failure(
     folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
 ) -> Iterator[None]:
-    """Context manager for scoring: on a UserError it writes the completions to `folder` and adds the file to the error.
+    """Context manager that, if scoring raises a UserError, writes the completions to `folder`.
 
-    If `folder` is None nothing is written. If the write fails (for example on a full disk), a warning is logged and the
-    original error is raised.
+    The new error message names the file.
+
+    If `folder` is None, nothing is written. If the write fails (for example on a full disk), a warning is logged and
+    the original error is raised.
     """
     try:
         yield
@@ -109,7 +111,7 @@ class FirstFailure:
         self._shown = False
 
     def __call__(self, scores: Scores, folder: Path | None) -> None:
-        """Logs the first failure of `scores`, and writes it to `folder/reward_failure.txt` unless `folder` is None.
+        """Logs the first failure of `scores`. If `folder` is not None, also writes it to `folder/reward_failure.txt`.
 
         A lone surrogate, which UTF-8 cannot encode, is written as its escape: `\\udce9`.
         """
@@ -145,7 +147,10 @@ def nothing_scored_message(scores: Scores) -> str:
 
 
 def remove_steps_after(folder: Path, last: int) -> None:
-    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run rewrites."""
+    """Removes the files of the steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`).
+
+    A resumed run repeats these steps and writes their files again.
+    """
     for file in folder.glob("step_*"):
         if int(file.stem.split("_")[1]) > last:
             file.unlink()

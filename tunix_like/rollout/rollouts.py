@@ -1,4 +1,4 @@
-"""Scores completions, converts rollouts to batches, computes rollout metrics and writes rollout files.
+"""Scores completions, converts rollouts to batches and computes rollout metrics.
 
 The sampled tokens are used for training unchanged. Text is decoded only for the reward functions and for files, and is
 never tokenized again.
@@ -77,7 +77,8 @@ class Task(NamedTuple):
 class Rollout(NamedTuple):
     """Sampled and scored groups.
 
-    `texts` has the `P * G` completions, group after group, and `episodes` their turns if there is an environment.
+    `texts` has the texts of the `P * G` completions, group after group. `episodes` has the turns of each completion; it
+    is None without an environment.
     """
 
     problems: list[Problem]
@@ -96,7 +97,7 @@ class Rollout(NamedTuple):
 def with_width(completions: Completions, width: int, segments: bool = False) -> Completions:
     """Pads or cuts the token axis of completions to `width`, and sets their `token_mask`.
 
-    An engine may return arrays as wide as its longest completion, and no mask.
+    An engine is allowed to return narrower arrays (as wide as its longest completion), and no mask.
 
     Args:
       segments: whether to set `segment_start` too. An engine that restarted no row returns no `segment_start`.
@@ -154,8 +155,8 @@ def segment_starts(completions: Completions) -> list[list[int]]:
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
     """Decodes completions to text without special tokens, group after group; each process decodes its share.
 
-    For a completion with several segments, only the last segment is decoded, which has the history and the last turn.
-    In the first segment, the text begins with the first sampled token.
+    If a completion has several segments, only its last segment is decoded; it contains the history and the last turn.
+    If a completion has one segment, its text begins with the first sampled token.
     """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
@@ -181,7 +182,7 @@ def score_completions(
       UserError: a reward function needs a column that the data does not have, or a column cannot be sent to workers.
     """
     names = [name for name, _, _ in functions]
-    columns = {name for problem in problems for name in problem.columns}  # all columns, also those missing in a share
+    columns = {name for problem in problems for name in problem.columns}  # including columns that a share lacks
 
     def share(groups: Sequence[int]) -> list[tuple[list[list[float]], str | None]]:
         if not groups:
@@ -204,7 +205,8 @@ def repeat_columns(
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """Repeats prompts and columns for the `size` completions of each problem.
 
-    The columns of the problems and the columns named in `among` are returned; a missing value is None.
+    Returns the prompts and the columns. The columns are those of the problems and those named in `among`. A missing
+    value is None.
     """
     names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
@@ -279,9 +281,10 @@ def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
 
 
 def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:
-    """Returns for each data source (column `data_source`) a mask of its problems; empty for a single source.
+    """Returns a mask of the problems for each data source (column `data_source`).
 
-    For data from a mix of sources the result is not empty, even if all these problems have the same source.
+    The result is empty if the data has a single source. If the data is a mix of sources, the result is not empty, even
+    if all given problems have the same source.
     """
     labels = [problem.columns.get(SOURCE_COLUMN) for problem in problems]
     names = sorted({label for label in labels if isinstance(label, str)})
