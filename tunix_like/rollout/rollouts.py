@@ -274,7 +274,7 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
 
 
 def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
-    """Returns the bin of `pass_rates.PASS_RATES` of each group."""
+    """Returns the index of each group's bin in `pass_rates.PASS_RATES`; -1 for a group without a scored completion."""
     shape = rollout.completions.lengths.shape
     passed = succeeds(rollout.scores.total, threshold)
     return bins_of(passed.reshape(shape), rollout.scores.scored.reshape(shape))

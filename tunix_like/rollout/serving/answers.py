@@ -21,11 +21,11 @@ class Choice:
     """One completion of a request while it grows.
 
     Attributes:
-      tokens, logprobs: the tokens so far and their log-probabilities; with a stop string, up to the token that
-        completes it.
-      text: the final part of the text so far.
+      tokens, logprobs: the tokens so far and their log-probabilities; if a stop string ended the completion, up to the
+        token that completes the stop string.
+      text: the text so far, without the end that can still change.
       reason: "stop" or "length"; None if the completion has not ended.
-      stopped_by: the stop string or the further stop id that ended it.
+      stopped_by: the stop string or the id of `stop_token_ids` that ended the completion; None if there is none.
     """
 
     def __init__(self, index: int, job: Job, request: Request, tokenizer: Tokenizer):
@@ -36,11 +36,11 @@ class Choice:
         self.reason: str | None = None
         self.stopped_by: str | int | None = None
         self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=not request.special)
-        # A whole answer without stop strings is decoded once, at its end.
+        # Without a stream and without stop strings, the text is decoded once, when the completion has ended.
         self._stream = TextStream(self._decode, request.stops) if request.stream or request.stops else None
 
     def add(self, part: Part) -> str:
-        """Adds a part; returns the text that it adds."""
+        """Adds a part of the completion; returns the new text."""
         text, used = "", len(part.tokens)
         self.reason, self.stopped_by = part.reason, part.stop_id
         if self._stream is not None:
@@ -97,7 +97,7 @@ class StreamedAnswer(Answer):
     """An answer that may also be a stream of events."""
 
     def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
-        """Yields the events of a further part of a completion.
+        """Yields the events for new tokens of a completion.
 
         Args:
           tokens: the indices of the new tokens.
@@ -114,12 +114,12 @@ class StreamedAnswer(Answer):
 
     @property
     def streamed_kind(self) -> str:
-        """The `object` of an event."""
+        """The value of the field `object` in an event."""
         return self.kind
 
     @abc.abstractmethod
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """Yields further parts of a completion."""
+        """Yields the choices of the events for new tokens of a completion."""
 
 
 class CompletionAnswer(StreamedAnswer):
@@ -129,7 +129,7 @@ class CompletionAnswer(StreamedAnswer):
 
     def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
-        self._offsets: dict[Choice, int] = {}  # characters of the tokens whose log-probabilities were returned
+        self._offsets: dict[Choice, int] = {}  # number of characters of the tokens that were returned
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
@@ -154,7 +154,7 @@ class CompletionAnswer(StreamedAnswer):
         return found
 
     def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
-        """Returns the tokens that follow those of the last call, with their log-probabilities."""
+        """Returns the tokens of a slice, which follow the tokens of the previous call, with their log-probabilities."""
         texts = [self.token_text(token) for token in choice.tokens[tokens]]
         *offsets, self._offsets[choice] = itertools.accumulate(map(len, texts), initial=self._offsets.get(choice, 0))
         return {

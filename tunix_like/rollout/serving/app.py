@@ -40,7 +40,7 @@ OPEN = ("/health",)
 """Routes that need no API key."""
 
 DISCONNECTED = 499
-"""Status in the metrics of requests whose client disconnected."""
+"""HTTP status that the metrics record for a request whose client disconnected."""
 
 Parse = Callable[[Mapping[str, Any], Settings, Tokenizer], Request]
 MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
@@ -59,7 +59,7 @@ class Server(NamedTuple):
 
 
 def make_app(server: Server, key: str | None) -> ASGIApp:
-    """Builds the application. With `key`, requests need it as bearer token."""
+    """Builds the ASGI application. If `key` is not None, requests must send it as a bearer token."""
     settings = server.settings
     card = {
         "id": settings.name,
@@ -212,7 +212,7 @@ async def _body(http: Http) -> bytes:
 
 
 async def _whole(hub: Hub, http: Http, answer: Answer, began: float) -> Response:
-    """Samples all completions, unless the client disconnects before."""
+    """Samples all completions and returns the whole answer. Stops if the client disconnects."""
     sampling = asyncio.ensure_future(_collect(hub, answer, began))
     gone = asyncio.ensure_future(_disconnected(http))
     try:
@@ -256,7 +256,7 @@ async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple
 
 
 async def _events(hub: Hub, answer: StreamedAnswer, began: float) -> AsyncGenerator[str, None]:
-    """Yields the events of a streamed answer. The response closes it when the client disconnects."""
+    """Yields the events of a streamed answer. The response closes this generator when the client disconnects."""
     grown = _grown(hub, answer, began)
     try:
         async for choice, text, tokens in grown:

@@ -29,7 +29,8 @@ FEWEST_STEPS = 4
 host."""
 
 STEPS_BESIDE_WAITING = 4
-"""Number of steps of a call if free slots and waiting jobs are left because the limit `PREFILL_TOKENS` was reached."""
+"""Maximum number of steps of a call while completions wait although slots are free, because `PREFILL_TOKENS` was
+reached."""
 
 PREFILL_TOKENS = 2048
 """Maximum number of prompt tokens, padding included, that are computed between two calls while completions are
@@ -52,8 +53,8 @@ class Batcher:
     """Samples the completions of jobs in a thread of its own.
 
     Args:
-      slots: the arrays on the device, used only by the thread after `start`.
-      deliver: gets the parts of all completions, in order. There are no further parts of cancelled completions.
+      slots: the arrays on the device. After `start`, only the thread uses them.
+      deliver: gets the parts of all completions, in order. A cancelled completion gets no further parts.
     """
 
     def __init__(self, slots: Slots, deliver: Deliver):
@@ -147,7 +148,7 @@ class Batcher:
         self.slots.fit(max([prompt, *prompts]), int(self.slots.ages[self._occupied()].max(initial=0)) + 1)
 
     def _cancel(self) -> None:
-        """Frees the rows of cancelled completions, and drops those that wait."""
+        """Frees the rows of cancelled completions, and drops cancelled jobs that wait."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
             for job, sample in cancelled:
@@ -191,12 +192,13 @@ class Batcher:
             if len(chosen) >= prompts_at_once(width) or job.prefilled is not None:
                 break
             chosen.append(job)
-        # A prefill of several prompts always computes as many as it has places; with few of them, single ones are less.
+        # A prefill of several prompts is padded to a fixed number of prompts. For few prompts, single prefills are
+        # faster.
         width = self.slots.prompt_width(max(len(job.prompt) for job in chosen))
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
-        """Assigns completions of jobs, whose prompts are of one prefill, to free slots and starts them."""
+        """Assigns completions to free slots and starts them. One prefill has computed the prompts of all `jobs`."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:

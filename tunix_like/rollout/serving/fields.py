@@ -1,4 +1,4 @@
-"""Reads the fields of a request; every problem is an error that names the field."""
+"""Reads and checks the fields of a request. Every error names the field."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of a request or of an object in it. Fields that are null count as absent.
+    """The fields of a request or of an object in it. Fields with the value null count as absent.
 
     Args:
       body: the object.
@@ -110,8 +110,8 @@ class Fields:
         return value
 
     def neutral(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Refuses parameters that are not supported, unless their value is one of the listed values without an
-        effect."""
+        """Checks parameters that are not supported. Raises RequestError if a value is not one of the listed values,
+        which have no effect."""
         for name, allowed in values.items():
             value = self.take(name)
             same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
@@ -119,7 +119,7 @@ class Fields:
                 raise self.error(name, "this parameter is not supported")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Refuses fields that were not read, except fields without an effect on the answer."""
+        """Raises RequestError if a field was not read, except for the fields in `ignored`."""
         for name in self._left:
             if name not in ignored:
                 raise self.error(name[:64], "there is no such parameter")

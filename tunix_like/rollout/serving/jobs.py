@@ -30,7 +30,7 @@ class JobSampling:
 
 
 class Part(NamedTuple):
-    """Further tokens of a completion.
+    """New tokens of a completion.
 
     Attributes:
       sample: index of the completion in its job.
@@ -57,7 +57,7 @@ class Job:
 
     Attributes:
       started: number of completions that were started.
-      prefilled: the computed prompt, until all completions are started.
+      prefilled: the computed prompt; None before it is computed and after all completions are started.
     """
 
     def __init__(self, prompt: Sequence[int], count: int, sampling: JobSampling, number: int = 0):
