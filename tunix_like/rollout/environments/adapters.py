@@ -28,7 +28,7 @@ Kind = Literal["steps", "tunix", "tools"]
 
 @runtime_checkable
 class Trajectory(Protocol):
-    """The environment of one trajectory. All results are checked; user exceptions pass through."""
+    """The environment of one trajectory. Its methods check all results, and do not catch exceptions of user code."""
 
     def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
         """Returns the first observation."""
@@ -41,8 +41,8 @@ class Trajectory(Protocol):
 
 
 def kind_of(kind: type) -> Kind | None:
-    """Returns how objects of a class are used: by `step`, as a google-tunix `BaseTaskEnv`, or by tool methods as in
-    TRL. None if none of these applies."""
+    """Returns the interface of the objects of a class: "steps" (a method `step`), "tunix" (a `BaseTaskEnv` of
+    google-tunix) or "tools" (methods that are tools, as in TRL). Returns None if the class has none of these."""
     if callable(getattr(kind, "_initial_observation", None)) and callable(getattr(kind, "_step_impl", None)):
         return "tunix"
     if callable(getattr(kind, "step", None)):
@@ -82,13 +82,13 @@ def check_class(kind: type) -> None:
 
 
 class Adapted:
-    """A factory of trajectories. It holds the user's factory: a class, a function, or functions that are tools.
+    """Makes the environments of trajectories from the user's factory: a class, a function, or functions that are tools.
 
     Args:
       arguments: passed to the factory by name.
 
     Attributes:
-      name: the name in messages.
+      name: the name of the environment in messages.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ def as_environment(
       arguments: passed to the factory by name; not for tools.
 
     Raises:
-      UserError: the object is neither of these (see `check_class`).
+      UserError: the object cannot make environments (see `check_class`), or a function cannot be a tool.
     """
     return factory if isinstance(factory, Adapted) else Adapted(factory, arguments)
 
@@ -210,7 +210,7 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
 
 
 def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
-    """Returns how a factory takes the columns of a row as a task; None if it takes none."""
+    """Returns how a factory takes the columns of a row (the `task` of google-tunix); None if it does not take them."""
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:  # some classes of extension modules have no signature
@@ -245,8 +245,8 @@ class _StepEnvironment:
 class _TunixEnvironment:
     """A google-tunix `BaseTaskEnv`. Its `step` counts the steps and ends the episode at `max_steps`.
 
-    A `ToolEnvironment` gets the tool calls of a turn in the form that google-tunix's agent passes, or the text of a
-    turn without calls, which is the final answer.
+    A `ToolEnvironment` gets the tool calls of a turn in the form that the agent of google-tunix passes. A turn without
+    calls is the final answer and is passed as text.
     """
 
     def __init__(self, environment: Any):
@@ -259,7 +259,7 @@ class _TunixEnvironment:
             raise UserError(f"{self.name}.reset returned {show(result)}; return the tuple (observation, info).")
         observation = result[0]
         if observation is getattr(self.environment, "task", None):
-            return None  # the columns of the row, whose prompt the policy has
+            return None  # it is only the row, and the policy has its prompt
         return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
 
     def step(self, completion: str) -> EnvStepResult:
@@ -308,8 +308,9 @@ def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
 def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
     """Returns the text or the messages of an observation of google-tunix.
 
-    As for google-tunix's agents, a dict with `prompts` or `question` becomes this text, and a dict with `tool_outputs`
-    becomes one message per call. An empty dict becomes no observation. Any other dict is written as JSON.
+    The conversion is that of the agents of google-tunix. A dict with the key `prompts` or `question` becomes the text
+    of this key. A dict with `tool_outputs` becomes one message per call. An empty dict becomes None. Any other dict is
+    written as JSON.
 
     Args:
       names: tool names by the id of the call.

@@ -1,9 +1,9 @@
-"""Makes the tokens between two turns of a trajectory: token in, token out.
+"""Makes the tokens between two turns of a trajectory.
 
-A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (but see `conversations.py`).
-A turn ends with an end-of-sequence token that the policy sampled. After it, only the bridge is encoded and appended:
-the observation of the environment, the text that the chat template puts around it, and the start of the next
-assistant's turn. A text environment (no chat template) appends the observation alone.
+A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (`conversations.py` is an
+exception). A turn ends with an end-of-sequence token that the policy sampled. The tokens that are appended after it are
+called the bridge: the observation of the environment, the text that the chat template puts around it, and the start of
+the next assistant's turn. Without a chat template, the bridge is the observation.
 
 Observations are untrusted: control tokens that are written in them are encoded as plain text.
 """
@@ -20,7 +20,7 @@ from tunix_like.runtime.untrusted import Filled, texts
 from tunix_like.types import Message
 
 _LONG_TOKEN = 64
-"""An observation with more characters than this per allowed token is overlong. It is not tokenised, since a text of
+"""An observation with more characters than this per allowed token is overlong. It is not tokenised, because a text of
 10 MB would take seconds."""
 
 
@@ -28,10 +28,10 @@ class Bridged(NamedTuple):
     """The tokens to append after a turn.
 
     Attributes:
-      tokens: token ids; None: there are none, and the trajectory ends unscored.
+      tokens: token ids. If they are None, the trajectory ends and is unscored.
       cut: whether the observation was shortened.
-      problem: why there are no tokens.
-      chat: the messages, as they were shortened.
+      problem: the reason if `tokens` is None.
+      chat: the messages of the observation, after shortening.
     """
 
     tokens: list[int] | None
@@ -53,7 +53,7 @@ class _Pending(NamedTuple):
 
 
 class Bridge:
-    """Turns observations into the token ids to append. Made by `make_bridge`."""
+    """Converts observations to the token ids to append. Made by `make_bridge`."""
 
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
@@ -70,17 +70,17 @@ class Bridge:
         follow. In plain text, an observation is appended as it is. With a chat template, a text is a user message; None
         or an empty text is only the start of the next turn.
 
-        The end token that the policy sampled stays in the row. If the template writes another end token there, it is
-        not added; only the tokens after it are added.
+        The end token that the policy sampled stays in the row. If the template writes another end token at this place,
+        that token is omitted; only the tokens after it are appended.
 
         Args:
           observations: one per trajectory, as the environments returned them: text, messages or None.
           ends: the last token of each turn, an end-of-sequence token.
 
         Raises:
-          UserError: prompts are plain text and observations are messages. An error of a single observation does not
-            raise: it is the `problem` of its result. An example is a message that the chat template does not support
-            (`TemplateDifference.check`).
+          UserError: prompts are plain text and observations are messages. An error that concerns a single observation
+            is not raised, but becomes the `problem` of its result. An example is a message that the chat template does
+            not support (`TemplateDifference.check`).
         """
         results: dict[int, Bridged] = {}
         pending: list[_Pending] = []
@@ -127,7 +127,7 @@ class Bridge:
             )
 
     def _role_problem(self, pending: _Pending) -> str | None:
-        """Returns why the chat template has no addition for these messages; None if it has one."""
+        """Returns why the chat template does not support these messages; None if it supports them."""
         try:
             roles: list[str | None] = [message["role"] for message in pending.chat]
             for role in roles or [None]:
@@ -167,9 +167,10 @@ class Bridge:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:
             ids = self._tokenizer.encode_guarded(addition, self._most + 1)
-            # Some templates end a turn with the start of the next message (GLM: `<|user|>`), which was sampled then.
+            # Some templates end a turn with the start of the next message (GLM: `<|user|>`). The policy has sampled
+            # this token.
             return ids[1:] if ids[:1] == [end] else ids
-        # The end token is encoded with the addition, since tokens after it may depend on it (it may remove spaces).
+        # The end token is encoded with the addition, because it can change the tokens after it (e.g. remove spaces).
         ids = self._tokenizer.encode_guarded(self._difference.end + addition, self._most + 1)
         if ids[:1] == [self._difference.end_id]:
             return ids[1:]
@@ -178,8 +179,8 @@ class Bridge:
     def _shortened(self, pending: Sequence[_Pending]) -> list[tuple[_Pending, list[int] | UserError | None]]:
         """Returns overlong observations, shortened, with their ids.
 
-        All texts get the same limit, so the longest are cut. The limit is found by bisection, to within
-        three percent.
+        All texts of an observation get the same limit, so the longest texts are cut. The limit is found by bisection,
+        to within three percent.
         """
         best = self._encoded([each.limited(0) for each in pending])
         low = [0] * len(pending)
@@ -266,11 +267,11 @@ def with_observation(prompt: str | Sequence[Message], observation: Any) -> str |
 
 
 def _messages(observation: Any) -> list[dict[str, str]]:
-    """Returns an observation as messages of text; a text is a user message, nothing is an empty list.
+    """Returns an observation as a list of messages. A text becomes a user message; None and an empty text become an
+    empty list.
 
     Raises:
-      UserError: the observation is neither text nor messages of text, or a message has a role that an environment may
-        not have.
+      UserError: the observation is neither text nor messages of text, or a message has a role that is not in `ROLES`.
     """
     if observation is None or isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []

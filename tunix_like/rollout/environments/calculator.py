@@ -13,7 +13,7 @@ LONGEST = 200
 """Maximum number of characters of an expression."""
 
 MOST_BITS = 512
-"""Maximum number of bits of an integer that an operation makes. It bounds the time of a call."""
+"""Maximum number of bits of the integer result of an operation. This bounds the time of a call."""
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -50,7 +50,7 @@ def calculator(expression: str) -> str:
 class Calculator:
     """An environment whose turns may call the tool `calculator`; a turn without a call ends the trajectory.
 
-    It gives no rewards: these come from the reward functions of the run.
+    It gives no rewards. Rewards come from the reward functions of the run.
     """
 
     def reset(self) -> None:
@@ -70,7 +70,7 @@ def _parsed(expression: str) -> ast.expr:
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has more than {LONGEST} characters")
     try:
-        with warnings.catch_warnings():  # such as that of "1if"
+        with warnings.catch_warnings():  # e.g. the warning about "1if"
             warnings.simplefilter("ignore")
             return ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):

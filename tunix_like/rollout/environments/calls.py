@@ -36,10 +36,10 @@ class Caller:
     """The connection of one trajectory to its process, and its current call.
 
     Attributes:
-      number: the trajectory, as the caller of the pool numbers it.
-      serial: the number of its process, which is never used again.
-      channel: the socket; None until the process is ordered.
-      pid: the process; None until it has begun.
+      number: the number of the trajectory in the calls of the pool.
+      serial: the number of its process. No other process of the pool gets this number.
+      channel: the socket to the process; None before the process is requested.
+      pid: the id of the process; None before the process has started.
       what: the current or last call, `reset`, `step` or `finish`.
       given, deadline: `time.monotonic` values of the start and of the deadline of the current call.
       closed: whether the process has closed its end of the socket.
@@ -56,7 +56,7 @@ class Caller:
         self.out, self._in = b"", bytearray()
 
     def connect(self) -> socket.socket:
-        """Makes the socket; returns the end of the process.
+        """Makes a pair of connected sockets, and returns the socket for the process.
 
         Raises:
           UserError: the system allows no more open files.
@@ -109,7 +109,7 @@ class Caller:
             raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
 
     def _outcome(self, answer: dict[str, Any]) -> Outcome:
-        """Checks the answer again, since the user's code can write to the socket."""
+        """Checks the answer again, because the user's code can write to the socket."""
         if self.what == "reset":
             return Outcome(self.number, checked_observation(answer["observation"], "reset"))
         if self.what == "finish":

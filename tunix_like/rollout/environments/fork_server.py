@@ -1,8 +1,9 @@
-"""The program that holds environments: it loads the user's module once and forks one child per trajectory.
+"""The program that runs environments. It loads the user's module once and forks one child process per trajectory.
 
-The program is a fresh interpreter and never a fork of the run, so it holds no lock, thread or device of the run. It
-runs user code only while it loads the module; afterwards it starts, reaps and kills children. Each child answers the
-calls of its trajectory on a socket of its own. The run enforces deadlines and the memory limit (`pool.py`).
+The program is a fresh interpreter and not a fork of the training process, so it has no locks, threads or devices of
+that process. It runs user code only while it loads the module. Afterwards it only starts, reaps and kills children.
+Each child answers the calls of its trajectory on its own socket. The training process enforces deadlines and the memory
+limit (`pool.py`).
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ ORDER = struct.Struct("!cQ")
 BEGIN, END = b"b", b"e"
 
 TOOLS_PREFIX = "tools:"
-"""Prefix of the first place if the places are tools and not one environment."""
+"""Prefix of the location of a tool. The location of an environment has no prefix."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 
 def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Returns the argument `places` of `load` for an environment, given by name or location, or for tools.
+    """Returns the argument `places` of `load` for an environment (given by its name or location) or for tools.
 
     Raises:
       UserError: a name cannot be imported, the arguments cannot be written as JSON, or tools have arguments.
@@ -71,10 +72,11 @@ def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -
 
 
 def load(places: list[str]) -> Adapted:
-    """Loads an environment, or tools if the first of the places begins with `TOOLS_PREFIX`.
+    """Loads an environment, or tools if the first location begins with `TOOLS_PREFIX`.
 
     Args:
-      places: the place of an environment and, if it has arguments, these as JSON; or the places of tools.
+      places: the location of an environment, followed by its arguments as JSON if there are any; or the locations of
+        tools.
 
     Raises:
       UserError: see `load_function` and `as_environment`.
@@ -90,10 +92,10 @@ def serve(number: int, places: list[str], parent: int) -> None:
 
     The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
     status, or -signal}`. Each `END` is answered with `{"stopped": number}`. The program ends with all children when the
-    socket is closed or the run has ended.
+    socket is closed or the training process has ended.
 
     Args:
-      number: file descriptor of the socket to the run.
+      number: file descriptor of the socket to the training process.
       places: the argument of `load`.
       parent: id of the process that started this one.
     """
@@ -120,7 +122,7 @@ def _name(places: list[str]) -> str:
 
 
 class _Server:
-    """Follows the orders of the run."""
+    """Follows the orders of the training process."""
 
     def __init__(self, channel: socket.socket, adapted: Adapted, parent: int):
         self.channel, self.adapted, self.parent = channel, adapted, parent
@@ -137,7 +139,7 @@ class _Server:
             end.setblocking(False)
         for number in _SIGNALS:  # a child may send any of them
             signal.signal(number, lambda *_: None)
-        die_with(self.parent, signal.SIGTERM)  # instead of SIGKILL, to kill what the environments started
+        die_with(self.parent, signal.SIGTERM)  # not SIGKILL, so that `_end` can kill all children first
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         self.private = (waker, woken)
         gc.collect()
@@ -164,7 +166,7 @@ class _Server:
                 self._kill_all(children_of(os.getpid()))  # a process whose parent has ended is a child of this one
                 os.waitpid(-1, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(0, signal.SIGKILL)  # with what the user's module started in the group of this process
+            os.killpg(0, signal.SIGKILL)  # includes processes that the user's module started in this group
 
     def _follow(self) -> None:
         """Follows the orders that have arrived."""
@@ -175,7 +177,7 @@ class _Server:
                 return
             except OSError:
                 order = b""
-            if len(order) < ORDER.size:  # orders are written whole, so a part means that the run has ended
+            if len(order) < ORDER.size:  # orders are sent whole: the training process has ended
                 self.closed = True
                 return
             what, number = ORDER.unpack(order)
@@ -190,8 +192,8 @@ class _Server:
         own = os.getpid()
         try:
             with warnings.catch_warnings():
-                # The module may have imported jax, which warns of its threads at a fork. They are not started by an
-                # import.
+                # If the user's module imported jax, a fork warns about threads of jax. The import alone starts no
+                # threads.
                 warnings.simplefilter("ignore")
                 pid = os.fork()
         except OSError as error:
@@ -205,7 +207,7 @@ class _Server:
                 os._exit(0)
         os.close(descriptor)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # here too, since the child may not have run yet when it is killed
+            os.setpgid(pid, pid)  # also here, because the child may be killed before it has run
         self.children[pid], self.pids[number] = number, pid
         self._tell({"begun": number, "pid": pid})
 
@@ -222,13 +224,13 @@ class _Server:
             end.close()
         faulthandler.enable()  # prints a traceback on a crash in C code
         if random := sys.modules.get("numpy.random"):
-            random.seed()  # otherwise all children draw the same numbers; `random` of Python does this itself
+            random.seed()  # otherwise all children draw the same numbers; Python reseeds `random` itself
         answer_calls(socket.socket(fileno=descriptor), self.adapted)
 
     def _kill(self, number: int) -> None:
         """Kills the child of a trajectory with everything that it started."""
         if (pid := self.pids.get(number)) is not None:
-            self._kill_all([pid])  # it may have left its group; `_reap` kills what it leaves behind
+            self._kill_all([pid])  # in case it has left its group; `_reap` kills what remains
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
@@ -288,13 +290,13 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
             assert trajectory is not None
             answer = _answer(trajectory, what, given)
             if what == "finish":
-                trajectory = None  # what the object does when it is freed counts in the time of the call
+                trajectory = None  # frees the object within the time limit of the call
             content = json.dumps(answer, ensure_ascii=False).encode()
         except BaseException as error:  # includes SystemExit and KeyboardInterrupt
             content = _failed(adapted.name, error)
             what = "finish"
         if os.getpid() != own:
-            return  # the environment forked and this is the child; only the parent answers
+            return  # this is a child that the environment forked; only its parent answers
         channel.sendall(message(content))
         if what == "finish":
             with contextlib.suppress(Exception):
@@ -316,6 +318,6 @@ def _answer(trajectory: Trajectory, what: str, given: Any) -> dict[str, Any]:
 
 
 def _adopt_orphans() -> None:
-    """Makes this process the parent of processes below it whose own parent has ended (Linux only)."""
+    """Makes this process the new parent of descendants whose parent has ended (Linux only)."""
     if sys.platform == "linux":
         process_control(_PR_SET_CHILD_SUBREAPER, 1)

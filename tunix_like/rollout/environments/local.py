@@ -13,8 +13,8 @@ from tunix_like.rollout.environments.outcomes import Outcome
 class LocalEnvironments:
     """Implements `Environments` in this process. Calls run at once and in their order.
 
-    An exception ends its trajectory alone. An environment that hangs or exits stops the run; use `EnvironmentPool` for
-    these.
+    An exception ends only its own trajectory. An environment that hangs or exits stops the run; use `EnvironmentPool`
+    for such environments.
 
     Args:
       factory: a class or a function that makes environments, or a list of functions that are tools.

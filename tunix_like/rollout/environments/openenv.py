@@ -25,7 +25,7 @@ from tunix_like.rollout.environments.results import checked_number, checked_step
 from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls, without_thinking
 
 RELEASE_SECONDS = 3.0
-"""Maximum seconds for which a server may count a session that has ended."""
+"""Maximum seconds to wait for a free session. A server can still count a session shortly after it has ended."""
 
 _FENCE = re.compile(r"\A```\w*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -35,7 +35,7 @@ class ActionForm(NamedTuple):
 
     Attributes:
       kind: `tools`: each tool call in the text is one action; `text`: the text is the value of a field; `value`: the
-        text is the JSON of this value; `object`: the text is the JSON of the action.
+        text is the value of a field in JSON; `object`: the text is the whole action in JSON.
       field: the name of the field.
       fields: the names of the required fields.
     """
@@ -54,8 +54,9 @@ class OpenEnv:
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
-      action: the field of the action that gets the text of a turn; unset: chosen by the schema.
-      observation: the field of the observation that is shown to the model; unset: all but `metadata`.
+      action: the field of the action that gets the text of a turn. If it is unset, the schema determines the field.
+      observation: the field of the observation that is shown to the model. If it is unset, all fields except `metadata`
+        are shown.
 
     Raises:
       UserError: the address is not valid, or an argument is not text.
@@ -85,8 +86,8 @@ class OpenEnv:
         """Opens the session and resets its environment. A first observation that is text begins on a new line.
 
         Raises:
-          EnvironmentMisconfigured: the server has no session left, or the observation does not have the field that is
-            to be shown.
+          EnvironmentMisconfigured: the server has no free session, or the observation lacks the field that the argument
+            `observation` names.
           EnvironmentUnavailable: the server cannot be reached.
           UserError: the reset failed.
         """
@@ -101,7 +102,8 @@ class OpenEnv:
         return f"\n{shown}" if isinstance(shown, str) else shown
 
     def _opened(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Opens the session and returns the answer to its reset. Waits for a session that is ending."""
+        """Opens the session and returns the answer to its reset. If the server is full, waits up to `RELEASE_SECONDS`
+        for a free session."""
         end = time.monotonic() + patience(RELEASE_SECONDS)
         while True:
             self._session = Session(self.url)
@@ -174,7 +176,7 @@ class OpenEnv:
         """Returns what the model sees of an observation.
 
         Raises:
-          UserError: the observation does not have the field that is to be shown.
+          UserError: the observation lacks the field that the argument `observation` names.
         """
         if self.observation is not None and self.observation not in observation:
             raise UserError(
@@ -185,12 +187,12 @@ class OpenEnv:
 
 
 def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
-    """Returns how turns become actions of a schema.
+    """Returns how the text of a turn becomes an action, given the JSON schema of actions.
 
     If the schema is that of tool calls (with `tool_name` and `arguments`), the calls of a turn are the actions.
-    Otherwise a turn is the value of one field: the named field, the only required field or the only field. If this
-    field is not text, the turn is the value as JSON. If several fields are possible, the turn is the action as a JSON
-    object.
+    Otherwise a turn is the value of one field: the field `field`, or the only required field, or the only field. The
+    turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the turn is the
+    whole action as a JSON object.
 
     Raises:
       UserError: the actions do not have the named field.
@@ -227,7 +229,7 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
 
 
 def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
-    """Returns the action of a turn, without `<think>` blocks and without a Markdown block around JSON.
+    """Converts the text of a turn to an action. `<think>` blocks and a Markdown block around JSON are removed first.
 
     Raises:
       InvalidAction: the turn is not the JSON that the form needs.
@@ -282,6 +284,6 @@ def tool_result(observation: Mapping[str, Any]) -> str:
     return ("error: " if result.get("is_error") else "") + "\n".join(parts)
 
 
-@functools.cache  # the processes of trajectories are forked from one that has asked already
+@functools.cache  # filled before the processes of trajectories are forked
 def _form_of(url: str, field: str | None) -> ActionForm:
     return action_form(schemas_of_server(url)["action"], field)

@@ -1,7 +1,7 @@
 """Exchanges messages with an OpenEnv server: its schemas over HTTP, and a WebSocket session for each trajectory.
 
-The client of the package `openenv` is not used. It brings about 100 other packages, and it answers a lost connection
-with a new session, in which the next step would meet an environment that was never reset.
+The client of the package `openenv` is not used. It depends on about 100 other packages. It also replaces a lost
+connection by a new session, and the next step would then run in an environment that was never reset.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tunix_like.rollout.environments.deadline import patience
 from tunix_like.rollout.environments.results import show
 
 ANSWER_SECONDS = 10.0
-"""Maximum seconds for the answer to a question over HTTP, before training."""
+"""Maximum seconds for the answer to an HTTP request. These requests are sent before training."""
 
 MOST_BYTES = 100 << 20
 """Largest message of a server, as in the client of OpenEnv. Longer observations are cut by the caller anyway."""
@@ -29,10 +29,11 @@ MOST_BYTES = 100 << 20
 _MOST_REASON = 500
 
 MOST_WAITING_SECONDS = 60.0
-"""Maximum seconds of attempts to open a session."""
+"""Maximum seconds for which attempts to open a session are repeated."""
 
 PAUSES = (0.1, 2.0)
-"""Seconds before the second attempt, and the most before a later one; they double."""
+"""Pause in seconds after the first attempt to open a session, and longest pause. The pause doubles after each
+attempt."""
 
 _GATEWAY_ERRORS = (502, 503, 504)  # HTTP statuses of a proxy whose server does not answer
 _SERVER_STOPS = (1001, 1012)  # WebSocket codes of a server that ends or restarts
@@ -132,7 +133,7 @@ def _ask(url: str, path: str, content: Any = None) -> Any:
         why = f"it cannot be reached ({_reason(error)}); start it, or correct url in environment.arguments."
     except (ValueError, RecursionError):
         why = f"{url}{path} did not answer with JSON; is it an OpenEnv server?"
-    except Exception as error:  # of http.client, for an answer that is no HTTP
+    except Exception as error:  # http.client raises several types if the answer is not HTTP
         why = f"{url}{path} did not answer with HTTP ({type(error).__name__}); is it an OpenEnv server?"
     raise kind(f"OpenEnv server {url}: {why}")
 
@@ -156,8 +157,9 @@ def _is_here(url: str) -> bool:
 class Session:
     """A WebSocket session: one environment of the server, which ends with the connection.
 
-    Attempts to open it are repeated for the `patience` of the call. No call has a time limit here, because
-    `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is never opened again.
+    Attempts to open the session are repeated for the time that `patience` returns. No call has a time limit here,
+    because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is never opened
+    again.
 
     Raises:
       EnvironmentUnavailable: the server cannot be reached.
@@ -206,9 +208,9 @@ class Session:
         Raises:
           InvalidAction: the action of a step does not fit the server's schema.
           EnvironmentUnavailable: the connection is lost.
-          ServerFull: the server has no session left.
-          UserError: the server has closed the session, has refused it, or has failed. The session is closed after all
-            errors but the first.
+          ServerFull: the server has no free session.
+          UserError: the server has closed the session, has refused it, or has failed. After all errors except
+            InvalidAction, the session is closed.
         """
         try:
             return self._call(what, data)
@@ -224,7 +226,7 @@ class Session:
     def _call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says why before it closes it
+        with contextlib.suppress(ConnectionClosed):  # a server sends the reason before it closes a session
             self._connection.send(json.dumps({"type": what, "data": data}))
         try:
             received = self._connection.recv()

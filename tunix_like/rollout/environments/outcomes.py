@@ -18,7 +18,8 @@ class Outcome(NamedTuple):
       number: the trajectory.
       observation, reward, done, info: as in `EnvStepResult`. A reset has only the observation, a finish only the
         reward.
-      failure: why there is no answer. The environment is stopped then, and the trajectory stays unscored.
+      failure: why there is no answer; None if there is an answer. After a failure the environment is stopped, and the
+        trajectory is unscored.
     """
 
     number: int
@@ -33,7 +34,7 @@ class Outcome(NamedTuple):
 class Environments(Protocol):
     """Runs one environment per trajectory. Calls return at once; the outcomes are collected later.
 
-    A trajectory is a number that the caller chooses. It has at most one unanswered call.
+    The caller identifies each trajectory by a number of its choice. A trajectory has at most one unanswered call.
     """
 
     @property

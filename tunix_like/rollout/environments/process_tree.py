@@ -1,4 +1,4 @@
-"""Reads processes and their memory from `/proc` (Linux); elsewhere nothing is found."""
+"""Reads processes and their memory from `/proc` (Linux). On other systems no process is found."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ class EnvStepResult(NamedTuple):
     """The result of one step of an environment.
 
     Attributes:
-      observation: text or chat messages for the next turn; None or an empty text adds only the start of the turn.
+      observation: text or chat messages for the next turn; None or an empty text adds only the start of the next turn.
       reward: added to the reward of the trajectory.
       done: whether the trajectory is over.
-      info: values by name. Numbers become metrics (the mean over trajectories of the last value); other values are
+      info: values by name. A number becomes a metric: the mean, over trajectories, of its last value. Other values are
         ignored.
     """
 

@@ -19,7 +19,9 @@ _OTHERWISE = "run it in this process with LocalEnvironments"
 
 
 def register_environment(name: str) -> Callable[[_F], _F]:
-    """Decorator that registers an environment under `name`: a class, or a function that makes one.
+    """Returns a decorator that registers an environment under `name`.
+
+    The environment is a class, or a function that makes an object.
 
     Raises:
       UserError: the name is already registered, or contains a colon (reserved for files and modules), or the class

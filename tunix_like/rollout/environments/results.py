@@ -18,18 +18,17 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 500_000
 """Maximum number of characters of an observation that are kept. This is over 100,000 tokens of usual text, which is
-more than any `max_observation_tokens` in use; the caller applies that limit. Longer text would be encoded and then
-dropped."""
+more than any `max_observation_tokens` in use. The training process applies `max_observation_tokens` later."""
 
 MOST_MESSAGES = 1_000
-"""Largest number of messages of one observation."""
+"""Maximum number of messages of one observation."""
 
 MOST_INFO = 100
 """Maximum number of entries of `info` that are kept, and maximum number of characters of their names."""
 
 
 def checked_step(value: Any, where: str) -> EnvStepResult:
-    """Returns the result of a step that a user's method returned; its `info` has only numbers.
+    """Checks and converts the value that a user's method returned for a step. Only the numbers in its `info` are kept.
 
     Args:
       value: an `EnvStepResult`, a tuple `(observation, reward, done)` or `(observation, reward, done, info)`, or an
@@ -61,10 +60,10 @@ def checked_step(value: Any, where: str) -> EnvStepResult:
 def checked_observation(value: Any, where: str) -> str | Sequence[Message] | None:
     """Returns a text, a list of messages or None, cut to `MOST_CHARACTERS` in total.
 
-    Messages keep their entries that are strings. Characters that UTF-8 cannot represent become "?".
+    Only entries of messages that are strings are kept. Characters that UTF-8 cannot represent become "?".
 
     Raises:
-      UserError: the value is none of these.
+      UserError: the value is not a text, a list of messages or None.
     """
     if value is None:
         return None

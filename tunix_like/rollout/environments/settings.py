@@ -9,11 +9,11 @@ from tunix_like.rollout.environments.pool import EnvironmentPool
 
 
 def check_effect(config: EnvironmentConfig, environments: Environments, made: bool) -> None:
-    """Checks that the set keys of a config have an effect on the environments.
+    """Checks that all keys that are set in a config have an effect on the environments.
 
     Args:
-      made: whether the environments were made here from a class or functions, and not given as `Environments`. (A run
-        from a YAML file gives environments that it made from the same config.)
+      made: True if the learner made the environments from a class or from functions; False if the user passed an
+        `Environments` object. (A run from a YAML file passes an object that it made from the same config.)
 
     Raises:
       UserError: a key has no effect.

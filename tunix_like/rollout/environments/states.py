@@ -18,9 +18,9 @@ class State:
     """A trajectory that is being sampled.
 
     Attributes:
-      last: the last token of its current turn.
-      over: whether its environment has failed, or its end has been requested.
-      conversation: None with `environment.history=sampled`.
+      last: id of the last token of the current turn.
+      over: whether the environment has failed, or the end of the trajectory has been requested.
+      conversation: the conversation that is rendered at each turn; None with `environment.history=sampled`.
     """
 
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)

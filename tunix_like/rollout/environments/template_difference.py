@@ -34,8 +34,9 @@ class TemplateDifference:
     """The additions of one chat template.
 
     Attributes:
-      end, end_id: the end-of-sequence token that the template writes at the end of an assistant's turn, and its id;
-        empty and None if it writes none there. The policy samples this token, so it is not part of an addition.
+      end, end_id: the end-of-sequence token that the template writes at the end of an assistant's turn, and its id; an
+        empty text and None if the template writes no such token. The policy samples this token, so it is not part of an
+        addition.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -63,8 +64,8 @@ class TemplateDifference:
             self.check("tool")
 
     def additions(self, new: Sequence[Sequence[Message]]) -> Iterator[str | UserError]:
-        """Yields what the template adds for new messages and for the start of the next assistant's turn, or the error
-        of these messages. It sends one request to the template process.
+        """Yields what the template adds for new messages and for the start of the next assistant's turn. Yields an
+        error for messages on which the template fails. Sends one request to the template process.
 
         Args:
           new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages become
@@ -112,7 +113,8 @@ class TemplateDifference:
         return {"tools": self._tools if with_tools else None} if self._tools else {}
 
     def _end_of_turn(self, ends: Sequence[str]) -> tuple[str, str]:
-        """Returns the end token at the end of an assistant's turn, and the text after the answer up to its end."""
+        """Returns the end-of-sequence token that the template writes after an answer, and the text from the end of the
+        answer to the end of this token. Both are empty if there is no such token."""
         answer: Message = {"role": "assistant", "content": _ANSWERS[0]}
         (text,) = self._tokenizer.render_guarded([[_QUESTION, answer]], False, **self._variables(True))
         if isinstance(text, UserError):
@@ -130,20 +132,20 @@ class TemplateDifference:
     def _after(
         self, cases: Sequence[tuple[Sequence[Message], str, Sequence[Message]]], variables: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields what follows the end of the known answer, for each (history, answer, new messages)."""
+        """Yields the text that follows the end of the known answer's turn, for each (history, answer, new messages)."""
         chats = [[*history, {"role": "assistant", "content": answer}, *new] for history, answer, new in cases]
         rendered = self._tokenizer.render_guarded(chats, True, **variables)
         for (_, answer, _), text in zip(cases, rendered, strict=True):
             if isinstance(text, UserError):
                 yield text
                 continue
-            # The first occurrence is that of the history: new messages, which may repeat the answer, come later.
+            # The first occurrence is the known answer. New messages can repeat its text, but they come later.
             _, found, after = text.partition(answer)
             if found and after.startswith(self._before_addition):
                 yield after[len(self._before_addition) :]
             else:
                 yield UserError(
-                    "The chat template does not end the assistant's turn as it does where no message follows."
+                    "The chat template ends the assistant's turn differently if messages follow."
                     if found
                     else "The chat template does not write the text of the assistant's turn."
                 )

@@ -1,4 +1,4 @@
-"""Reads the tool calls in the text of a turn, in the form of Hermes and Qwen or in that of Llama 3."""
+"""Reads the tool calls in the text of a turn, in the format of Hermes and Qwen or in the format of Llama 3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 MOST_CALLS = 32
-"""Maximum number of tool calls of one turn that are read; all further calls give one error."""
+"""Maximum number of tool calls of one turn that are read. All further calls together give one error."""
 
 
 class ToolCall(NamedTuple):
@@ -38,7 +38,8 @@ def without_thinking(text: str) -> str:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Returns the tool calls in a turn, in their order; empty if it has none. It never raises.
+    """Returns the tool calls in a turn, in their order. The list is empty if there are none. This function never
+    raises.
 
     Two forms are read. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` once per call,
     anywhere in the turn. Llama 3 writes a turn that consists of `{"name": ..., "parameters": {...}}` once per call,

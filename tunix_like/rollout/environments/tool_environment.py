@@ -16,7 +16,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Tools:
-    """Functions by name with their schemas; counts the calls of one trajectory."""
+    """Runs and counts the tool calls of one trajectory. The functions and their schemas are given by name."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], schemas: Mapping[str, Mapping[str, Any]]):
         self.functions, self.schemas = functions, schemas
@@ -76,12 +76,12 @@ def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
 
 
 def method_schemas(kind: type) -> dict[str, Mapping[str, Any]]:
-    """Returns the schemas of the tools of a class by name. Errors are those of `schema_of`."""
+    """Returns the schemas of the tools of a class by name. Raises the errors of `schema_of`."""
     return {name: schema_of(method, f"{kind.__name__}.{name}") for name, method in tool_methods(kind).items()}
 
 
 class ToolObject:
-    """One trajectory with an object of TRL's `environment_factory`."""
+    """The environment of one trajectory that uses an object of TRL's `environment_factory`."""
 
     def __init__(self, environment: Any, schemas: Mapping[str, Mapping[str, Any]]):
         self.environment, self.name = environment, type(environment).__name__
@@ -102,7 +102,8 @@ class ToolObject:
 
 
 class ToolFunctions:
-    """One trajectory with plain functions as tools. Its rewards come from the reward functions of the run."""
+    """The environment of one trajectory with plain functions as tools. Rewards come from the reward functions of the
+    run."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], schemas: Mapping[str, Mapping[str, Any]]):
         self.tools = Tools(functions, schemas)

@@ -26,7 +26,7 @@ _PARAMETER = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
-    """Returns the description of a tool that chat templates take.
+    """Returns the description of a tool in the form that chat templates take.
 
     It has the form `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`, as in
     `transformers.utils.get_json_schema`. The descriptions are read from the docstring in the style of Google.
@@ -161,7 +161,8 @@ def _union(inner: tuple[Any, ...], label: str, parameter: str) -> dict[str, Any]
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON value has the type of a schema, at the outermost level and in lists."""
+    """Returns whether a JSON value has the type of a schema. Values in lists are checked too, but not values in
+    objects."""
     if value is None:
         untyped = "type" not in schema and "anyOf" not in schema
         return untyped or bool(schema.get("nullable")) or "null" in _listed(schema.get("type", []))

@@ -33,13 +33,15 @@ class Player:
       eos_ids: the ids that end a turn.
 
     Attributes:
-      seconds: time for which trajectories waited for environments, since it was last set to 0.
+      seconds: time in seconds for which trajectories have waited for environments. The caller sets it to 0.
       playing: the trajectories of the current rollout.
-      overtime: whether a call has exceeded its time limit. A server may still work on it, and have no room for others.
-      conversations: with `environment.history=template`, set by the first call of `bridge`.
+      overtime: whether a call has exceeded its time limit. Its server may still be busy with the call, so a full server
+        does not stop the run from then on.
+      conversations: renders the conversations with `environment.history=template`; None before the first call of
+        `bridge`.
 
     Raises:
-      UserError: the mode is eager in a run of several processes, whose schedules must be equal.
+      UserError: the mode is eager and the run has several processes. Their schedules must be equal.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class Player:
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
-        """Checks that prompts of the form of the first row can have several turns; returns the first observation of
-        this row.
+        """Checks that prompts like that of the first row can have several turns.
+
+        Returns the first observation of this row.
 
         Raises:
           UserError: the chat template cannot be used for several turns, or the environment fails.
@@ -113,7 +116,8 @@ class Player:
 class Trajectories:
     """The environments of one rollout; the `Responder` of its completions.
 
-    With several processes, each process runs the environments of its share of the problems, and replies are exchanged.
+    With several processes, each process runs the environments of its share of the problems, and the processes exchange
+    the replies.
 
     Attributes:
       problems: the problems, with the first observations in their prompts.
@@ -158,7 +162,7 @@ class Trajectories:
                 state.conversation.add_turn(text, turn.tokens)
             if turn.truncated:
                 self._end(number)
-            elif state.failure is not None:  # it failed before its first turn
+            elif state.failure is not None:  # the environment failed before the first turn
                 self._ready.append(Reply(turn.group, turn.sample, None))
             else:
                 state.last = int(turn.tokens[-1])
@@ -203,10 +207,10 @@ class Trajectories:
                 )
 
     def episodes(self) -> list[Episode]:
-        """Ends all trajectories and returns them, group after group.
+        """Ends all trajectories and returns their episodes, group after group.
 
         Raises:
-          EngineLost: a service of the environments is unavailable for all of them.
+          EngineLost: a service of the environments was unavailable for all trajectories.
         """
         for number in self._states:
             self._end(number)
@@ -251,9 +255,10 @@ class Trajectories:
         return [self._opened(group, first, max_prompt_length) for group in self._own]
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the prompt of a problem with its first observation; None if there is none, or it is too long.
+        """Returns the prompt of a problem with its first observation. Returns None if there is no observation, or if
+        this prompt is too long.
 
-        If it is too long, the trajectories of the problem are unscored.
+        If the prompt is too long, the trajectories of the problem are unscored.
         """
         problem = self._given[group]
         seen = [first[number] for number in self._numbers(group) if number in first]
@@ -278,7 +283,7 @@ class Trajectories:
         return prompt.text, prompt.tokens
 
     def _converse(self) -> None:
-        """Begins the conversations. The end of a prompt that a later turn changes becomes part of the rows."""
+        """Begins the conversations. Tokens at the end of a prompt that later turns change become part of the rows."""
         kept = spread(range(len(self.problems)), self._begun)
         self._openings = [list(each.tokens[size:]) for each, size in zip(self.problems, kept, strict=True)]
         self.problems = [
@@ -286,7 +291,8 @@ class Trajectories:
         ]
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations of these problems; returns the number of tokens that each prompt keeps."""
+        """Begins the conversations of these problems. Returns for each prompt the number of tokens that later turns do
+        not change."""
         for group in groups:
             self.player.bridge(self._given[group].source)
         assert self.player.conversations is not None or not groups, "made with the bridge"
@@ -364,7 +370,7 @@ class Trajectories:
         return Reply(*divmod(number, self.size), None)
 
     def _end(self, number: int) -> None:
-        """Ends a trajectory, once."""
+        """Ends a trajectory if it is not over."""
         state = self._states[number]
         if state.over:
             return

@@ -1,4 +1,7 @@
-"""Reads the requests of a harness of `verifiers`, and writes the answers, in the form of OpenAI's chat completions."""
+"""Reads the requests of a harness of `verifiers`, and writes the answers, in the format of OpenAI's chat completions.
+
+A harness is the code of an environment that sends chat requests to the model.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
     "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
 }  # fmt: skip
-"""Fields that would change what a turn is, and their values without an effect. The sampling parameters of a request are
-not read: those of `rollout` apply."""
+"""Fields that would change how a turn is sampled, and their allowed values, which have no effect. The sampling
+parameters of a request are ignored; the settings in `rollout` apply."""
 
 
 class Call(NamedTuple):
     """A request of a harness.
 
     Attributes:
-      id: its number.
-      variables: of the chat template, `tools` included.
+      id: number of the request.
+      variables: variables of the chat template, including `tools`.
       stream: whether the answer is written as events.
     """
 
