@@ -1,4 +1,5 @@
-"""Collects the scored groups of a training step: takes prompts, samples, scores and shapes rewards.
+"""Collects the scored groups of a training step: takes prompts, samples completions, scores them and shapes the
+rewards.
 
 With dynamic sampling, it samples further batches until enough groups have completions with different rewards.
 """
@@ -49,14 +50,14 @@ TRAIN_KEY = 1
 training and evaluation use different random numbers."""
 
 EXTRA_BATCHES = 4
-"""Maximum number of extra rollout batches per step when `algorithm.max_extra_batches` is unset."""
+"""Maximum number of extra rollout batches per step if `algorithm.max_extra_batches` is not set."""
 
 
 class Collected(NamedTuple):
     """The groups of one step.
 
     `metrics` and `tokens` (number of sampled completion tokens) include all groups that were sampled for the step, even
-    groups that are not used.
+    groups that are not trained on.
     """
 
     rollout: Rollout
@@ -75,9 +76,9 @@ class Collector:
       key: random key of all completions of the run.
       rollouts: folder for completions that cannot be scored, or None.
       player: plays trajectories of several turns; None if completions have a single turn.
-      drawn: number of prompts taken from the stream so far. It is the number of the next problem, so problem numbers
-        are unique in a run.
-      started: whether the run has drawn a batch, including before a checkpoint that it was resumed from.
+      drawn: number of prompts taken from the stream so far. The next problem gets this number, so problem numbers are
+        unique in a run.
+      started: whether the run has drawn a batch. A batch that was drawn before a resumed checkpoint counts too.
     """
 
     task: Task
@@ -95,7 +96,7 @@ class Collector:
     _warned: bool = False
 
     def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
-        """Returns the groups of a step, or None when the data is exhausted.
+        """Returns the groups of a step, or None if the data is exhausted.
 
         Args:
           params: the weights, from `Engine.place`.
@@ -148,8 +149,8 @@ class Collector:
         if short > 0 and not self._warned:
             self._warned = True
             logger.warning(
-                "step %d: dynamic sampling found %d of %d groups with different rewards after %d extra batch(es); the "
-                "rest of the batch are other groups. Later steps do not repeat this warning, see the metric "
+                "step %d: dynamic sampling found %d of %d groups with different rewards after %d extra batch(es); "
+                "other groups fill the rest of the batch. Later steps do not repeat this warning; see the metric "
                 "dynamic_sampling/short_groups",
                 step,
                 self.batch_size - short,
@@ -160,7 +161,8 @@ class Collector:
         return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
     def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-        """Returns which groups have different rewards and enough scored completions for their estimator."""
+        """Returns a mask of the groups that have different rewards and enough scored completions for their
+        estimator."""
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(
             scored, estimator_ids(self.objective, rollout)
@@ -251,11 +253,12 @@ def shape_rewards(
     max_tokens: int,
     success_threshold: float,
 ) -> Float[np.ndarray, "P G"]:
-    """Subtracts the overlong penalty from the total rewards and binarizes the result, each if configured. NaN stays
-    NaN.
+    """Subtracts the overlong penalty from the total rewards, and converts the result to 0 and 1.
 
-    The penalty is that of DAPO (arXiv 2503.14476): 0 up to a length of `max_tokens - overlong_buffer` tokens, then
-    increasing linearly to `overlong_penalty` at `max_tokens` tokens.
+    Each of the two is done only if the config says so. NaN stays NaN.
+
+    The penalty is that of DAPO (arXiv 2503.14476). It is 0 up to a length of `max_tokens - overlong_buffer` tokens.
+    From there it increases linearly to `overlong_penalty` at `max_tokens` tokens.
     """
     if algo.overlong == "penalty":
         assert algo.overlong_buffer is not None

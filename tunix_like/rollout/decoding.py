@@ -1,4 +1,4 @@
-"""The compiled programs of sampling: prefill, decode loop, and moves of rows between slots.
+"""The compiled programs of sampling: prefill, decode loop, and programs that move rows between slots.
 
 There are `A` slots. A slot holds one prompt and `g` rows, and a row holds one completion. The keys and values of a row
 are stored in a ring buffer with `U` columns. In each decode step all rows write to the same column, so the write is a
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
       column: index of the cache column for the next keys and values.
       positions: position of the token in each column, counted from the start of the prompt; -1 if the column has no
         token of the row.
-      span: number of most recently written columns that contain all cached tokens of each row.
+      span: for each row, the number of last written columns that contain all of its cached tokens.
       steps: number of decode steps so far. A step computes all rows, including those that are not live.
       age: number of completion tokens of each row.
       first: number of tokens that each row had when it was last restarted; 0 if it was not restarted. These tokens are
@@ -97,7 +97,7 @@ def _merge(graphdef: Any, params: Any) -> Decoder:
 
 
 def cast_params(graphdef: Any, params: Any) -> Any:
-    """Casts the matrices of a decoder to its compute dtype, except for quantised ones."""
+    """Casts the matrices of a decoder to its compute dtype, except for quantised matrices."""
     dtype = nnx.merge(graphdef, params).dtype
 
     def cast(path: Any, x: Array) -> Array:
@@ -313,8 +313,8 @@ def regroup(
 ) -> tuple[Prompts, Rows]:
     """Gathers rows and prompts into new slots.
 
-    New slot `b` gets the prompt of old slot `source[b]` and the rows `picked[b]` (flat indices over all old slots). A
-    row is padding and not live if `real` is False. A prompt can be in several slots.
+    New slot `b` gets the prompt of old slot `source[b]` and the rows `picked[b]` (flat indices over all old slots). If
+    `real` is False for a row, the row is padding and is not live. A prompt can be in several slots.
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
@@ -330,12 +330,12 @@ def regroup(
 def append(
     graphdef: Any, params: Any, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g N"], counts: Int[Array, "A g"]
 ) -> Rows:
-    """Appends tokens that the policy did not sample (e.g. of a reply) to rows. The model computes only these tokens, in
-    one forward pass.
+    """Appends given tokens, such as those of a reply, to rows. The model computes only these tokens, in one forward
+    pass.
 
     Args:
-      rows: rows with `N` free columns from `rows.column` on: these columns lie within the cache, and no row that
-        continues has a token in them.
+      rows: the rows. The `N` columns from `rows.column` on must exist in the cache, and no row that continues may have
+        a token in them.
       tokens: padded on the left.
       counts: number of tokens of each row; may be 0.
     """

@@ -83,9 +83,9 @@ class RolloutFiles:
 def saved_on_failure(
     folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
 ) -> Iterator[None]:
-    """Context manager that, if scoring raises a UserError, writes the completions to `folder`.
+    """Context manager that writes the completions to `folder` if scoring raises a UserError.
 
-    The new error message names the file.
+    The message of the raised error then also names the file.
 
     If `folder` is None, nothing is written. If the write fails (for example on a full disk), a warning is logged and
     the original error is raised.
@@ -104,7 +104,7 @@ def saved_on_failure(
 
 
 class FirstFailure:
-    """Logs the first failure of a reward function or an environment in a run, in full; later failures are not
+    """Logs the full text of the first failure of a reward function or an environment in a run. Later failures are not
     logged."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class FirstFailure:
     def __call__(self, scores: Scores, folder: Path | None) -> None:
         """Logs the first failure of `scores`. If `folder` is not None, also writes it to `folder/reward_failure.txt`.
 
-        A lone surrogate, which UTF-8 cannot encode, is written as its escape: `\\udce9`.
+        UTF-8 cannot encode a lone surrogate. It is written as an escape: `\\udce9`.
         """
         if scores.first_failure is None or self._shown:
             return
@@ -139,7 +139,7 @@ class FirstFailure:
 
 
 def nothing_scored_message(scores: Scores) -> str:
-    """Returns an error message for the case that no completion has a reward."""
+    """Returns the error message to show if no completion has a reward."""
     where = "the environment and rewards.functions" if REWARD in scores.by_function else "rewards.functions"
     if scores.first_failure is None:
         return f"no completion could be scored: every reward is None or NaN. Check {where}."

@@ -24,9 +24,9 @@ BLOCK = 256
 
 
 LOWEST_LOGIT = -80.0
-"""Tokens whose scaled logit minus the maximum is at most this value get weight 0. Their exact weight of at most
-`exp(-80)` would not change a float32 draw. Without this limit, differences below -87.3 would give denormal numbers,
-which make the sums several times slower on CPU."""
+"""A token gets weight 0 if its scaled logit minus the maximum logit is at most this value. Their exact weight of at
+most `exp(-80)` would not change a float32 draw. Without this limit, differences below -87.3 would give denormal
+numbers, which make the sums several times slower on CPU."""
 
 
 def choose(
@@ -40,9 +40,9 @@ def choose(
       params: sampling parameters; temperature 0 is greedy decoding.
 
     Returns:
-      the tokens, and their log-probabilities under `log_softmax(logits / temperature)` over the whole vocabulary (not
-      truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns the log-probabilities at
-      temperature 1.
+      the tokens and their log-probabilities. These are values of `log_softmax(logits / temperature)` over the whole
+      vocabulary, before truncation by top-k or top-p, as the trainer computes them. Greedy decoding returns the
+      log-probabilities at temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
     whole = params.temperature > 0 and params.top_k is None and params.top_p == 1.0
@@ -66,7 +66,7 @@ class RowSampling(NamedTuple):
     """Sampling parameters of each row. The values have the same meaning as in `SamplingParams`.
 
     Attributes:
-      top_k: number of tokens to keep; the vocabulary size keeps every token.
+      top_k: number of tokens to keep; if it is the vocabulary size, every token is kept.
     """
 
     temperature: Float[AnyArray, "N"]
@@ -143,7 +143,7 @@ def _choose_from_part(
 
 
 def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
-    """Sets to 0 the tokens that are less probable than the k-th most probable one; ties are kept."""
+    """Sets the probabilities of all tokens to 0 except for the `k` most probable tokens; ties are kept."""
     threshold = jax.lax.top_k(probs, k)[0][:, -1:]
     return jnp.where(probs >= threshold, probs, 0.0)
 
@@ -161,7 +161,7 @@ def keep_top_p(probs: Float[Array, "N V"], top_p: float | Float[Array, "N"]) -> 
 
 
 def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]) -> Float[Array, "N V"]:
-    """Keeps the smallest set of most probable tokens for which `enough_of` is True; ties are kept.
+    """Keeps the smallest set of most probable tokens that satisfies `enough_of`; ties are kept.
 
     The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which have the same order
     as the numbers. This takes 31 sums instead of a sort.

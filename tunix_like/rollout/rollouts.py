@@ -31,14 +31,14 @@ WeightedReward = tuple[str, RewardFunction, float]
 
 
 def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
-    """Returns name, function and weight of each reward function.
+    """Returns the name, the function and the weight of each reward function.
 
     Args:
       functions: the learner's `reward_fns`: a function, a list of functions, or a mapping of names to functions.
       weights: the learner's `reward_weights`; defaults to ones.
 
     Raises:
-      UserError: `reward_fns` or `reward_weights` is wrong.
+      UserError: `reward_fns` or `reward_weights` is not valid.
     """
     named = functions if isinstance(functions, Mapping) else None
     if not callable(functions):
@@ -97,7 +97,7 @@ class Rollout(NamedTuple):
 def with_width(completions: Completions, width: int, segments: bool = False) -> Completions:
     """Pads or cuts the token axis of completions to `width`, and sets their `token_mask`.
 
-    An engine is allowed to return narrower arrays (as wide as its longest completion), and no mask.
+    An engine may return narrower arrays (as wide as its longest completion) and may omit the mask.
 
     Args:
       segments: whether to set `segment_start` too. An engine that restarted no row returns no `segment_start`.
@@ -146,14 +146,14 @@ def first_axis(completions: Completions, index: Any) -> Completions:
 
 
 def segment_starts(completions: Completions) -> list[list[int]]:
-    """Returns the indices of the first tokens of each completion's segments, group after group."""
+    """Returns for each completion the indices of the first tokens of its segments, group after group."""
     assert completions.segment_start is not None
     rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
     return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Decodes completions to text without special tokens, group after group; each process decodes its share.
+    """Decodes completions to text without special tokens, group after group. Each process decodes its share of them.
 
     If a completion has several segments, only its last segment is decoded; it contains the history and the last turn.
     If a completion has one segment, its text begins with the first sampled token.
@@ -174,7 +174,9 @@ def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str
 def score_completions(
     functions: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[str], size: int
 ) -> Scores:
-    """Computes the rewards of all completions; each column of a problem is repeated for its `size` completions.
+    """Computes the rewards of all completions.
+
+    Each column of a problem is repeated for its `size` completions.
 
     With several processes, each process scores all completions of its share of the problems.
 
@@ -299,7 +301,7 @@ def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-    """Returns which groups have at least two different scored rewards."""
+    """Returns a mask of the groups in which at least two scored completions have different rewards."""
     top = np.where(scored, rewards, -np.inf).max(axis=1)
     return top > np.where(scored, rewards, np.inf).min(axis=1)
 

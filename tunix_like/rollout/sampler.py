@@ -50,14 +50,14 @@ class Sampler:
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)`).
-      eos_ids: end-of-sequence token ids; a completion ends with the first of these tokens, which is part of it.
-      max_prompt_length, max_tokens: limits of prompt and completion, in tokens.
+      eos_ids: end-of-sequence token ids. A completion ends with the first of these tokens, and includes it.
+      max_prompt_length, max_tokens: maximum length of a prompt and of a completion, in tokens.
       max_concurrent_rows: maximum number of completions that are sampled at the same time; None means no limit.
       mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.
 
     Attributes:
-      row_steps: number of rows times decode steps so far. The number of tokens sampled in a rollout, divided by the
-        increase of `row_steps`, is the fraction of useful work.
+      row_steps: sum of the number of rows over all decode steps so far. The fraction of useful work in a rollout is the
+        number of its sampled tokens divided by the increase of `row_steps`.
     """
 
     def __init__(

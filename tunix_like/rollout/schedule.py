@@ -57,7 +57,7 @@ class Schedule:
         total, limit = len(prompts), sampler.max_tokens
         at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
         slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
-        if slots * width < total * size:  # some completions wait: use the same number of slots on each device
+        if slots * width < total * size:  # completions wait: use the same number of slots on each device
             slots = max(slots - slots % prompt_parts(sampler.mesh), 1)
         self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
@@ -72,7 +72,8 @@ class Schedule:
         self._fill()
 
     def step(self) -> list[Sample]:
-        """Samples until rows can be filled or compacted, or no row is live; returns the newly finished completions."""
+        """Samples until rows can be filled or compacted, or until no row is live. Returns the newly finished
+        completions."""
         self._make_room()
         rows = decoding.advance(
             self.sampler.graphdef,
@@ -108,14 +109,15 @@ class Schedule:
         return place_slots(tree, self.sampler.mesh)
 
     def _waiting(self) -> bool:
-        """Returns whether any completion has not been started."""
+        """Returns whether a completion has not been started yet."""
         return bool((self.next_sample < self.size).any())
 
     def _stop_at(self, live: int) -> int:
         """Returns the number of live rows at which the decode loop should stop.
 
-        While completions wait, the loop stops when an eighth of the rows has ended. Afterwards it stops when the live
-        rows may fit into half of the rows. If compaction is not worth its cost, the loop stops when no row is live.
+        While completions wait, the loop stops when an eighth of the rows has ended. If no completion waits, it stops
+        when the live rows may fit into half of the rows. If compaction is not worth its cost, the loop stops when no
+        row is live.
         """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))

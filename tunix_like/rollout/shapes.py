@@ -12,8 +12,8 @@ FIRST_CACHE = 128
 
 FEWEST_ROWS = {"cpu": 8}
 FEWEST_ROWS_ELSEWHERE = 64
-"""Minimum number of rows per device after compaction: for each backend in `FEWEST_ROWS`, and for all other backends.
-With fewer rows, most of the time of a step is spent on reading the weights."""
+"""Minimum number of rows per device after compaction. `FEWEST_ROWS` has the number for some backends; the other
+constant applies to all other backends. With fewer rows, most of the time of a step is spent on reading the weights."""
 
 FEWEST_TOKENS_LEFT = 16
 """Rows are compacted only if at least one row can still grow by this many tokens."""
@@ -42,9 +42,9 @@ def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_to
     """Chooses the number of slots and of rows per slot, for at most `at_once` rows.
 
     If all completions fit, each slot holds a whole group. Otherwise the result has the lowest estimated cost. A slot
-    takes the next prompt only when all of its rows have ended. If lengths are distributed exponentially, `w` rows need
-    `1 + 1/2 + ... + 1/w` times the mean length for this, so few rows per slot waste fewer steps. But the rows of a slot
-    share the reads of the prompt's keys, so many rows per slot need fewer reads.
+    takes the next prompt only when all of its rows have ended. If lengths are distributed exponentially, `w` rows take
+    `1 + 1/2 + ... + 1/w` times the mean length until all have ended. This is a reason for few rows per slot. The rows
+    of a slot share the reads of the prompt's keys, which is a reason for many rows per slot.
     """
     if at_once >= prompts * size:
         return prompts, size
@@ -58,7 +58,7 @@ def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_to
 
 
 def rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
-    """Pads `numbers` with `fill` to a length that is a power of two, but at most `most`.
+    """Pads `numbers` with `fill` to the next length that is a power of two, or to `most` if that is shorter.
 
     If `fill` is None, the last number is repeated.
     """

@@ -58,7 +58,7 @@ class TurnSchedule(Schedule):
         return (self.row_sample >= 0) & self._of_rows(self.pending)
 
     def _of_rows(self, values: np.ndarray) -> np.ndarray:
-        """Returns the values `[p, i]` of the completions in the rows; undefined for free rows."""
+        """Returns for each row the value `[p, i]` of its completion. The value of a free row is undefined."""
         return values[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
 
     def _make_room(self) -> None:
@@ -71,8 +71,8 @@ class TurnSchedule(Schedule):
         return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
-        """Enlarges the cache. It can become larger than the longest completion, because a block of replies may need
-        this."""
+        """Enlarges the cache. It can get more columns than the longest completion has tokens, because a block of
+        replies may need them."""
         if self.rows.room < self.sampler.max_tokens:
             super()._grow()
         else:
@@ -137,7 +137,7 @@ class TurnSchedule(Schedule):
         """Submits the current turns of the rows for which `stopped` is True. A turn for which `ended` is False was
         truncated.
 
-        Returns the completions whose turn was truncated; these are finished.
+        Returns the completions whose turn was truncated, because these are finished.
         """
         if not stopped.any():
             return []

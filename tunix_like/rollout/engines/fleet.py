@@ -39,7 +39,7 @@ class Fleet:
         self._admit: Admit
         self._groups: dict[int, Server] = {}
         self._repairs: dict[Server, asyncio.Task[None]] = {}
-        self._is_usable = asyncio.Event()  # set while a server is usable, or an error must be raised
+        self._is_usable = asyncio.Event()  # set if a server is usable or an error must be raised
         self._problems: dict[Server, str] = {}  # why a server lacks the current weights
         self._error: Exception | None = None
 
@@ -73,7 +73,8 @@ class Fleet:
             usable.
 
         Raises:
-          EngineLost: no server answers within `wait_seconds`, or the answers are wrong or of other weights.
+          EngineLost: no server answers within `wait_seconds`, or the answers are wrong, or they were sampled with other
+            weights.
           UserError: a server refused the request.
         """
         wrong = other = 0
@@ -143,7 +144,7 @@ class Fleet:
             raise self._error
 
     def _lose(self, server: Server, why: str) -> None:
-        """Takes a server out of use until it has the current weights."""
+        """Stops the use of a server until it has the current weights."""
         if server.version is None:
             return
         server.version = None

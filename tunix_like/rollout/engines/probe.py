@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of a server and of this process, for the same weights."""
+"""Compares the log-probabilities that a server and this process compute for the same weights."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class Row:
 
     Attributes:
       prompt: the tokens of the prompt.
-      tokens, logprobs, mask: the tokens of the completion so far, their log-probabilities, and True for those that the
-        policy sampled.
+      tokens, logprobs, mask: the tokens of the completion so far, their log-probabilities, and whether the policy
+        sampled them.
       starts: for each token, the index of the first token of its segment.
       first: the index of the first token of the current segment.
     """
@@ -102,7 +102,7 @@ class RowStates:
         return unsent
 
     def take(self, answers: Mapping[int, Answer]) -> list[Sample]:
-        """Adds answers to their rows, asks for replies and returns the completions that are finished."""
+        """Adds answers to their rows, asks the responder for replies and returns the finished completions."""
         samples: list[Sample] = []
         turns: list[Turn] = []
         for index in sorted(answers):
@@ -120,8 +120,7 @@ class RowStates:
         return samples
 
     def _reply(self, responder: Responder, turns: Sequence[Turn]) -> list[Sample]:
-        """Submits turns and appends the replies that are ready; returns the completions that end without a further
-        turn."""
+        """Submits turns and appends the replies that are ready; returns the completions that are finished."""
         if turns:
             responder.submit(turns)
         if not self._waiting:

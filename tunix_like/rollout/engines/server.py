@@ -14,7 +14,7 @@ import aiohttp
 from tunix_like.errors import UserError, one_line
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the key that the servers were started with (`vllm serve --api-key`)."""
+"""Environment variable with the API key of the servers (the value of `vllm serve --api-key`)."""
 
 LOWEST_VERSION = (0, 32)
 
@@ -69,7 +69,8 @@ class Server:
         """Checks version, routes, length limit and tokenizer of the server.
 
         Args:
-          least_length: tokens of the longest prompt and completion together.
+          least_length: smallest maximum length, in tokens, that the server must support. It is the sum of the maximum
+            lengths of prompt and completion.
           text, tokens: a text and its token ids.
 
         Raises:
@@ -134,7 +135,7 @@ class Server:
 
         Raises:
           Unavailable: the server failed, or its answer took longer than `request_seconds`.
-          WrongAnswer: the answer has no tokens, or not one log-probability for each token.
+          WrongAnswer: the answer has no tokens, or its number of log-probabilities differs from its number of tokens.
           UserError: the server refused the request.
         """
         self.running += 1
@@ -154,7 +155,7 @@ class Server:
         return UserError(f"rollout.urls: the server {self.url} cannot be used: {why}.")
 
     async def _status(self, route: str, get: bool = False) -> int:
-        """Returns the HTTP status of a request without a body."""
+        """Sends a request without content and returns the HTTP status of the answer."""
         status, _ = await self._request("GET" if get else "POST", route, {}, _QUICK_SECONDS)
         return status
 

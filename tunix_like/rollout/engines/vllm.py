@@ -1,4 +1,5 @@
-"""Generates with vLLM servers over HTTP: token ids in, token ids and log-probabilities out."""
+"""Generates completions with vLLM servers over HTTP. Requests have token ids; answers have token ids and
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -197,7 +198,8 @@ class VLLMEngine:
         self._remove_weights(but=self._version)
 
     def _remove_weights(self, but: str = "") -> None:
-        """Removes the folders of the weights of this engine, except one. Other runs may use the same folder."""
+        """Removes all folders of weights that this engine wrote, except the folder `but`. Folders of other runs are
+        kept."""
         for folder in self.folder.glob(f"{self._run}-*"):
             if folder.name != but:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -56,8 +56,8 @@ def check_class(kind: type) -> None:
     """Checks that objects of a class can be environments.
 
     Raises:
-      UserError: the class has no `reset`, or neither `step` nor tools; a method is async; a tool has no docstring or
-        no type hints.
+      UserError: the class has no `reset`, the class has neither `step` nor tools, a method is async, or a tool has no
+        docstring or no type hints.
     """
     name, how = kind.__name__, kind_of(kind)
     if how is None or (how != "tunix" and not callable(getattr(kind, "reset", None))):
@@ -183,10 +183,12 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
     """Checks that a factory can be called with the arguments.
 
     Args:
-      takes_task: whether the factory also gets the columns of a row, as its first parameter or as `task`.
+      takes_task: whether the factory also gets the columns of a row (as its first parameter or as the parameter
+        `task`).
 
     Raises:
-      UserError: the factory has no such parameter, or a parameter without a default has no value.
+      UserError: the factory has no parameter with the name of an argument, or a parameter without a default gets no
+        value.
     """
     try:
         parameters = inspect.signature(factory).parameters
@@ -224,7 +226,8 @@ def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by n
 
 
 class _StepEnvironment:
-    """An environment with `reset(**columns)` and `step(completion)`; `close()`, if it has one, is called at the end."""
+    """An environment with `reset(**columns)` and `step(completion)`. If it has a method `close`, this is called at the
+    end."""
 
     def __init__(self, environment: Any):
         self.environment, self.name = environment, type(environment).__name__
@@ -296,7 +299,7 @@ def _close(environment: Any) -> None:
 
 
 def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
-    """Returns the action of a turn for a google-tunix `ToolEnvironment`."""
+    """Converts a turn to an action of a google-tunix `ToolEnvironment`."""
     if not calls:
         return completion
     return [
@@ -306,7 +309,7 @@ def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
 
 
 def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
-    """Returns the text or the messages of an observation of google-tunix.
+    """Converts an observation of google-tunix to text or messages.
 
     The conversion is that of the agents of google-tunix. A dict with the key `prompts` or `question` becomes the text
     of this key. A dict with `tool_outputs` becomes one message per call. An empty dict becomes None. Any other dict is

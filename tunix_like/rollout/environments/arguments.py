@@ -27,7 +27,7 @@ def make_player(
     The tokenizer of the player passes the schemas of the tools to the chat template.
 
     Raises:
-      UserError: the object cannot make environments, there is a config without an environment, or a key of the config
+      UserError: the object cannot make environments, a config is given without an environment, or a key of the config
         has no effect.
     """
     if config is not None:

@@ -20,8 +20,8 @@ from tunix_like.runtime.untrusted import Filled, texts
 from tunix_like.types import Message
 
 _LONG_TOKEN = 64
-"""An observation with more characters than this per allowed token is overlong. It is not tokenised, because a text of
-10 MB would take seconds."""
+"""Number of characters per allowed token above which an observation is overlong. Such an observation is not tokenised,
+because a text of 10 MB would take seconds."""
 
 
 class Bridged(NamedTuple):
@@ -48,7 +48,7 @@ class _Pending(NamedTuple):
     end: int
 
     def limited(self, size: int) -> _Pending:
-        """Returns the observation with each text shortened to `size` characters and a mark."""
+        """Returns the observation with longer texts shortened to `size` characters and a mark."""
         return self._replace(chat=[message | {"content": _limited(message["content"], size)} for message in self.chat])
 
 
@@ -67,8 +67,8 @@ class Bridge:
         """Returns the tokens to append after one turn of each trajectory.
 
         One request to the template process renders all observations. If some must be shortened, about ten more requests
-        follow. In plain text, an observation is appended as it is. With a chat template, a text is a user message; None
-        or an empty text is only the start of the next turn.
+        follow. If prompts are plain text, an observation is appended unchanged. With a chat template, a text becomes a
+        user message. None or an empty text adds only the start of the next turn.
 
         The end token that the policy sampled stays in the row. If the template writes another end token at this place,
         that token is omitted; only the tokens after it are appended.
@@ -116,7 +116,7 @@ class Bridge:
         return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
-        """Raises a UserError if not even a completely shortened text fits."""
+        """Raises a UserError if the limit is too low even for a completely shortened text."""
         text = _mark(10**9) if self._cuts else ""
         (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:
@@ -162,7 +162,8 @@ class Bridge:
         return ids if len(ids) <= self._most else None
 
     def _ids(self, addition: str, end: int) -> list[int]:
-        """Returns the ids of an addition, or more than the allowed number of ids."""
+        """Returns the ids of an addition. If there are more ids than allowed, the result is only a beginning that is
+        still too long."""
         if self._difference is None:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:
@@ -177,10 +178,10 @@ class Bridge:
         return self._tokenizer.encode_guarded(addition, self._most + 1)
 
     def _shortened(self, pending: Sequence[_Pending]) -> list[tuple[_Pending, list[int] | UserError | None]]:
-        """Returns overlong observations, shortened, with their ids.
+        """Shortens overlong observations, and returns them with their ids.
 
-        All texts of an observation get the same limit, so the longest texts are cut. The limit is found by bisection,
-        to within three percent.
+        All texts of an observation get the same limit, so the longest texts are cut. Bisection finds the limit with a
+        tolerance of three percent.
         """
         best = self._encoded([each.limited(0) for each in pending])
         low = [0] * len(pending)
@@ -213,16 +214,16 @@ def make_bridge(
     """Makes the bridge of a run, and checks the chat template.
 
     Args:
-      chat: whether prompts are rendered with the chat template; False: they are plain text.
+      chat: whether prompts are rendered with the chat template. If False, prompts are plain text.
       eos_ids: the ids that end a turn.
-      tools: JSON schemas of the tools; if given, the template gets them as `tools`, as for the prompts.
-      most_tokens: maximum number of tokens to append, those of the chat template included.
-      overlong: what happens to observations that need more tokens: `cut` shortens the text and marks the place,
-        `unscored` returns no tokens.
+      tools: JSON schemas of the tools. The template gets them as its variable `tools`.
+      most_tokens: maximum number of tokens to append, including the tokens that the chat template adds.
+      overlong: treatment of observations that need more tokens. `cut` shortens the text and appends a mark; `unscored`
+        returns no tokens.
 
     Raises:
       UserError: the chat template has no consistent addition (`TemplateDifference`), there are tools without a chat
-        template, or `most_tokens` is less than the template alone takes.
+        template, or the template alone takes more than `most_tokens` tokens.
     """
     if tools and not chat:
         raise UserError(
@@ -236,8 +237,8 @@ def make_bridge(
 def with_observation(prompt: str | Sequence[Message], observation: Any) -> str | list[Message]:
     """Returns a prompt with the first observation of its environment.
 
-    Text is appended to a text prompt, or to the content of the last message; messages are appended as messages. The
-    observation counts as data: control tokens that are written in it are encoded as plain text.
+    Text is appended to a text prompt, or to the content of the last message of a prompt. Messages are appended as
+    messages. The observation is untrusted: control tokens that are written in it are encoded as plain text.
 
     Raises:
       UserError: the observation is neither text nor messages, or it is messages and the prompt is text.
@@ -295,7 +296,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _limited(text: str, size: int) -> str:
-    """Shortens a text to `size` characters and a mark, if it is longer."""
+    """If a text is longer than `size` characters, shortens it to `size` characters and appends a mark."""
     return text if len(text) <= size else text[:size] + _mark(len(text) - size)
 
 

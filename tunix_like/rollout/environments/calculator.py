@@ -1,4 +1,4 @@
-"""The tool `calculator` and the environment with this tool: arithmetic on numbers, without names and calls."""
+"""The tool `calculator`, which evaluates arithmetic expressions, and the environment with this tool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calculator(expression: str) -> str:
       the value as text; a whole number is written without a decimal point.
 
     Raises:
-      ValueError: the text is not such an expression, it is too long, it has no real value, or a number gets too large.
+      ValueError: the text is not such an expression or is too long, its value is not real, or a number gets too large.
     """
     value = _evaluate(_parsed(expression))
     if isinstance(value, float):
@@ -66,7 +66,7 @@ class Calculator:
 
 
 def _parsed(expression: str) -> ast.expr:
-    # Messages do not repeat the expression: it would be in the text that a reward function reads.
+    # Error messages do not repeat the expression, because reward functions read the text of the trajectory.
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has more than {LONGEST} characters")
     try:
@@ -99,7 +99,8 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _bits(operation: ast.operator, left: Any, right: Any) -> int:
-    """Returns a bound of the bits of the result, if it is an integer that can be larger than its operands; else 0."""
+    """Returns an upper bound of the number of bits of the result of a power or product of integers; 0 for other
+    operations."""
     if not isinstance(left, int) or not isinstance(right, int):
         return 0
     if isinstance(operation, ast.Pow):

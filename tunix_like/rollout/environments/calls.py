@@ -1,4 +1,4 @@
-"""One call of an environment in its own process: the bytes to and from its socket, and the check of its answer."""
+"""Sends a call to an environment in its own process over a socket, and reads and checks the answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Caller:
       what: the current or last call, `reset`, `step` or `finish`.
       given, deadline: `time.monotonic` values of the start and of the deadline of the current call.
       closed: whether the process has closed its end of the socket.
-      ended: how the process ended while it had no call; None if it runs.
+      ended: how the process ended while no call was running; None if it has not ended.
     """
 
     def __init__(self, number: int, serial: int):
@@ -131,7 +131,7 @@ def failure_in(answer: Mapping[str, Any]) -> Failure:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes a pair of sockets; raises this process's limit of open files if it is reached."""
+    """Makes a pair of sockets. If the limit of open files of this process is reached, increases the limit."""
     try:
         return socket.socketpair()
     except OSError as error:

@@ -41,7 +41,8 @@ class Conversation:
       tokens: the tokens that the model sees: the prompt and the current segment.
       prompt: number of tokens at the start of the prompt that later turns do not change.
       rewritten: number of times that the template has rewritten the history.
-      restarted: number of times that the row was restarted: the value of `rewritten` when the last turn was added.
+      restarted: number of times that the row was restarted. It equals `rewritten` at the time when the last turn was
+        added.
     """
 
     messages: list[Message]
@@ -80,7 +81,7 @@ class Conversations:
     """Renders conversations, and returns how their rows continue.
 
     Args:
-      tokenizer: passes the tools to the chat template, as for prompts.
+      tokenizer: its template variables include the tools.
       tools: whether there are tools.
 
     Raises:

@@ -16,5 +16,6 @@ def set_limit(seconds: float) -> None:
 
 def patience(most: float) -> float:
     """Returns the seconds for which the current call may wait for a service: at most `most`, and at most 3/4 of the
-    remaining time. Without a time limit this is 0, because calls then run one after the other."""
+    remaining time. Returns 0 if there is no time limit: calls then run one after the other, so a wait would delay all
+    of them."""
     return 0.0 if _end == math.inf else max(0.0, min(most, 0.75 * (_end - time.monotonic())))

@@ -21,10 +21,10 @@ class Episode(NamedTuple):
     Attributes:
       messages: the turns as text, `{"role": "assistant" | "user" | "tool" | ..., "content": text}`, oldest first.
       turns: number of turns of the policy.
-      limited: whether the trajectory ended because of `environment.max_turns`.
+      limited: whether the limit `environment.max_turns` ended the trajectory.
       cut: number of observations that were shortened.
       reward: the sum of the rewards of the environment; NaN if it failed.
-      info: the last numbers of the environment by name.
+      info: the last value of each number in `info` of the environment, by name.
       failure: the fields of the `Failure` of the environment; None if it did not fail.
       rewritten: number of times that the chat template has rewritten its history; None with
         `environment.history=sampled`.
@@ -47,7 +47,8 @@ def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:
 
 
 def transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """Returns the turns as one text: `role: content` for each, further lines of a turn indented by two spaces."""
+    """Returns the turns as one text. Each turn is written as `role: content`; its further lines are indented by two
+    spaces."""
     return "\n".join(f"{message['role']}: {message['content']}".replace("\n", "\n  ") for message in messages)
 
 

@@ -40,7 +40,7 @@ START = (
 """Code that the interpreter runs (`-c`); see `rewards.worker.START`."""
 
 ORDER = struct.Struct("!cQ")
-"""A message to the program: `BEGIN` (with a socket attached) or `END`, and the number of the trajectory."""
+"""Format of an order to the program: `BEGIN` (with a socket attached) or `END`, and the number of the trajectory."""
 
 BEGIN, END = b"b", b"e"
 
@@ -88,7 +88,7 @@ def load(places: list[str]) -> Adapted:
 
 
 def serve(number: int, places: list[str], parent: int) -> None:
-    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then follows orders.
+    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then carries out orders.
 
     The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
     status, or -signal}`. Each `END` is answered with `{"stopped": number}`. The program ends with all children when the
@@ -111,7 +111,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
         channel.sendall(message(_failed(_name(places), error)))
         return
     with contextlib.suppress(AttributeError, ValueError, OSError):
-        # a line is one write, so that lines of several children do not mix
+        # line buffering, so that lines of several children do not mix
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     _Server(channel, adapted, parent).run(message(content.encode()))
@@ -122,7 +122,7 @@ def _name(places: list[str]) -> str:
 
 
 class _Server:
-    """Follows the orders of the training process."""
+    """Carries out the orders of the training process."""
 
     def __init__(self, channel: socket.socket, adapted: Adapted, parent: int):
         self.channel, self.adapted, self.parent = channel, adapted, parent
@@ -133,7 +133,7 @@ class _Server:
         self.closed = False
 
     def run(self, ready: bytes) -> None:
-        """Sends `ready` and follows orders until the socket is closed."""
+        """Sends `ready` and carries out orders until the socket is closed."""
         waker, woken = socket.socketpair()
         for end in (waker, woken, self.channel):
             end.setblocking(False)
@@ -158,18 +158,18 @@ class _Server:
         self._end()
 
     def _end(self) -> None:
-        """Kills all processes below this one, waits for their end, and kills this process."""
+        """Kills all descendants of this process, waits until they have ended, and kills this process."""
         for number in list(self.pids):
             self._kill(number)
         with contextlib.suppress(ChildProcessError):
             while True:
-                self._kill_all(children_of(os.getpid()))  # a process whose parent has ended is a child of this one
+                self._kill_all(children_of(os.getpid()))  # includes processes whose parent has ended
                 os.waitpid(-1, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(0, signal.SIGKILL)  # includes processes that the user's module started in this group
 
     def _follow(self) -> None:
-        """Follows the orders that have arrived."""
+        """Carries out the orders that have arrived."""
         while True:
             try:
                 order, descriptors, _, _ = socket.recv_fds(self.channel, ORDER.size, 1)
@@ -212,7 +212,7 @@ class _Server:
         self._tell({"begun": number, "pid": pid})
 
     def _be_child(self, descriptor: int, parent: int) -> None:
-        os.setpgid(0, 0)  # what the environment starts is killed with its group
+        os.setpgid(0, 0)  # processes that the environment starts are killed with this group
         die_with(parent)
         _adopt_orphans()
         signal.set_wakeup_fd(-1)
@@ -228,7 +228,7 @@ class _Server:
         answer_calls(socket.socket(fileno=descriptor), self.adapted)
 
     def _kill(self, number: int) -> None:
-        """Kills the child of a trajectory with everything that it started."""
+        """Kills the child of a trajectory and all processes that it started."""
         if (pid := self.pids.get(number)) is not None:
             self._kill_all([pid])  # in case it has left its group; `_reap` kills what remains
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -240,7 +240,7 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Reports children that have ended, and kills what they left behind."""
+        """Reports children that have ended, and kills the processes that they have started."""
         ended = False
         while True:
             try:
@@ -271,9 +271,9 @@ class _Server:
 def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory until it is finished or the socket is closed.
 
-    A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)` with
-    its time limit. An answer is JSON: the fields of a `EnvStepResult` by name, or `{"error": text, "kind": kind of the
-    failure}`, after which the trajectory is over.
+    A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)`.
+    `seconds` is its time limit. An answer is a JSON object: the fields of an `EnvStepResult` that the call sets, or
+    `{"error": text, "kind": kind of the failure}`. An error ends the trajectory.
     """
     own = os.getpid()
     trajectory: Trajectory | None = None

@@ -1,4 +1,5 @@
-"""Runs environments in this process, without deadlines: for closures, notebooks and environments that are trusted."""
+"""Runs environments in this process, without deadlines. This is meant for closures, notebooks and trusted
+environments."""
 
 from __future__ import annotations
 

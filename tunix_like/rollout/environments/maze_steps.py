@@ -1,4 +1,5 @@
-"""The environment `maze_steps`: the policy walks a maze one move per turn, and sees only the open moves of its cell."""
+"""The environment `maze_steps`: the policy makes one move per turn in a maze, and sees only the open moves of its
+cell."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ MOST_MOVES = 16
 class MazeSteps:
     """A walk from the cell at (1, 1), one move to a neighbouring cell per turn.
 
-    Cells are at odd rows and columns, with a wall or an opening between two neighbours. The observation is the moves
-    that are open, such as `DOWN+RIGHT`. A valid turn is exactly one move. If the move is blocked by a wall, or the turn
-    does not have exactly one move, the position stays the same and the turn still counts. The reward is 1 when the goal
-    is reached.
+    Cells are at odd rows and columns of the grid. Between two neighbouring cells there is a wall or an opening. The
+    observation lists the moves that are open, such as `DOWN+RIGHT`. A valid turn is exactly one move. If the move is
+    blocked by a wall, or the turn does not have exactly one move, the position stays the same and the turn still
+    counts. The reward is 1 when the goal is reached.
     """
 
     def reset(self, hidden: str) -> str:
-        """Starts a walk; `hidden` is the grid, rows of `#`, `.`, `S`, `G` joined by newlines."""
+        """Starts a walk. `hidden` is the grid: rows of the characters `#`, `.`, `S`, `G`, joined by newlines."""
         self.rows, self.row, self.column, self.turns, self.blocked = hidden.split("\n"), 1, 1, 0, 0
         return f" {self._open()}"
 

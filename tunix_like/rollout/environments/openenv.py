@@ -50,7 +50,8 @@ class OpenEnv:
 
     `reset` sends all columns of the row; the server passes on the columns that its environment accepts. The schema of
     the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid action
-    does not reach the environment. Like a wrong tool call, it is answered by a text that begins with "error:".
+    does not reach the environment. The answer to such a turn, or to a wrong tool call, is a text that begins with
+    "error:".
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
@@ -73,7 +74,7 @@ class OpenEnv:
     def tool_schemas(self) -> list[dict[str, Any]]:
         """Returns the schemas of the server's tools; empty if its actions are not tool calls.
 
-        This method is called before training, so it also checks the server.
+        This method is called once before training. It also checks the server.
 
         Raises:
           UserError: the server cannot be reached, or its actions have no field `action`.
@@ -83,7 +84,7 @@ class OpenEnv:
         return tools_of_server(self.url) if form.kind == "tools" else []
 
     def reset(self, **columns: Any) -> str | list[dict[str, str]] | None:
-        """Opens the session and resets its environment. A first observation that is text begins on a new line.
+        """Opens the session and resets its environment. If the first observation is text, it begins on a new line.
 
         Raises:
           EnvironmentMisconfigured: the server has no free session, or the observation lacks the field that the argument
@@ -136,7 +137,7 @@ class OpenEnv:
         """Sends one action; `show` returns what the model sees of the observation.
 
         Raises:
-          InvalidAction: the server has refused the action, and the session continues.
+          InvalidAction: the server has refused the action. The session continues.
           UserError: the session is lost, or the answer is not valid.
         """
         if self._session is None:
@@ -149,7 +150,7 @@ class OpenEnv:
         return checked_step((show(observation), reward, answer.get("done", False), info), where)
 
     def _call_tools(self, calls: list[ToolCall]) -> EnvStepResult:
-        """Sends the calls of a turn in their order until the episode is over. A turn without a call ends the
+        """Sends the tool calls of a turn in their order, until the episode is over. A turn without a call ends the
         episode."""
         messages: list[dict[str, str]] = []
         reward, done = 0.0, not calls
@@ -189,10 +190,10 @@ class OpenEnv:
 def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     """Returns how the text of a turn becomes an action, given the JSON schema of actions.
 
-    If the schema is that of tool calls (with `tool_name` and `arguments`), the calls of a turn are the actions.
-    Otherwise a turn is the value of one field: the field `field`, or the only required field, or the only field. The
-    turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the turn is the
-    whole action as a JSON object.
+    If the actions are tool calls (with the fields `tool_name` and `arguments`), each tool call of a turn is an action.
+    Otherwise a turn is the value of one field: `field` if it is given, else the only required field or the only field.
+    The turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the turn is
+    the whole action as a JSON object.
 
     Raises:
       UserError: the actions do not have the named field.
@@ -232,7 +233,7 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
     """Converts the text of a turn to an action. `<think>` blocks and a Markdown block around JSON are removed first.
 
     Raises:
-      InvalidAction: the turn is not the JSON that the form needs.
+      InvalidAction: the form needs JSON, and the turn is not valid JSON or has another type.
     """
     text = without_thinking(completion).strip()
     if form.kind == "text":
@@ -255,8 +256,8 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
 def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
     """Returns an observation as text or messages; None if it has no content.
 
-    `metadata` and fields that are null or empty are left out. A single field becomes its value; a list of messages
-    becomes these messages. Several fields become a JSON object.
+    `metadata` and fields that are null or empty are left out. If one field is left, its value is returned: a list of
+    messages as messages, any other value as text. Several fields are returned as a JSON object.
     """
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})

@@ -40,8 +40,8 @@ _SERVER_STOPS = (1001, 1012)  # WebSocket codes of a server that ends or restart
 
 
 class InvalidAction(Exception):
-    """A turn is not an action, or does not match the server's schema; the session continues. The text gives the
-    reason."""
+    """A turn is not an action, or does not match the schema of the server. The message gives the reason. The session
+    continues."""
 
 
 class ServerFull(EnvironmentMisconfigured):
@@ -49,10 +49,10 @@ class ServerFull(EnvironmentMisconfigured):
 
 
 def checked_url(url: Any) -> str:
-    """Returns the address of a server without a slash at the end.
+    """Checks the address of a server and returns it without a slash at the end.
 
     Raises:
-      UserError: the address does not begin with http:// or https:// and a host.
+      UserError: the address does not have the form http://HOST or https://HOST, with an optional port and path.
     """
     problem = f"environment.arguments: url is {show(url)}; write the address of the server, e.g. http://127.0.0.1:8000."
     if not isinstance(url, str):
@@ -146,7 +146,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _is_here(url: str) -> bool:
-    """Returns whether an address is this machine, which no proxy can reach."""
+    """Returns whether an address is on this machine. Requests to such an address must not use a proxy."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -155,7 +155,7 @@ def _is_here(url: str) -> bool:
 
 
 class Session:
-    """A WebSocket session: one environment of the server, which ends with the connection.
+    """A WebSocket session, which is one environment of the server. It ends when the connection is closed.
 
     Attempts to open the session are repeated for the time that `patience` returns. No call has a time limit here,
     because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is never opened
@@ -263,7 +263,7 @@ class Session:
 
 
 def _invalid_fields(errors: Any) -> str:
-    """Describes the fields of an action that a server found wrong."""
+    """Returns a description of the fields of an action that the server has refused."""
     if not isinstance(errors, list):
         return ""
     fields = [error for error in errors if isinstance(error, Mapping)]

@@ -1,8 +1,8 @@
 """Runs each environment in a process of its own, with deadlines and a memory limit.
 
-`fork_server.py` holds the user's module and forks the processes, because starting an interpreter for each trajectory
-would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed with
-everything that it started. This affects only its own trajectory.
+The program in `fork_server.py` loads the user's module once and forks the processes. Starting an interpreter for each
+trajectory would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed
+with everything that it started. This affects only its own trajectory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class EnvironmentPool:
     Args:
       place: name or location of a class or factory (`rewards.pool.place_of`), or the locations of functions that are
         tools.
-      arguments: passed to the class or factory by name; values that JSON can represent.
+      arguments: passed to the class or factory by name. JSON must be able to represent the values.
       workers: maximum number of calls that run at the same time; further calls wait.
       timeout_seconds: time limit of one call. Start, construction and `reset` are one call.
       memory_gb: memory limit in GB (10^9 bytes) of an environment together with the processes that it started. An
@@ -143,7 +143,8 @@ class EnvironmentPool:
             self._submit(self._callers[number], "finish", pickle.dumps(("finish", None, self.timeout_seconds)))
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
+        """Returns the outcomes that are ready. If `wait` is True and a call is unanswered, waits for at least one
+        outcome."""
         while True:
             self._look()
             self._hand_out()

@@ -32,7 +32,7 @@ def checked_step(value: Any, where: str) -> EnvStepResult:
 
     Args:
       value: an `EnvStepResult`, a tuple `(observation, reward, done)` or `(observation, reward, done, info)`, or an
-        object with these attributes.
+        object with attributes of these names.
       where: class and method, for error messages, e.g. `MyEnv.step`.
 
     Raises:
@@ -58,7 +58,7 @@ def checked_step(value: Any, where: str) -> EnvStepResult:
 
 
 def checked_observation(value: Any, where: str) -> str | Sequence[Message] | None:
-    """Returns a text, a list of messages or None, cut to `MOST_CHARACTERS` in total.
+    """Checks an observation: a text, a list of messages or None. Text is cut to `MOST_CHARACTERS` characters in total.
 
     Only entries of messages that are strings are kept. Characters that UTF-8 cannot represent become "?".
 
@@ -92,10 +92,10 @@ def checked_observation(value: Any, where: str) -> str | Sequence[Message] | Non
 
 
 def checked_number(value: Any, where: str) -> float:
-    """Returns a finite number of at most `LARGEST` in absolute value.
+    """Converts a value to a float, and checks that it is finite and at most `LARGEST` in absolute value.
 
     Raises:
-      UserError: the value is something else.
+      UserError: the value is not such a number.
     """
     number = _number(value)
     if number is None:
@@ -126,7 +126,7 @@ def _checked_flag(value: Any, where: str) -> bool:
 
 
 def _checked_info(value: Any, where: str) -> dict[str, float]:
-    """Returns the finite numbers of `info`, without flags and texts."""
+    """Returns the finite numbers of `info`. Other values are left out."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Checks that settings of environments have an effect if the environments are given in Python."""
+"""Checks, for environments that are given in Python, that the settings of environments have an effect."""
 
 from __future__ import annotations
 

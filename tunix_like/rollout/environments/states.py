@@ -41,7 +41,8 @@ class State:
         return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
     def note(self, observation: Any) -> None:
-        """Adds an observation to the messages. Only turns of the policy have the role assistant in the messages."""
+        """Adds an observation to the messages. Its role is never "assistant", because only turns of the policy have
+        this role."""
         if isinstance(observation, str) and observation:
             self.messages.append({"role": "user", "content": _shown(observation)})
         elif observation:

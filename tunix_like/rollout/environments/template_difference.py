@@ -1,9 +1,9 @@
-"""Finds what a chat template adds after the end of an assistant's turn, by rendering a known conversation.
+"""Finds the text that a chat template adds after the end of an assistant's turn, by rendering a known conversation.
 
 New messages are rendered after a short conversation whose last answer is known. The text after the end of that answer
-is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. A
-template may therefore render earlier turns in another way once messages follow (Qwen3 removes their `<think>` blocks).
-The addition, however, must depend on the new messages only. This is checked once for each role.
+is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. It is
+therefore allowed that a template renders earlier turns differently once messages follow (Qwen3 removes their `<think>`
+blocks). The addition, however, must depend on the new messages only. This is checked once for each role.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class TemplateDifference:
 
         Args:
           eos_ids: ids that end a turn.
-          tools: JSON schemas, passed to the template as `tools`. If there are none, the template gets the variables of
-            the tokenizer only.
+          tools: JSON schemas, which the template gets as its variable `tools`. Without tools, the template gets only
+            the variables of the tokenizer.
 
         Raises:
-          UserError: there is no chat template; also the errors of `check_tools` and `check`.
+          UserError: there is no chat template, or `check_tools` or `check` raises this error.
         """
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
@@ -64,20 +64,21 @@ class TemplateDifference:
             self.check("tool")
 
     def additions(self, new: Sequence[Sequence[Message]]) -> Iterator[str | UserError]:
-        """Yields what the template adds for new messages and for the start of the next assistant's turn. Yields an
-        error for messages on which the template fails. Sends one request to the template process.
+        """Yields the text that the template adds for new messages and for the start of the next assistant's turn.
+        Yields an error for messages on which the template fails. Sends one request to the template process.
 
         Args:
           new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages become
-            references: encode the results with `Tokenizer.encode_guarded`.
+            references, so the results must be encoded with `Tokenizer.encode_guarded`.
         """
         return self._after([((_QUESTION,), _ANSWERS[0], messages) for messages in new], self._variables(True))
 
     def check(self, role: str | None) -> None:
-        """Checks, once for each role, that what the template adds for a message depends on this message only.
+        """Checks, once for each role, that the text which the template adds for a message depends only on this message.
 
         Args:
-          role: one of `ROLES`; None: no message, only the start of the next turn.
+          role: one of `ROLES`. None checks the case without a message, in which only the start of the next turn is
+            added.
 
         Raises:
           UserError: the template fails on the message, ignores it, or adds text that depends on the earlier turns or on

@@ -42,8 +42,8 @@ def tool_calls(text: str) -> list[ToolCall]:
     raises.
 
     Two forms are read. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` once per call,
-    anywhere in the turn. Llama 3 writes a turn that consists of `{"name": ..., "parameters": {...}}` once per call,
-    separated by `;` or newlines. The text of a `<think>` block is not searched.
+    anywhere in the turn. In Llama 3, the whole turn consists of one object `{"name": ..., "parameters": {...}}` per
+    call. The objects are separated by `;` or newlines. The text of a `<think>` block is not searched.
     """
     text = without_thinking(text)
     bodies = _HERMES.findall(text)
@@ -73,7 +73,7 @@ def _llama_calls(text: str) -> list[ToolCall]:
         try:
             value, position = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            # a turn that begins with an opening brace may be an answer, such as LaTeX or JSON
+            # a turn that begins with an opening brace is not always a call; it can be an answer in LaTeX or JSON
             if not (calls or marked or _looks_like_call(text)):
                 return []
             return [*calls, ToolCall("", {}, f"the tool call is not valid JSON: {_reason(error)}")]

@@ -1,4 +1,5 @@
-"""Environments whose turns are tool calls: plain functions as tools, and the objects of TRL's `environment_factory`."""
+"""Environments whose turns are tool calls. The tools are plain functions or methods of objects of TRL's
+`environment_factory`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Tools:
         self.calls, self.errors = 0, 0
 
     def step(self, completion: str) -> EnvStepResult:
-        """Runs the tool calls of a turn in their order and returns one message for each.
+        """Runs the tool calls of a turn in their order, and returns one message for each call.
 
         A turn without a tool call is the final answer. A call that fails gives a message that begins with "error:".
         """
@@ -40,7 +41,7 @@ class Tools:
         return message | ({"name": call.name} if call.name else {})
 
     def _run(self, call: ToolCall) -> tuple[str, bool]:
-        """Returns the result as text, and whether it is an error."""
+        """Runs one tool call. Returns its result as text, and whether the result is an error."""
         if call.error is not None:
             return call.error, True
         if call.name not in self.functions:
@@ -57,7 +58,7 @@ def schemas_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Mapping[str
     """Returns the schemas of functions, by the name of the function.
 
     Raises:
-      UserError: a function cannot be a tool, or two have the same name.
+      UserError: a function cannot be a tool, or two functions have the same name.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for function in functions:
@@ -119,7 +120,7 @@ class ToolFunctions:
 
 
 def accepted(function: Callable[..., Any], columns: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the columns that are parameters of a method; all columns if it has `**kwargs`.
+    """Returns the columns that a method accepts as arguments. A method with `**kwargs` accepts all columns.
 
     Raises:
       UserError: the method requires a column that the rows do not have.

@@ -58,11 +58,12 @@ class Player:
 
     @property
     def rewrites(self) -> bool:
-        """Whether the whole conversation is rendered at each turn, so the chat template may rewrite its history."""
+        """Whether the whole conversation is rendered at each turn. The chat template may then rewrite the history."""
         return self.config.history == "template"
 
     def bridge(self, prompt: Any) -> Bridge:
-        """Returns the bridge for trajectories with this (unrendered) prompt, text or messages.
+        """Returns the bridge for trajectories with this prompt. The prompt is text or messages that are not rendered
+        yet.
 
         Raises:
           UserError: the chat template cannot be used for several turns; see `make_bridge` and `Conversations`.
@@ -148,8 +149,8 @@ class Trajectories:
         return self._openings[group]
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Decodes the turns and sends them to the environments of this process. A truncated turn ends its trajectory
-        without a step of the environment."""
+        """Decodes the turns and sends their text to the environments of this process. A truncated turn ends its
+        trajectory without a step of the environment."""
         for turn in turns:
             if turn.group not in self._own:
                 continue
@@ -190,10 +191,10 @@ class Trajectories:
         return outcomes
 
     def check_rows(self, out: Completions, engine: str) -> None:
-        """Checks that an engine of the user applied `opening` and `Reply.restart` to all rows.
+        """Checks that the user's engine has applied `opening` and `Reply.restart` to all rows.
 
         Raises:
-          UserError: a row has other segments, or does not begin with its opening.
+          UserError: a row does not have the expected number of segments, or does not begin with its opening.
         """
         starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
         for number, state in self._states.items():

@@ -26,7 +26,7 @@ from tunix_like.rollout.serving.fields import RequestError
 from tunix_like.runtime.verifiers_process import Lost, VerifiersProcess
 
 SECONDS_TO_END = 5.0
-"""Time that the process has to end, and to cancel an episode, before it is killed."""
+"""Time in seconds that the process has to end or to cancel an episode. After this time it is killed."""
 
 FULL = "the limit of tokens or turns of this trajectory is reached"
 
@@ -53,11 +53,12 @@ class _Episode:
 class VerifiersEnvironments:
     """Plays episodes of one environment in a process of its own. Implements `Environments`.
 
-    The observation of an outcome is the messages of a request. The whole request is in `calls`.
+    The observation of an outcome has the new messages of a request. The whole request is in `calls`.
 
     Args:
       settings: see `verifiers_worker.load`.
-      timeout_seconds: time until the first request of an episode, and from an answer to the next request or the end.
+      timeout_seconds: maximum time from the start of an episode to its first request, and from an answer to the next
+        request or to the end of the episode.
       workers: maximum number of episodes that have not sent their first request.
 
     Attributes:
@@ -97,7 +98,7 @@ class VerifiersEnvironments:
         """Answers the request of a trajectory.
 
         Args:
-          reason: "stop", or "length" for a turn that the limit of tokens ended; later requests are then refused.
+          reason: "stop", or "length" if the token limit ended the turn. After "length", later requests are refused.
         """
         episode = self._episodes.get(number)
         if episode is None:

@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
     @property
     def latest(self) -> list[dict[str, Any]]:
-        """The messages after the last one of the role assistant."""
+        """The messages after the last message with the role assistant."""
         places = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[places[-1] + 1 if places else 0 :]
 

@@ -55,7 +55,7 @@ class VerifiersPlayer(Player):
         """Does nothing, because the harness writes the messages after a turn."""
 
     def check(self, rows: Any) -> None:
-        """Plays the first row up to the first request of its harness.
+        """Checks that the first row can be played, by running it up to the first request of its harness.
 
         Raises:
           UserError: there is no request, or the request cannot be rendered.
@@ -127,7 +127,8 @@ class VerifiersTrajectories(Trajectories):
         """Returns the first request of a problem as text and tokens. Returns None if there is no request, or if it is
         too long.
 
-        A trajectory is unscored if its first request differs from that of the others, or is too long.
+        A trajectory is unscored if its first request is too long, or differs from the first request of the other
+        trajectories.
         """
         for number in first:
             if number in self._numbers(group) and number not in self._environments.calls:
@@ -173,7 +174,7 @@ class VerifiersTrajectories(Trajectories):
         return kept
 
     def _bridged(self, outcomes: Sequence[Outcome]) -> list[Reply]:
-        """Returns how rows continue with the requests of their harnesses."""
+        """Returns replies that append the next requests of the harnesses to the rows."""
         replies = []
         rendered = self.player.tokens([self._environments.calls[outcome.number] for outcome in outcomes])
         for outcome, ids in zip(outcomes, rendered, strict=True):

@@ -1,4 +1,4 @@
-"""Builds the answers of the routes that sample, whole or as a stream of events."""
+"""Builds the answers of the routes that sample. An answer is sent whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Choice:
     """One completion of a request while it grows.
 
     Attributes:
-      tokens, logprobs: the tokens so far and their log-probabilities; if a stop string ended the completion, up to the
-        token that completes the stop string.
+      tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, they end
+        with the token that completes the stop string.
       text: the text so far, without the end that can still change.
       reason: "stop" or "length"; None if the completion has not ended.
       stopped_by: the stop string or the id of `stop_token_ids` that ended the completion; None if there is none.
@@ -56,7 +56,7 @@ class Choice:
 
 
 class Answer(abc.ABC):
-    """The answer to one request: its completions, and how its route writes them.
+    """The answer to one request. It holds the completions, and formats them for its route.
 
     Subclasses write the choices.
     """
@@ -79,7 +79,7 @@ class Answer(abc.ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
 
     def usage(self) -> dict[str, int]:
-        """Returns the numbers of tokens; each prompt counts once."""
+        """Returns the numbers of prompt and completion tokens. Each prompt counts once."""
         prompt = sum(len(job.prompt) for job in self.request.jobs)
         completion = sum(len(choice.tokens) for choice in self.choices.values())
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -154,7 +154,7 @@ class CompletionAnswer(StreamedAnswer):
         return found
 
     def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
-        """Returns the tokens of a slice, which follow the tokens of the previous call, with their log-probabilities."""
+        """Returns the tokens of a slice with their log-probabilities. The slice follows that of the previous call."""
         texts = [self.token_text(token) for token in choice.tokens[tokens]]
         *offsets, self._offsets[choice] = itertools.accumulate(map(len, texts), initial=self._offsets.get(choice, 0))
         return {
@@ -254,7 +254,8 @@ class GenerateAnswer(Answer):
         }
 
     def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
-        """Returns the tokens with their log-probabilities; some clients read `token`, others `token_id`."""
+        """Returns the tokens with their log-probabilities. There are two fields for a token, because some clients read
+        `token` and others `token_id`."""
         return [
             {
                 "token": f"token_id:{token}",

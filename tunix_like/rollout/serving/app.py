@@ -158,7 +158,7 @@ class _Guard:
 
 
 class _Events(StreamingResponse):
-    """A stream of events, which is closed at once when the client disconnects."""
+    """A streamed response. Its generator of events is closed at once when the client disconnects."""
 
     def __init__(self, events: AsyncGenerator[str, None]):
         super().__init__(events, media_type="text/event-stream")
@@ -177,7 +177,8 @@ async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) ->
     try:
         body = parse_object(await _body(http))
         server.hub.check_room()
-        # In a thread, because long texts take milliseconds to encode and a chat template may take seconds.
+        # The request is parsed in a thread, because long texts take milliseconds to encode and a chat template can take
+        # seconds.
         request = await run_in_threadpool(parse, body, server.settings, server.tokenizer)
         server.hub.check_room()
         answer = make(request, server.settings, server.tokenizer)
@@ -198,8 +199,9 @@ def _failure() -> RequestError:
 
 
 async def _body(http: Http) -> bytes:
-    """Returns the body. Raises RequestError if it is too large or is not declared as JSON."""
-    # A page in a browser cannot send this type to another origin without the consent of the server.
+    """Reads the body of a request. Raises RequestError if the body is too large or is not declared as JSON."""
+    # This check prevents cross-site requests: a web page cannot send JSON to another origin unless the server allows
+    # it.
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("the content type must be application/json", http=415)
     parts, size = [], 0
@@ -238,7 +240,7 @@ async def _collect(hub: Hub, answer: Answer, began: float) -> None:
 
 
 async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple[Choice, str, slice], None]:
-    """Yields each completion when it has grown, with its new text and the indices of its new tokens.
+    """Yields a completion whenever it gets new tokens, with its new text and the indices of the new tokens.
 
     Raises:
       Failed: the batcher failed.

@@ -25,11 +25,11 @@ SECONDS_OF_CALL = 0.04
 started."""
 
 FEWEST_STEPS = 4
-"""Minimum number of steps of a call, even above the target time, because each call copies the caches and waits for the
-host."""
+"""Minimum number of steps of a call, even if they take longer than the target time. Each call copies the caches and
+waits for the host, so very short calls are inefficient."""
 
 STEPS_BESIDE_WAITING = 4
-"""Maximum number of steps of a call while completions wait although slots are free, because `PREFILL_TOKENS` was
+"""Maximum number of steps of a call if completions wait although slots are free. This happens if `PREFILL_TOKENS` was
 reached."""
 
 PREFILL_TOKENS = 2048
@@ -50,7 +50,7 @@ class _Row(NamedTuple):
 
 
 class Batcher:
-    """Samples the completions of jobs in a thread of its own.
+    """Samples the completions of jobs in a separate thread.
 
     Args:
       slots: the arrays on the device. After `start`, only the thread uses them.
@@ -92,7 +92,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of completions that were submitted and not started."""
+        """Number of completions that were submitted and are not started yet."""
         with self._changed:
             return sum(job.count - job.started for job in self._waiting)
 
@@ -216,7 +216,7 @@ class Batcher:
                         self._waiting.remove(job)
 
     def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
-        """Returns the new tokens of all completions; frees the rows of those that have ended."""
+        """Returns the new tokens of all completions, and frees the rows of completions that have ended."""
         parts = []
         for slot in self._occupied():
             row, count = self._rows[slot], int(sampled.counts[slot])

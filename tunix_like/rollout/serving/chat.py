@@ -14,7 +14,7 @@ from tunix_like.rollout.serving.fields import RequestError
 
 _CALL, _THOUGHT = "<tool_call>", "</think>"
 _STARTS_OF_ANSWER = ("{", "<|python_tag|>")
-"""An answer that begins with one of these may be a tool call in the form of Llama 3."""
+"""An answer that begins with one of these texts may be a tool call in the format of Llama 3."""
 
 _FIXED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token")
 MOST_MESSAGES, MOST_TOOLS = 4096, 512
@@ -122,7 +122,7 @@ def chat_tokens(
 
 
 def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the text before the tool calls of an answer, and the calls in the form of OpenAI.
+    """Returns the text before the tool calls of an answer, and the calls in the format of OpenAI.
 
     If a call is malformed, the whole text is the content and there are no calls.
     """
@@ -143,7 +143,7 @@ def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 class CallStream:
-    """Separates the streamed text of an answer with tools into content and possible tool calls."""
+    """Separates the streamed text of an answer into content and tool calls."""
 
     def __init__(self) -> None:
         self._text, self._sent = "", 0

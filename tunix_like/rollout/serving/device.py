@@ -1,4 +1,4 @@
-"""The device side of the batcher: slots with completions, and the programs that act on them."""
+"""The part of the batcher that runs on the device: the arrays of the slots, and calls of the compiled programs."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Job:
       prompt: token ids, at least one.
       count: number of completions.
       number: index of the prompt in its request. The random numbers of a completion depend only on the seed, on
-        `number`, on its index among the completions and on the position of the token.
+        `number`, on the index of the completion in the job and on the position of the token.
 
     Attributes:
       started: number of completions that were started.

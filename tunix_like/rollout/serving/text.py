@@ -1,4 +1,4 @@
-"""Turns tokens into text as the tokens arrive, and finds stop strings."""
+"""Converts tokens to text as the tokens arrive, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TextStream:
     """The text of one completion, decoded from a window of its last tokens.
 
     An incomplete character is returned only when it is complete. Text that may be the beginning of a stop string is
-    returned only when this is excluded. All returned texts together are `decode(all tokens)`, up to the stop string.
+    held until it is clear that it is not. All returned texts together are `decode(all tokens)`, up to the stop string.
 
     Args:
       decode: tokens to text.
