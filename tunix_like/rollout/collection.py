@@ -110,7 +110,7 @@ class Collector:
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
         if self.player is not None:
-            self.player.seconds = 0.0  # evaluations have added to it
+            self.player.seconds = 0.0  # evaluations have increased it
         drawn = self._draw(step, params, lap)
         if drawn is None:
             return None
@@ -255,7 +255,7 @@ def shape_rewards(
 ) -> Float[np.ndarray, "P G"]:
     """Subtracts the overlong penalty from the total rewards, and converts the result to 0 and 1.
 
-    Each of the two is done only if the config says so. NaN stays NaN.
+    Each of these two steps is done only if it is configured. NaN stays NaN.
 
     The penalty is that of DAPO (arXiv 2503.14476). It is 0 up to a length of `max_tokens - overlong_buffer` tokens.
     From there it increases linearly to `overlong_penalty` at `max_tokens` tokens.

@@ -218,7 +218,7 @@ def advance(
         draw = jax.vmap(lambda data, age: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
-        written = (*row_index, jnp.where(rows.live, rows.age, limit))  # index `limit` is out of range and dropped
+        written = (*row_index, jnp.where(rows.live, rows.age, limit))  # at the index `limit` nothing is written
         rows, ended = decode(model, prompts, rows, mask, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
             live=rows.live & ~ended & (rows.age < limit),
@@ -336,8 +336,8 @@ def append(
     Args:
       rows: the rows. The `N` columns from `rows.column` on must exist in the cache, and no row that continues may have
         a token in them.
-      tokens: padded on the left.
-      counts: number of tokens of each row; may be 0.
+      tokens: the tokens to append, padded on the left.
+      counts: number of tokens to append to each row; can be 0.
     """
     model, width = _merge(graphdef, params), tokens.shape[-1]
     number = jnp.arange(width)[None, None] - (width - counts[..., None])

@@ -164,7 +164,7 @@ def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]
     """Keeps the smallest set of most probable tokens that satisfies `enough_of`; ties are kept.
 
     The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which have the same order
-    as the numbers. This takes 31 sums instead of a sort.
+    as the numbers. This needs 31 sums over the vocabulary instead of a sort.
 
     Args:
       enough_of: `f(kept: [N V]) -> [N]`: returns for each row whether the kept probabilities are enough. Probabilities

@@ -22,7 +22,7 @@ FEWEST_TOKENS_LEFT = 16
 def length_bucket(length: int, limit: int | None = None) -> int:
     """Rounds `length` up to the next of 16, 24, 32, 48, 64, 96, 128, ..., at most `limit`.
 
-    This bounds the number of compiled shapes. At most a third of the padded length is padding.
+    This bounds the number of compiled shapes. If `length` is above 16, at most a third of the padded length is padding.
     """
     size = 16
     while size < length:

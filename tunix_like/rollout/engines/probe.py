@@ -32,7 +32,7 @@ class Probe:
     server.
 
     Args:
-      max_gap: largest allowed mean difference in nats; None: nothing is compared.
+      max_gap: largest allowed mean difference in nats. If it is None, nothing is compared.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class Row:
 
 
 class RowStates:
-    """The rows of a call.
+    """The completions of one call of an engine.
 
     Attributes:
       limit: maximum number of tokens of a completion.

@@ -50,13 +50,13 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """A vLLM server. Its methods run in the event loop of the engine.
+    """A vLLM server. All methods run in the event loop of the engine.
 
     Attributes:
-      url: its address, without a final slash.
+      url: the address of the server, without a slash at the end.
       version: the version of the weights that the server has; None if it must load the weights before it can be used.
       alive: False after the server has failed a health check or an update of its weights.
-      running: number of requests that it is answering.
+      running: number of unanswered requests to the server.
     """
 
     def __init__(self, url: str, request_seconds: float):
@@ -120,7 +120,7 @@ class Server:
             raise WrongAnswer(f"its weights have the version {found!r} after an update to {version!r}")
 
     async def is_healthy(self) -> bool:
-        """Returns whether the server says that it is healthy."""
+        """Returns whether the route `/health` of the server answers with status 200."""
         try:
             return await self._status("/health", get=True) == 200
         except Unavailable:

@@ -52,7 +52,7 @@ class VLLMEngine:
       weights_folder: a folder that all servers can read under the same name. Each version of the weights gets a
         subfolder, and the subfolder of the previous version is removed.
       max_gap: largest allowed mean difference between the log-probabilities of a server and of this process, in nats.
-        None: nothing is compared.
+        If it is None, nothing is compared.
 
     Raises:
       UserError: a server cannot be reached or used, or vLLM does not support the sampling parameters. The message gives
@@ -150,7 +150,7 @@ class VLLMEngine:
             self._loop.close()
             self._loop, self._fleet = None, None
             self._remove_weights()
-            with contextlib.suppress(OSError):  # the folder has other files, or does not exist
+            with contextlib.suppress(OSError):  # the folder is not empty or does not exist
                 self.folder.rmdir()
         self._placed = []
 
@@ -205,7 +205,7 @@ class VLLMEngine:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _send(self, index: int, rows: RowStates, sampling: SamplingParams, answers: Any, tasks: set[Any]) -> None:
-        """Starts to sample the next turn of a row."""
+        """Sends the request for the next turn of a row, without waiting for the answer."""
         assert self._fleet is not None and self._loop is not None
         row = rows.rows[index]
         parameters = {

@@ -171,7 +171,7 @@ def as_environment(
     """Adapts a factory of environments of any supported kind, or a list of functions that are tools.
 
     Args:
-      arguments: passed to the factory by name; not for tools.
+      arguments: passed to the factory by name. Tools take no arguments.
 
     Raises:
       UserError: the object cannot make environments (see `check_class`), or a function cannot be a tool.
@@ -262,7 +262,7 @@ class _TunixEnvironment:
             raise UserError(f"{self.name}.reset returned {show(result)}; return the tuple (observation, info).")
         observation = result[0]
         if observation is getattr(self.environment, "task", None):
-            return None  # it is only the row, and the policy has its prompt
+            return None  # the row itself, whose prompt the policy has already
         return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
 
     def step(self, completion: str) -> EnvStepResult:

@@ -53,7 +53,7 @@ class _Pending(NamedTuple):
 
 
 class Bridge:
-    """Converts observations to the token ids to append. Made by `make_bridge`."""
+    """Converts observations to the token ids to append. `make_bridge` makes it."""
 
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
@@ -66,9 +66,9 @@ class Bridge:
     def tokens(self, observations: Sequence[Any], ends: Sequence[int]) -> list[Bridged]:
         """Returns the tokens to append after one turn of each trajectory.
 
-        One request to the template process renders all observations. If some must be shortened, about ten more requests
-        follow. If prompts are plain text, an observation is appended unchanged. With a chat template, a text becomes a
-        user message. None or an empty text adds only the start of the next turn.
+        One request to the template process renders all observations. If some observations must be shortened, about ten
+        more requests follow. If prompts are plain text, an observation is appended unchanged. With a chat template, a
+        text becomes a user message. None or an empty text adds only the start of the next turn.
 
         The end token that the policy sampled stays in the row. If the template writes another end token at this place,
         that token is omitted; only the tokens after it are appended.
@@ -138,7 +138,7 @@ class Bridge:
         return None
 
     def _encoded(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
-        """Returns for each observation its token ids, its error, or None if it has too many tokens."""
+        """Returns one entry per observation: its token ids, or its error, or None if it has too many tokens."""
         most = _LONG_TOKEN * self._most
         tried = [sum(map(len, texts(each.chat))) <= most for each in pending]
         chats = [each.chat for each, fits in zip(pending, tried, strict=True) if fits]

@@ -23,7 +23,7 @@ from tunix_like.rollout.environments.results import (
 )
 
 MOST_ANSWER = 16 * MOST_CHARACTERS
-"""Largest answer in bytes. The checks in the child keep answers below this size, so a longer answer is invalid."""
+"""Largest answer in bytes. The child process cuts its answers to a smaller size, so a longer answer is not valid."""
 
 _READ = 1 << 20
 
@@ -40,8 +40,8 @@ class Caller:
       serial: the number of its process. No other process of the pool gets this number.
       channel: the socket to the process; None before the process is requested.
       pid: the id of the process; None before the process has started.
-      what: the current or last call, `reset`, `step` or `finish`.
-      given, deadline: `time.monotonic` values of the start and of the deadline of the current call.
+      what: the kind of the current or last call: `reset`, `step` or `finish`.
+      given, deadline: start and deadline of the current call, as values of `time.monotonic`.
       closed: whether the process has closed its end of the socket.
       ended: how the process ended while no call was running; None if it has not ended.
     """
@@ -70,7 +70,8 @@ class Caller:
         self.what, self.out = what, message(request)
 
     def pump(self) -> Outcome | Failure | None:
-        """Writes and reads without blocking; returns the outcome of the call, its failure, or None.
+        """Writes and reads without blocking. Returns the outcome or the failure of the call, or None if the call has
+        not ended.
 
         Raises:
           Answered: the bytes that arrived are not an answer.

@@ -1,9 +1,10 @@
 """Renders whole conversations again at each turn, for `environment.history=template`.
 
-Some chat templates rewrite earlier turns when new messages follow (Qwen3 removes their `<think>` blocks). With this
-setting, the model sees at each turn exactly the rendering of the whole conversation. If the rendering begins with the
-tokens that the model has seen and sampled so far, only the remaining tokens are appended to the row. Otherwise the row
-is restarted: the rewritten history follows the prompt of the group, which stays in the cache.
+Some chat templates rewrite earlier turns when new messages follow (Qwen3 removes their `<think>` blocks). With
+`environment.history=template`, the model sees at each turn exactly the rendering of the whole conversation. If the
+rendering begins with the tokens that the model has seen and sampled so far, only the remaining tokens are appended to
+the row. Otherwise the row is restarted: the rewritten history follows the prompt of the group, which stays in the
+cache.
 
 Some templates end a prompt with tokens that they change in later turns, such as an opened or empty `<think>` block.
 These tokens are part of the rows and not of the group's prompt.

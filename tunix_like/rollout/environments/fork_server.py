@@ -1,4 +1,4 @@
-"""The program that runs environments. It loads the user's module once and forks one child process per trajectory.
+"""The program that runs environments. It loads the user's module once, and forks one child process per trajectory.
 
 The program is a fresh interpreter and not a fork of the training process, so it has no locks, threads or devices of
 that process. It runs user code only while it loads the module. Afterwards it only starts, reaps and kills children.
@@ -137,7 +137,7 @@ class _Server:
         waker, woken = socket.socketpair()
         for end in (waker, woken, self.channel):
             end.setblocking(False)
-        for number in _SIGNALS:  # a child may send any of them
+        for number in _SIGNALS:  # any of these signals can come from a child
             signal.signal(number, lambda *_: None)
         die_with(self.parent, signal.SIGTERM)  # not SIGKILL, so that `_end` can kill all children first
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
@@ -255,7 +255,7 @@ class _Server:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
                 self._tell({"ended": number, "status": os.waitstatus_to_exitcode(status)})
-        if ended:  # processes of ended children that have left their group are now children of this process
+        if ended:  # processes that had left the group of an ended child are now children of this process
             self._kill_all(set(children_of(os.getpid())) - self.older - set(self.children))
 
     def _tell(self, what: dict[str, Any]) -> None:

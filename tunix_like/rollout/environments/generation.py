@@ -24,7 +24,8 @@ def generate(
     """Samples `size` completions of each problem. If `player` is not None, environments answer the turns.
 
     Returns:
-      the problems, with the first observations in their prompts; the completions; the trajectories, or None.
+      the problems, with the first observations added to their prompts; the completions; and the trajectories, or None
+      without a player.
     """
     trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
     if trajectories is not None:

@@ -12,7 +12,7 @@ from tunix_like.rollout.environments.outcomes import Outcome
 
 
 class LocalEnvironments:
-    """Implements `Environments` in this process. Calls run at once and in their order.
+    """Implements `Environments` in this process. Each call runs immediately.
 
     An exception ends only its own trajectory. An environment that hangs or exits stops the run; use `EnvironmentPool`
     for such environments.

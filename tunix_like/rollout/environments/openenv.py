@@ -116,7 +116,7 @@ class OpenEnv:
             time.sleep(0.2)
 
     def step(self, completion: str) -> EnvStepResult:
-        """Sends the action of a turn, or one action for each tool call."""
+        """Sends the action of a turn, or one action for each tool call in it."""
         form = _form_of(self.url, self.action)
         if form.kind == "tools":
             return self._call_tools(tool_calls(completion))
@@ -138,7 +138,7 @@ class OpenEnv:
 
         Raises:
           InvalidAction: the server has refused the action. The session continues.
-          UserError: the session is lost, or the answer is not valid.
+          UserError: the session was lost, or the answer is not valid.
         """
         if self._session is None:
             raise UserError("OpenEnv: a step came before the reset.")

@@ -24,7 +24,7 @@ ANSWER_SECONDS = 10.0
 """Maximum seconds for the answer to an HTTP request. These requests are sent before training."""
 
 MOST_BYTES = 100 << 20
-"""Largest message of a server, as in the client of OpenEnv. Longer observations are cut by the caller anyway."""
+"""Largest message of a server, as in the client of OpenEnv. The caller cuts observations to a much smaller size."""
 
 _MOST_REASON = 500
 
@@ -158,8 +158,8 @@ class Session:
     """A WebSocket session, which is one environment of the server. It ends when the connection is closed.
 
     Attempts to open the session are repeated for the time that `patience` returns. No call has a time limit here,
-    because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is never opened
-    again.
+    because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is not replaced by
+    a new one.
 
     Raises:
       EnvironmentUnavailable: the server cannot be reached.

@@ -15,7 +15,7 @@ class Outcome(NamedTuple):
     """What an environment answered to `reset`, `step` or `finish`, or why it did not answer.
 
     Attributes:
-      number: the trajectory.
+      number: the number of the trajectory.
       observation, reward, done, info: as in `EnvStepResult`. The outcome of `reset` has only an observation, and that
         of `finish` only a reward.
       failure: why there is no answer; None if there is an answer. After a failure the environment is stopped, and the
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class Environments(Protocol):
-    """Runs one environment per trajectory. Calls return at once; the outcomes are collected later.
+    """Runs one environment per trajectory. Calls return immediately; `outcomes` returns their results later.
 
     The caller identifies each trajectory by a number of its choice. A trajectory has at most one unanswered call.
     """

@@ -39,7 +39,7 @@ _EXIT_SECONDS = 1.0  # time for an exit status to arrive after a socket was clos
 
 
 class EnvironmentPool:
-    """Implements `Environments` with one process per trajectory. Not thread-safe.
+    """Implements `Environments` with one process per trajectory. It is not thread-safe.
 
     The processes start at the first `reset` and are forked from a fresh interpreter that has loaded the user's module.
     Time during which `outcomes` is not called does not count towards the deadlines.
@@ -49,7 +49,8 @@ class EnvironmentPool:
         tools.
       arguments: passed to the class or factory by name. JSON must be able to represent the values.
       workers: maximum number of calls that run at the same time; further calls wait.
-      timeout_seconds: time limit of one call. Start, construction and `reset` are one call.
+      timeout_seconds: time limit of one call. The start of the process, the construction of the environment and `reset`
+        count as one call.
       memory_gb: memory limit in GB (10^9 bytes) of an environment together with the processes that it started. An
         environment above the limit is stopped (Linux only).
 

@@ -12,8 +12,8 @@ def check_effect(config: EnvironmentConfig, environments: Environments, made: bo
     """Checks that all keys that are set in a config have an effect on the environments.
 
     Args:
-      made: True if the learner made the environments from a class or from functions; False if the user passed an
-        `Environments` object. (A run from a YAML file passes an object that it made from the same config.)
+      made: whether the learner made the environments itself, from a class or from functions. False if it was given an
+        `Environments` object, as in a run from a YAML file.
 
     Raises:
       UserError: a key has no effect.

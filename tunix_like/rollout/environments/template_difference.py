@@ -44,7 +44,7 @@ class TemplateDifference:
         tool messages.
 
         Args:
-          eos_ids: ids that end a turn.
+          eos_ids: ids of the tokens that end a turn.
           tools: JSON schemas, which the template gets as its variable `tools`. Without tools, the template gets only
             the variables of the tokenizer.
 

@@ -32,7 +32,7 @@ def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
     `transformers.utils.get_json_schema`. The descriptions are read from the docstring, which must be in Google style.
 
     Args:
-      name: the name in messages, e.g. `MyEnv.search`; the function's own name if None.
+      name: the name of the tool in messages, e.g. `MyEnv.search`. If None, the name of the function is used.
 
     Raises:
       UserError: the docstring, a type hint or the description of a parameter is missing, a type has no JSON form, or

@@ -29,8 +29,8 @@ class Player:
     """Plays trajectories: makes the `Responder` of each rollout of a run.
 
     Args:
-      environments: runs the environments.
-      eos_ids: the ids that end a turn.
+      environments: the object that runs the environments.
+      eos_ids: ids of the tokens that end a turn.
 
     Attributes:
       seconds: time in seconds for which trajectories have waited for environments. The caller sets it to 0.
@@ -89,7 +89,7 @@ class Player:
         return self._bridges[chat]
 
     def check_prompt(self, prompt: Any) -> None:
-        """Checks that trajectories with this prompt can have several turns. Raises UserError as `bridge`."""
+        """Checks that trajectories with this prompt can have several turns. Raises the errors of `bridge`."""
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:

@@ -33,7 +33,7 @@ FULL = "the limit of tokens or turns of this trajectory is reached"
 
 @dataclasses.dataclass
 class _Episode:
-    """An episode that is played.
+    """An episode that is running.
 
     Attributes:
       id: number of the episode in the process. It is used only once, but numbers of trajectories are reused.
@@ -179,7 +179,7 @@ class VerifiersEnvironments:
             self._send({"kind": "run", "episode": episode.id, "task": task})
 
     def _take(self, seconds: float) -> None:
-        """Takes the messages that have arrived; waits up to `seconds` for the first one."""
+        """Takes the messages that have arrived; waits up to `seconds` for the first message."""
         try:
             while self._process is not None and (message := self._process.next(seconds)) is not None:
                 seconds = 0.0

@@ -28,7 +28,7 @@ class Call(NamedTuple):
     Attributes:
       id: number of the request.
       variables: variables of the chat template, including `tools`.
-      stream: whether the answer is written as events.
+      stream: whether the answer is sent as a stream of events.
     """
 
     id: int
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(id: int, body: Mapping[str, Any]) -> Call:
-        """Checks a request. Raises RequestError if training cannot answer it."""
+        """Makes a call from the body of a request. Raises RequestError if the request is not supported in training."""
         for name, values in NEUTRAL.items():
             if body.get(name) not in values:
                 raise RequestError(f"{name}: got {str(body[name])[:80]}; it is not supported in training", name)

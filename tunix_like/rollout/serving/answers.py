@@ -18,7 +18,7 @@ from tunix_like.rollout.serving.text import TextStream
 
 
 class Choice:
-    """One completion of a request while it grows.
+    """One completion of a request, to which tokens are added.
 
     Attributes:
       tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, they end
@@ -58,7 +58,7 @@ class Choice:
 class Answer(abc.ABC):
     """The answer to one request. It holds the completions, and formats them for its route.
 
-    Subclasses write the choices.
+    Subclasses implement `choice`.
     """
 
     kind, prefix = "", ""
@@ -75,7 +75,7 @@ class Answer(abc.ABC):
         return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Returns the fields before the choices."""
+        """Returns the fields of the answer that precede the choices."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
 
     def usage(self) -> dict[str, int]:
@@ -86,7 +86,7 @@ class Answer(abc.ABC):
 
     @abc.abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """Returns a completion that has ended."""
+        """Returns the JSON object of a completion that has ended."""
 
     def token_text(self, token: int) -> str:
         """Returns the text of one token."""
@@ -107,7 +107,7 @@ class StreamedAnswer(Answer):
             yield event(body | ({"usage": None} if self.request.usage_in_stream else {}))
 
     def last_events(self) -> Iterator[str]:
-        """Yields the events after all completions have ended."""
+        """Yields the events that follow the last completion."""
         if self.request.usage_in_stream:
             yield event({**self.head(self.streamed_kind), "choices": [], "usage": self.usage()})
         yield "data: [DONE]\n\n"
@@ -213,7 +213,7 @@ class ChatAnswer(StreamedAnswer):
             yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
 
     def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
-        """Returns the fields of a choice after its message."""
+        """Returns the fields of a choice that follow its message."""
         logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
         found: dict[str, Any] = {
             "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
@@ -226,7 +226,7 @@ class ChatAnswer(StreamedAnswer):
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.token_text(token)
-        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
+        known = None if "\ufffd" in text else list(text.encode())  # an incomplete character has no bytes
         return {"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []}
 
 

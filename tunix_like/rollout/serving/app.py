@@ -47,7 +47,7 @@ MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
 
 
 class Failed(Exception):
-    """The batcher could not answer a request."""
+    """Raised if the batcher could not answer a request."""
 
 
 class Server(NamedTuple):
@@ -104,7 +104,7 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
 
 
 async def _http_error(http: Http, error: Exception) -> Response:
-    """Answers requests of unknown routes and methods."""
+    """Returns the error for a request with an unknown route or method."""
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
     return error_response(RequestError(message, http=error.status_code, kind="not_found_error"), error.headers)
@@ -117,7 +117,7 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
 
 
 class _Guard:
-    """Checks the API key, counts and times requests, and answers errors."""
+    """Checks the API key, and counts the requests and measures their times."""
 
     def __init__(self, app: ASGIApp, hub: Hub, key: str | None, paths: set[str]):
         self._app, self._hub, self._paths = app, hub, paths

@@ -1,7 +1,7 @@
 """Continuous batching: jobs of any number of callers share the rows of one decoder.
 
 A thread alternates between two things: it starts waiting completions in free slots, and it samples some tokens of all
-rows. There is no HTTP in this file.
+rows. This file is independent of HTTP.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Deliver = Callable[[Sequence[tuple[Job, Part]]], None]
 
 
 class _Row(NamedTuple):
-    """A completion in a slot."""
+    """The completion that is in a slot."""
 
     job: Job
     sample: int
@@ -106,12 +106,12 @@ class Batcher:
             while self._wait():
                 try:
                     self._step()
-                except Exception:  # e.g. not enough memory: the requests fail, the server continues
+                except Exception:  # e.g. lack of memory: the requests fail and the server continues
                     _LOG.exception("the batcher failed; all requests are answered with an error")
                     self._fail()
 
     def _wait(self) -> bool:
-        """Waits for something to do. Returns False after `close`."""
+        """Waits until a job waits, runs or was cancelled. Returns False after `close`."""
         with self._changed:
             while not (self._closed or self._waiting or self._cancelled or self.running):
                 self._changed.wait()
@@ -161,7 +161,7 @@ class Batcher:
                 self._rows[slot], self._keep[slot] = None, False
 
     def _start(self) -> None:
-        """Starts waiting completions in free slots, in the order of their arrival."""
+        """Starts waiting completions in free slots, in the order in which the jobs arrived."""
         computed, beside = 0, bool(self.running)
         while free := [slot for slot, row in enumerate(self._rows) if row is None]:
             jobs = self._next_jobs(len(free))

@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 
     Attributes:
       graphdef: graph of a `Decoder`.
-      params: its weights.
+      params: the weights.
       eos_ids: token ids that end a completion.
       mesh: the mesh that the weights are on; None means a single device.
     """

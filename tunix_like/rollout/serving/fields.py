@@ -17,7 +17,7 @@ class RequestError(UserError):
       message: what is wrong.
       param: the field.
       http: HTTP status.
-      kind: type of the error in the answer.
+      kind: the field `type` of the error in the answer.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class RequestError(UserError):
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parses the JSON object of a body. Raises RequestError if the body is not a JSON object."""
+    """Parses a request body as a JSON object. Raises RequestError if the body is not a JSON object."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")

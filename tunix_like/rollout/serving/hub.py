@@ -61,7 +61,7 @@ class Hub:
 
 
 class Exchange:
-    """The jobs of one request, from submission to their last part.
+    """Submits the jobs of one request and receives the parts of their completions.
 
     On exit from the context manager, completions that have not ended are cancelled.
     """

@@ -13,7 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts times by bucket."""
+    """Counts times in buckets."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)

@@ -29,7 +29,7 @@ class TextStream:
     held until it is clear that it is not. All returned texts together are `decode(all tokens)`, up to the stop string.
 
     Args:
-      decode: tokens to text.
+      decode: function that converts token ids to text.
       stops: strings that end the completion.
     """
 
