@@ -45,7 +45,7 @@ class Rows(NamedTuple):
       positions: position of the token in each column, counted from the start of the prompt; -1 if the column has no
         token of the row.
       span: for each row, the number of last written columns that contain all of its cached tokens.
-      steps: number of decode steps so far. A step computes all rows, including those that are not live.
+      steps: number of decode steps so far. A step computes all rows, including rows that are not live.
       age: number of completion tokens of each row.
       first: number of tokens that each row had when it was last restarted; 0 if it was not restarted. These tokens are
         not in the cache.
@@ -346,7 +346,7 @@ def append(
     given = prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions
     hidden, cache = model.extend(tokens, new, *given)
     slots, samples = _row_index(rows)
-    place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # padding: out of range, dropped
+    place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # padding is not written
     written = slots[..., None], samples[..., None], place
     return rows._replace(
         column=(rows.column + width) % rows.room,

@@ -1,6 +1,6 @@
-"""Samples tokens from logits with temperature, top-k and top-p, from one uniform random number per row.
+"""Samples tokens from logits with temperature, top-k and top-p. Each row needs one uniform random number.
 
-This needs no sort over the vocabulary, and no random number for each vocabulary entry.
+The algorithm needs no sort over the vocabulary, and no random number for each vocabulary entry.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _choose_from_part(
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
     """Samples like `choose`, on a device that has a part of the vocabulary.
 
-    The devices exchange one maximum and one sum per row instead of the logits. First one of the parts is drawn, then a
-    token of this part.
+    The devices exchange one maximum and one sum per row instead of the logits. A draw selects one of the parts first,
+    and then a token of this part.
     """
     axis = "tp"
     shifted, weights = _exponentials(scaled, jax.lax.pmax(scaled.max(axis=-1), axis))

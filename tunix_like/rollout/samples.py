@@ -1,4 +1,4 @@
-"""Picks one prompt of a step with its best and its worst completion, for display."""
+"""Selects one prompt of a step with its best and its worst completion, to show them to the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Schedules one call of the sampler: which completion is in which row, and when rows are filled and compacted."""
+"""Schedules one call of the sampler. It decides which completion is in which row, and when rows are filled and
+compacted."""
 
 from __future__ import annotations
 
@@ -173,7 +174,7 @@ class Schedule:
             return
         held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
         take = np.zeros(self.row_sample.shape, bool)
-        for slot, prompt in enumerate(held.tolist()):  # first, so that prompts stay in their slots
+        for slot, prompt in enumerate(held.tolist()):  # before empty slots are filled: prompts stay in their slots
             self._start(slot, prompt, take, samples)
         for slot in np.flatnonzero((self.row_sample < 0).all(axis=1)).tolist():
             if not self._waiting():

@@ -47,7 +47,7 @@ class TurnSchedule(Schedule):
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
         self.sampled = np.zeros((*shape, sampler.max_tokens), bool)
         self.first, self.segment_start = np.zeros(shape, int), np.zeros(self.sampled.shape, np.int32)
-        super().__init__(sampler, params, requests, *rest)  # starts rows
+        super().__init__(sampler, params, requests, *rest)  # last, because this starts rows
 
     def _stop_at(self, live: int) -> int:
         live -= int(self._waits().sum())
@@ -114,7 +114,8 @@ class TurnSchedule(Schedule):
         used = self.row_sample >= 0
         self.ages = np.where(used, ages, 0)
         samples = self._submit(used & ~live & ~self._waits(), ended, ages)
-        # If a row is live, decoding stopped because the cache is full, or because replies are used as they arrive.
+        # If a row is still live, decoding stopped because the cache was full, or because replies are used when they
+        # arrive.
         all_ended = not (used & live).any()
         if self.pending.any() and (all_ended or not self.responder.lockstep):
             samples += self._reply(self.responder.replies(wait=all_ended), ages)

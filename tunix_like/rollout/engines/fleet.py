@@ -164,7 +164,7 @@ class Fleet:
         """Waits until a server is healthy, and gives it the current weights."""
         reported = False
         while server.version != self.version:
-            # Copies, because the attributes can change during an await.
+            # These are copies, because the attributes can change during an await.
             folder, version, admit = self.folder, self.version, self._admit
             problem = "it does not answer"
             try:
@@ -173,10 +173,10 @@ class Fleet:
                     await server.reload(folder, version)
                     await admit(server)
                     server.version = version
-                    continue  # `self.version` may have changed
+                    continue  # `self.version` may have changed meanwhile
             except (Unavailable, WrongAnswer) as error:
                 server.alive, problem = False, str(error)
-            except Exception as error:  # raised by `_until_usable`, so that no request waits in vain
+            except Exception as error:  # `_until_usable` raises it, so that requests do not wait longer
                 server.alive, self._error = False, error
                 self._is_usable.set()
             server.version, self._problems[server] = None, problem

@@ -1,4 +1,4 @@
-"""One vLLM server: its routes for tokens, weights and health, over HTTP."""
+"""Sends requests to one vLLM server over HTTP: to sample tokens, to update the weights and to check the health."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Server:
 
         Args:
           tokens: the prompt.
-          parameters: vLLM's sampling parameters, with `logprobs`.
+          parameters: sampling parameters of vLLM, which must include `logprobs`.
 
         Raises:
           Unavailable: the server failed, or its answer took longer than `request_seconds`.

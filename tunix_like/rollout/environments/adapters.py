@@ -262,7 +262,7 @@ class _TunixEnvironment:
             raise UserError(f"{self.name}.reset returned {show(result)}; return the tuple (observation, info).")
         observation = result[0]
         if observation is getattr(self.environment, "task", None):
-            return None  # the row itself, whose prompt the policy has already
+            return None  # this is the row, and the policy has its prompt already
         return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
 
     def step(self, completion: str) -> EnvStepResult:
@@ -311,9 +311,9 @@ def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
 def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
     """Converts an observation of google-tunix to text or messages.
 
-    The conversion is that of the agents of google-tunix. A dict with the key `prompts` or `question` becomes the text
-    of this key. A dict with `tool_outputs` becomes one message per call. An empty dict becomes None. Any other dict is
-    written as JSON.
+    The agents of google-tunix convert observations in the same way. A dict with the key `prompts` or `question` becomes
+    the text of this key. A dict with `tool_outputs` becomes one message per call. An empty dict becomes None. Any other
+    dict is written as JSON.
 
     Args:
       names: tool names by the id of the call.

@@ -66,7 +66,7 @@ class Caller:
         return theirs
 
     def call(self, what: str, request: bytes) -> None:
-        """Prepares a call; `pump` sends it."""
+        """Prepares a call, which `pump` then sends."""
         self.what, self.out = what, message(request)
 
     def pump(self) -> Outcome | Failure | None:

@@ -47,7 +47,7 @@ def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:
 
 
 def transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """Returns the turns as one text. Each turn is written as `role: content`; its further lines are indented by two
+    """Formats the turns as one text. Each turn is written as `role: content`; its further lines are indented by two
     spaces."""
     return "\n".join(f"{message['role']}: {message['content']}".replace("\n", "\n  ") for message in messages)
 

@@ -143,7 +143,7 @@ class _Server:
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         self.private = (waker, woken)
         gc.collect()
-        gc.freeze()  # the collector then writes to fewer pages that the children share
+        gc.freeze()  # so that the collector does not copy memory pages that the children share
         self.out = ready
         while not self.closed and os.getppid() == self.parent:
             with selectors.DefaultSelector() as selector:
@@ -177,7 +177,7 @@ class _Server:
                 return
             except OSError:
                 order = b""
-            if len(order) < ORDER.size:  # orders are sent whole: the training process has ended
+            if len(order) < ORDER.size:  # an incomplete order: the training process has ended
                 self.closed = True
                 return
             what, number = ORDER.unpack(order)
@@ -207,12 +207,12 @@ class _Server:
                 os._exit(0)
         os.close(descriptor)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # also here, because the child may be killed before it has run
+            os.setpgid(pid, pid)  # also set here, because the child may be killed before it sets its group
         self.children[pid], self.pids[number] = number, pid
         self._tell({"begun": number, "pid": pid})
 
     def _be_child(self, descriptor: int, parent: int) -> None:
-        os.setpgid(0, 0)  # processes that the environment starts are killed with this group
+        os.setpgid(0, 0)  # a process group, so that all its processes can be killed at once
         die_with(parent)
         _adopt_orphans()
         signal.set_wakeup_fd(-1)
@@ -230,7 +230,7 @@ class _Server:
     def _kill(self, number: int) -> None:
         """Kills the child of a trajectory and all processes that it started."""
         if (pid := self.pids.get(number)) is not None:
-            self._kill_all([pid])  # in case it has left its group; `_reap` kills what remains
+            self._kill_all([pid])  # the child may have left its group; `_reap` kills its processes
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 

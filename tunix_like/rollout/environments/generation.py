@@ -36,7 +36,7 @@ def generate(
     samples = engine.generate(*given) if trajectories is None else engine.generate(*given, trajectories)
     out = collect(samples, requests)
     if trajectories is not None and player is not None and player.rewrites:
-        while isinstance(inner := getattr(engine, "engine", None), Engine):  # the error names the wrapped engine
+        while isinstance(inner := getattr(engine, "engine", None), Engine):  # the error message names the inner engine
             engine = inner
         trajectories.check_rows(out, type(engine).__name__)
     return list(problems), out, trajectories

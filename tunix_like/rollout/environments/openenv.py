@@ -34,8 +34,8 @@ class ActionForm(NamedTuple):
     """How the text of a turn becomes an action.
 
     Attributes:
-      kind: `tools`: each tool call in the text is one action; `text`: the text is the value of a field; `value`: the
-        text is the value of a field in JSON; `object`: the text is the whole action in JSON.
+      kind: what the text contains: tool calls, each of which is one action (`tools`), the value of a field as text
+        (`text`), the value of a field as JSON (`value`), or the whole action as JSON (`object`).
       field: the name of the field.
       fields: the names of the required fields.
     """
@@ -134,7 +134,7 @@ class OpenEnv:
         self._session = None
 
     def _act(self, action: Mapping[str, Any], show: Callable[[Mapping[str, Any]], Any]) -> EnvStepResult:
-        """Sends one action; `show` returns what the model sees of the observation.
+        """Sends one action. `show` converts the observation to the text or messages that the model sees.
 
         Raises:
           InvalidAction: the server has refused the action. The session continues.
@@ -285,6 +285,6 @@ def tool_result(observation: Mapping[str, Any]) -> str:
     return ("error: " if result.get("is_error") else "") + "\n".join(parts)
 
 
-@functools.cache  # filled before the processes of trajectories are forked
+@functools.cache  # the cache is filled before the processes of trajectories are forked
 def _form_of(url: str, field: str | None) -> ActionForm:
     return action_form(schemas_of_server(url)["action"], field)

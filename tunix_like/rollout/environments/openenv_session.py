@@ -24,7 +24,8 @@ ANSWER_SECONDS = 10.0
 """Maximum seconds for the answer to an HTTP request. These requests are sent before training."""
 
 MOST_BYTES = 100 << 20
-"""Largest message of a server, as in the client of OpenEnv. The caller cuts observations to a much smaller size."""
+"""Maximum size in bytes of a message of a server. The client of OpenEnv has the same limit. The caller cuts
+observations to a much smaller size."""
 
 _MOST_REASON = 500
 
@@ -60,7 +61,7 @@ def checked_url(url: Any) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is not a number
+    except ValueError:  # e.g. the port is not a number
         valid = False
     if not valid or parts.query or parts.fragment:
         raise UserError(problem)

@@ -1,4 +1,4 @@
-"""Runs each environment in a process of its own, with deadlines and a memory limit.
+"""Runs each environment in a separate process, with deadlines and a memory limit.
 
 The program in `fork_server.py` loads the user's module once and forks the processes. Starting an interpreter for each
 trajectory would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed
@@ -35,7 +35,7 @@ PATIENCE = 10.0
 """Maximum seconds for the fork server to answer an order (`fork_server.ORDER`). It usually answers within
 milliseconds."""
 
-_EXIT_SECONDS = 1.0  # time for an exit status to arrive after a socket was closed, and for the server to end
+_EXIT_SECONDS = 1.0  # maximum wait for an exit status after a socket was closed, and for the end of the server
 
 
 class EnvironmentPool:
@@ -73,7 +73,7 @@ class EnvironmentPool:
         self.memory_bytes = int(memory_gb * 1e9)
         self._tools: list[Mapping[str, Any]] | None = None
         self._callers: dict[int, Caller] = {}
-        self._serials: dict[int, Caller] = {}  # callers with a process, by its number
+        self._serials: dict[int, Caller] = {}  # callers with a process, by the number of the process
         self._requests: deque[tuple[Caller, str, bytes]] = deque()  # calls that wait
         self._running: dict[int, Caller] = {}
         self._ready: list[Outcome] = []

@@ -24,7 +24,7 @@ MOST_MESSAGES = 1_000
 """Maximum number of messages of one observation."""
 
 MOST_INFO = 100
-"""Maximum number of entries of `info` that are kept, and maximum number of characters of their names."""
+"""Maximum number of entries of `info` that are kept, and maximum number of characters of the name of an entry."""
 
 
 def checked_step(value: Any, where: str) -> EnvStepResult:
@@ -149,6 +149,6 @@ def show(value: Any) -> str:
     """Formats a value for a message, in at most 200 characters."""
     try:
         text = repr(value[:200] if isinstance(value, str | bytes) else value)
-    except Exception:  # the user's own __repr__
+    except Exception:  # raised by the user's __repr__
         text = f"an object of type {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,4 +1,4 @@
-"""Checks, for environments that are given in Python, that the settings of environments have an effect."""
+"""Checks that settings of environments have an effect. This concerns environments that are given in Python."""
 
 from __future__ import annotations
 

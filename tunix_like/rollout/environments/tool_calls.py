@@ -100,7 +100,7 @@ def _call_of(value: Any) -> ToolCall:
     if not isinstance(name, str) or not name:
         return ToolCall("", {}, 'the tool call has no "name"')
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # the form of OpenAI, which some models write
+    if isinstance(arguments, str):  # some models write the arguments as text, like OpenAI
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if arguments is None:

@@ -82,7 +82,7 @@ def method_schemas(kind: type) -> dict[str, Mapping[str, Any]]:
 
 
 class ToolObject:
-    """The environment of one trajectory that uses an object of TRL's `environment_factory`."""
+    """The environment of one trajectory, for an object of TRL's `environment_factory`."""
 
     def __init__(self, environment: Any, schemas: Mapping[str, Mapping[str, Any]]):
         self.environment, self.name = environment, type(environment).__name__

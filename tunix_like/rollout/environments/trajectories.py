@@ -115,7 +115,7 @@ class Player:
 
 
 class Trajectories:
-    """The environments of one rollout; the `Responder` of its completions.
+    """The environments of one rollout. It is the `Responder` for the completions of the rollout.
 
     With several processes, each process runs the environments of its share of the problems, and the processes exchange
     the replies.
@@ -319,7 +319,7 @@ class Trajectories:
         for outcome in outcomes:
             was_over = self._states[outcome.number].over
             self._record(outcome)
-            if was_over:  # the answer to `finish`
+            if was_over:  # this outcome answers `finish`
                 continue
             state = self._states[outcome.number]
             going_on = outcome.failure is None and not outcome.done

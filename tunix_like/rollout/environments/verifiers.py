@@ -51,7 +51,7 @@ class _Episode:
 
 
 class VerifiersEnvironments:
-    """Plays episodes of one environment in a process of its own. Implements `Environments`.
+    """Implements `Environments` with episodes of one environment of `verifiers`. They run in a separate process.
 
     The observation of an outcome has the new messages of a request. The whole request is in `calls`.
 

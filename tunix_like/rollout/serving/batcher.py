@@ -180,8 +180,8 @@ class Batcher:
             self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Returns the first waiting job. If its prompt is not computed yet, also returns the jobs that follow it, as
-        many as fit into one prefill and `most` slots."""
+        """Returns the first waiting job. If its prompt is not computed yet, also returns the next jobs, up to the
+        number that fits into one prefill and into `most` slots."""
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
         if not jobs or jobs[0].prefilled is not None:

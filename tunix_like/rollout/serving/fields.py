@@ -65,7 +65,8 @@ class Fields:
         return self._left.pop(name, None)
 
     def number(self, name: str, default: float, low: float, high: float = math.inf, above: bool = False) -> float:
-        """Returns a number from `low` to `high`; with `above` it must be greater than `low`."""
+        """Returns a number from `low` to `high`, or `default`. If `above` is True, the number must be greater than
+        `low`."""
         value = self._of_type(name, (int, float), "a number")
         if value is None:
             return default

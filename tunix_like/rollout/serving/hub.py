@@ -50,7 +50,7 @@ class Hub:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._deliver, parts)
-        except RuntimeError:  # the loop has ended, and with it all requests
+        except RuntimeError:  # the loop has ended, so there are no requests
             return
 
     def _deliver(self, parts: Sequence[tuple[Job, Part]]) -> None:

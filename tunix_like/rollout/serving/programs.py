@@ -77,7 +77,7 @@ class Starts(NamedTuple):
 
 
 def widths_of(longest: int) -> list[int]:
-    """Returns the widths of the caches, ascending; the last one is `longest`."""
+    """Returns the possible widths of the caches in ascending order. The last width is `longest`."""
     widths = []
     width = FIRST_WIDTH
     while width < longest:
@@ -87,7 +87,7 @@ def widths_of(longest: int) -> list[int]:
 
 
 def prompt_widths_of(longest: int) -> list[int]:
-    """Returns the widths to which prompts are padded, ascending."""
+    """Returns the widths to which prompts can be padded, in ascending order."""
     widths = []
     width = SHORTEST_PROMPT
     while width < longest:
@@ -120,7 +120,7 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
     """Places new prompts in slots and starts a completion in each of these slots. The arrays of `state` are donated.
 
     Several slots can use the same computed prompt. The random numbers of a completion depend only on its seed, `number`
-    and `sample`. They are the same as those of the sampler with the key of this seed.
+    and `sample`. The sampler uses the same random numbers if its key is made from this seed.
     """
     caches = state.prompts.cache, state.rows.cache
     placed = _place(caches[0], fresh.cache, starts.take, starts.source)
@@ -252,7 +252,7 @@ def _resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
 def _resized_rows(
     cache: list[KeyValue], positions: Int[Array, "A 1 U"], column: Int[Array, ""], width: int
 ) -> dict[str, Any]:
-    """Unrolls the ring buffer (oldest column first); drops the oldest columns, or appends empty ones.
+    """Unrolls the ring buffer (oldest column first); then drops the oldest columns or appends empty columns.
 
     Returns:
       the fields of `Rows` that change.

@@ -40,7 +40,8 @@ class TextStream:
         self._held = ""
 
     def add(self, tokens: Sequence[int], last: bool) -> Added:
-        """Adds tokens; `last` is True if no more tokens follow. With stop strings, tokens are decoded one by one."""
+        """Adds tokens; `last` is True if no more tokens follow. If there are stop strings, tokens are decoded one by
+        one."""
         if not self._stops:
             return Added(self._decoded(tokens, last), len(tokens), None)
         text = ""
