@@ -180,7 +180,7 @@ class Collector:
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
             raise UserError(
-                f"the training data has fewer than {self.batch_size} usable prompts, the number of one step; lower the "
+                f"the training data has fewer than {self.batch_size} usable prompts, which one step needs; lower the "
                 "batch size (data.batch_size). If the data is an iterator, check that it was not consumed before."
             )
         if prompts is None:

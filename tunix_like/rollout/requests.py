@@ -24,7 +24,7 @@ def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
     tokens = responder.opening(group)
     if len(tokens) >= limit:
         problem = f"{len(tokens)} tokens precede the first turn"
-        raise UserError(f"rollout.max_tokens_to_generate={limit}: {problem}; raise it.")
+        raise UserError(f"rollout.max_tokens_to_generate={limit}: {problem}; increase this value.")
     return tokens
 
 

@@ -110,7 +110,7 @@ def test_one_bad_conversation_costs_nothing_else():
         given.append((conversation, [user(text)]))
     found = conversations.continued(given)
     assert "failed on a conversation" in found[0].problem
-    assert "renders the prompt in another way" in found[1].problem and "surrogate" in found[3].problem
+    assert "renders the prompt differently" in found[1].problem and "surrogate" in found[3].problem
     assert found[2] == Continued(ours.encode("<|im_start|>good<|im_end|><|im_start|>"))
     assert [len(conversation.messages) for conversation, _ in given] == [2, 2, 3, 2]
 

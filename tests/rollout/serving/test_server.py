@@ -213,7 +213,11 @@ OTHERS = {"prompt": "abc>", "max_tokens": 4}
         ("/v1/completions", OTHERS | {"n": 129}, "n: got 129; it must be at least 1, at most 128"),
         ("/v1/completions", {"prompt": ["a>"] * 20, "n": 10}, "20 prompts x 10 completions exceed the limit of 128"),
         ("/v1/completions", {"prompt": "abc>", "max_tokens": 0}, "max_tokens"),
-        ("/v1/completions", {"prompt": "abc>", "max_tokens": 197}, "has 5 tokens, and with max_tokens=197 that is 202"),
+        (
+            "/v1/completions",
+            {"prompt": "abc>", "max_tokens": 197},
+            "has 5 tokens, and with max_tokens=197 the total is 202",
+        ),
         ("/v1/completions", {"prompt": [1] * 200}, "has 200 tokens; prompt and completion have at most 200"),
         ("/v1/completions", {"prompt": "a" * 100_000}, "tokens; prompt and completion have at most 200"),
         ("/v1/completions", OTHERS | {"stop": [1]}, "stop"),

@@ -100,7 +100,7 @@ class Fleet:
             if other == MOST_WRONG:
                 raise EngineLost(
                     f"rollout.urls: the server {server.url}: {problem}, for the {other}rd time in one request. Another "
-                    "run may use it; give each run servers of its own."
+                    "run may use this server; give each run servers of its own."
                 )
             self._lose(server, problem)
 
@@ -134,8 +134,8 @@ class Fleet:
                 urls = ", ".join(f"{server.url} ({why})" for server, why in zip(self.servers, problems, strict=True))
                 raise EngineLost(
                     f"rollout.urls: no server has answered for {self.wait_seconds:g} s "
-                    f"(rollout.wait_for_servers_seconds): {urls}. Start them, then the run with the same command: it "
-                    "resumes."
+                    f"(rollout.wait_for_servers_seconds): {urls}. Start the servers, then start the run with the same "
+                    "command; it resumes."
                 ) from None
         return usable
 
@@ -152,7 +152,7 @@ class Fleet:
         logger.warning("the server %s is not used until it has the current weights: %s", server.url, why)
         if not left:
             self._is_usable.clear()
-            logger.warning("no server is left; waiting up to %g s for one", self.wait_seconds)
+            logger.warning("no server is left; waiting up to %g s for a server", self.wait_seconds)
         self._repair(server)
 
     def _repair(self, server: Server) -> None:

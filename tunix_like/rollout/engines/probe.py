@@ -78,9 +78,9 @@ class Probe:
         if not gap <= self.max_gap:
             raise UserError(
                 f"rollout.urls: the server {server.url} computes other log-probabilities with these weights than the "
-                f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). It "
-                "has another model or dtype, or another run uses it: start it with the folder of this model and the "
-                "same --dtype. If rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
+                f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). The "
+                "server has another model or dtype, or another run uses it. Start it with the folder of this model and "
+                "the same --dtype. If rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
                 + (_TIED if self.tied else "")
             )
 

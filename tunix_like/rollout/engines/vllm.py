@@ -242,7 +242,8 @@ def _check_sampling(rollout: RolloutConfig) -> None:
     if rollout.temperature != 1 and truncation is not None:
         raise UserError(
             f"rollout.{truncation}: with a temperature other than 1, vLLM gives the log-probabilities after the "
-            f"truncation, and training needs those before it; set rollout.temperature=1, or omit rollout.{truncation}."
+            "truncation, but training needs the log-probabilities before the truncation; set rollout.temperature=1, or "
+            f"omit rollout.{truncation}."
         )
 
 

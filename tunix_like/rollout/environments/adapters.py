@@ -157,7 +157,8 @@ class Adapted:
         return _StepEnvironment(environment)
 
     def _make(self, columns: Mapping[str, Any]) -> Any:
-        """Calls the factory with its arguments, and with the columns as `task` (google-tunix)."""
+        """Calls the user's factory with the configured arguments. A factory of google-tunix also gets the columns as
+        `task`."""
         if self._task is None:
             return self._factory(**self._arguments)
         if self._task == "by position":  # as google-tunix does

@@ -62,7 +62,7 @@ def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[
     if player is None:
         return
     if REWARD in rewards:
-        raise UserError(f"reward_fns: the name '{REWARD}' is that of the environment's reward; use another name.")
+        raise UserError(f"reward_fns: the name '{REWARD}' is reserved for the environment's reward; use another name.")
     if engine is not None:
         parameters = inspect.signature(engine.generate).parameters.values()
         if not any(each.name == "responder" or each.kind is each.VAR_POSITIONAL for each in parameters):

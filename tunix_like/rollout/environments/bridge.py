@@ -122,8 +122,8 @@ class Bridge:
         if ids is None:
             what = "a text that is shortened to nothing" if self._cuts else "an empty message"
             raise UserError(
-                f"environment.max_observation_tokens={self._most}: {what} takes more tokens, with those of the "
-                "chat template; raise it."
+                f"environment.max_observation_tokens={self._most}: {what} takes more tokens, including the tokens "
+                "of the chat template; increase this value."
             )
 
     def _role_problem(self, pending: _Pending) -> str | None:

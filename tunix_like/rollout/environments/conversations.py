@@ -86,8 +86,7 @@ class Conversations:
       tools: whether there are tools.
 
     Raises:
-      UserError: after a later turn, the rendering does not begin with the prompt. (The last `MOST_OPENING` tokens of
-        the prompt may change.)
+      UserError: the template changes the prompt after a later turn, and not only its last `MOST_OPENING` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: bool):
@@ -144,7 +143,7 @@ class Conversations:
         if ids[: conversation.prompt] != seen[: conversation.prompt]:
             return Continued(
                 None,
-                problem="with a later turn, the chat template renders the prompt in another way. The trajectories of a "
+                problem="after a later turn, the chat template renders the prompt differently. The trajectories of a "
                 "row share their prompt, so its tokens must stay the same.",
             )
         conversation.messages, conversation.tokens = chat, ids

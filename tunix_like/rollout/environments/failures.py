@@ -40,7 +40,7 @@ def check_available(failures: Sequence[Sequence[str] | None]) -> None:
     assert failures[0] is not None
     raise EngineLost(
         f"environment: its service is unavailable; all {len(failures)} trajectories failed. {failures[0][1]} Start the "
-        "server, then run the same command: it resumes."
+        "server, then start the run with the same command; it resumes."
     )
 
 

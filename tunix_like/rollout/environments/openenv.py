@@ -214,7 +214,7 @@ def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     elif missing := [name for name in required if name != field]:
         raise UserError(
             f"environment.arguments: the actions of the server need {', '.join(missing)} besides '{field}'; unset "
-            "action, and the model writes them as a JSON object."
+            "action, then the model writes the whole action as a JSON object."
         )
     return ActionForm("text" if _takes_text(fields.get(field, {})) else "value", field)
 
@@ -233,7 +233,7 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
     """Converts the text of a turn to an action. `<think>` blocks and a Markdown block around JSON are removed first.
 
     Raises:
-      InvalidAction: the form needs JSON, and the turn is not valid JSON or has another type.
+      InvalidAction: the form needs JSON, but the turn is not valid JSON, or is JSON of another type.
     """
     text = without_thinking(completion).strip()
     if form.kind == "text":

@@ -230,7 +230,7 @@ class EnvironmentPool:
         if caller.pid is None or memory_of(caller.pid) <= self.memory_bytes:
             return False
         limit = f"environment.memory_gb={self.memory_bytes / 1e9:g} GB"
-        self._fail(caller, "error", f"it held more than {limit} in {caller.what} and was stopped.")
+        self._fail(caller, "error", f"it used more than {limit} in {caller.what} and was stopped.")
         return True
 
     def _over_time(self, caller: Caller) -> None:

@@ -83,7 +83,7 @@ def checked_observation(value: Any, where: str) -> str | Sequence[Message] | Non
         if not valid:
             raise UserError(
                 f"{where}: the observation contains {show(message)}, which is no message; write "
-                '{"role": "user", "content": "..."}, both strings.'
+                '{"role": "user", "content": "..."} with both values as strings.'
             )
         part = {_text(k, 100): _text(v, room) for k, v in message.items() if isinstance(k, str) and isinstance(v, str)}
         room -= len(part["content"])
@@ -99,7 +99,7 @@ def checked_number(value: Any, where: str) -> float:
     """
     number = _number(value)
     if number is None:
-        raise UserError(f"{where} {show(value)} is not a number; return a float, 0.0 for no reward.")
+        raise UserError(f"{where} {show(value)} is not a number; return a float (0.0 means no reward).")
     if not abs(number) <= LARGEST:  # also true for NaN
         raise UserError(f"{where} {show(value)} is not a finite number within +-{LARGEST:.0e}.")
     return number

@@ -20,7 +20,7 @@ def check_effect(config: EnvironmentConfig, environments: Environments, made: bo
     """
     for key in ("name", "tools", "arguments"):
         if made and getattr(config, key) is not None:
-            raise UserError(f"environment_config.{key}: it has no effect beside environment=...; remove it.")
+            raise UserError(f"environment_config.{key}: it has no effect together with environment=...; remove it.")
     pool = environments if isinstance(environments, EnvironmentPool) else None
     for key in ("workers", "timeout_seconds", "memory_gb"):
         value = getattr(config, key)

@@ -40,8 +40,9 @@ class TemplateDifference:
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Finds the end of an assistant's turn. Checks the template for user messages and, with tools, for tools and
-        tool messages.
+        """Finds the end of an assistant's turn, and checks that the template supports user messages.
+
+        If there are tools, also checks that it supports tools and tool messages.
 
         Args:
           eos_ids: ids of the tokens that end a turn.
@@ -68,8 +69,8 @@ class TemplateDifference:
         Yields an error for messages on which the template fails. Sends one request to the template process.
 
         Args:
-          new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages become
-            references, so the results must be encoded with `Tokenizer.encode_guarded`.
+          new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages are
+            replaced by placeholders, so the results must be encoded with `Tokenizer.encode_guarded`.
         """
         return self._after([((_QUESTION,), _ANSWERS[0], messages) for messages in new], self._variables(True))
 

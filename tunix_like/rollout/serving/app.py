@@ -1,4 +1,4 @@
-"""The HTTP interface of the server: routes, limits, the API key, and errors in the form of OpenAI."""
+"""The HTTP interface of the server: routes, limits, the API key, and errors in the format of OpenAI."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def _http_error(http: Http, error: Exception) -> Response:
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns an error in the form of OpenAI."""
+    """Returns an error in the format of OpenAI."""
     content = {"message": str(error), "type": error.kind, "param": error.param, "code": error.http}
     return JSONResponse({"error": content}, error.http, headers)
 

@@ -209,8 +209,8 @@ def _room(fields: Fields, settings: Settings, prompt: int, max_tokens: int | Non
     if prompt + max_tokens > longest:
         raise fields.error(
             "max_tokens",
-            f"the prompt has {prompt} tokens, and with max_tokens={max_tokens} that is {prompt + max_tokens}; prompt "
-            f"and completion have at most {longest}",
+            f"the prompt has {prompt} tokens, and with max_tokens={max_tokens} the total is {prompt + max_tokens}; "
+            f"prompt and completion have at most {longest}",
         )
     return max_tokens
 
