@@ -88,7 +88,7 @@ def prefill(graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[
 
 
 def _merge(graphdef: Any, params: Any) -> Decoder:
-    """Builds the model with its matrices cast to the compute dtype.
+    """Builds the model and casts its matrices to the compute dtype.
 
     The cast is done once here and not at every step of a loop. Quantised matrices stay quantised; the layers dequantise
     them.

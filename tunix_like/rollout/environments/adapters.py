@@ -247,7 +247,7 @@ class _StepEnvironment:
 
 
 class _TunixEnvironment:
-    """A google-tunix `BaseTaskEnv`. Its `step` counts the steps and ends the episode at `max_steps`.
+    """A google-tunix `BaseTaskEnv`. Its own `step` counts the steps, and ends the episode after `max_steps` steps.
 
     A `ToolEnvironment` gets the tool calls of a turn in the form that the agent of google-tunix passes. A turn without
     calls is the final answer and is passed as text.

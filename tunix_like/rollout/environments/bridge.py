@@ -162,8 +162,8 @@ class Bridge:
         return ids if len(ids) <= self._most else None
 
     def _ids(self, addition: str, end: int) -> list[int]:
-        """Returns the ids of an addition. If there are more ids than allowed, the result is only a beginning that is
-        still too long."""
+        """Returns the ids of an addition. If there are more ids than allowed, the result may be cut to any number of
+        ids above the limit."""
         if self._difference is None:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:
@@ -222,8 +222,9 @@ def make_bridge(
         returns no tokens.
 
     Raises:
-      UserError: the chat template has no consistent addition (`TemplateDifference`), there are tools without a chat
-        template, or the template alone takes more than `most_tokens` tokens.
+      UserError: the text that the chat template adds for a message also depends on earlier messages (see
+        `TemplateDifference`), there are tools without a chat template, or the template alone takes more than
+        `most_tokens` tokens.
     """
     if tools and not chat:
         raise UserError(

@@ -54,7 +54,8 @@ class Conversation:
 
     @property
     def opening(self) -> list[int]:
-        """The tokens at the end of the prompt that later turns may change. Valid only before the first turn."""
+        """The tokens at the end of the prompt that later turns may change. This value is valid only before the first
+        turn."""
         return self.tokens[self.prompt :]
 
     def copy(self) -> Conversation:

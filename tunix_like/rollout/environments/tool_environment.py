@@ -89,7 +89,8 @@ class ToolObject:
         self.tools = Tools({name: getattr(environment, name) for name in schemas}, schemas)
 
     def reset(self, columns: Mapping[str, Any]) -> Any:
-        """Resets the object with all columns, as TRL does, or with the columns that its `reset` accepts."""
+        """Resets the object. Its `reset` gets the columns that it accepts; with `**kwargs` it gets all columns, as in
+        TRL."""
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, f"{self.name}.reset")), f"{self.name}.reset")
 

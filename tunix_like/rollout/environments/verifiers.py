@@ -179,7 +179,7 @@ class VerifiersEnvironments:
             self._send({"kind": "run", "episode": episode.id, "task": task})
 
     def _take(self, seconds: float) -> None:
-        """Takes the messages that have arrived; waits up to `seconds` for the first message."""
+        """Processes the messages that have arrived. Waits up to `seconds` for the first message."""
         try:
             while self._process is not None and (message := self._process.next(seconds)) is not None:
                 seconds = 0.0

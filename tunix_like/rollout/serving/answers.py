@@ -23,7 +23,7 @@ class Choice:
     Attributes:
       tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, they end
         with the token that completes the stop string.
-      text: the text so far, without the end that can still change.
+      text: the text so far, without text at its end that later tokens can still change.
       reason: "stop" or "length"; None if the completion has not ended.
       stopped_by: the stop string or the id of `stop_token_ids` that ended the completion; None if there is none.
     """

@@ -72,7 +72,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs. May be called from any thread."""
+        """Queues jobs. This method can be called from any thread."""
         with self._changed:
             self._waiting.extend(jobs)
             self._changed.notify()

@@ -12,7 +12,7 @@ class Added(NamedTuple):
     """The text that new tokens add to a completion.
 
     Attributes:
-      text: new text that cannot change any more. Text that can still change is returned later.
+      text: new text that later tokens cannot change. The remaining text is returned later.
       used: number of tokens that belong to the completion. Tokens after a stop string do not belong to it.
       stop: the stop string that ended the completion; None if there is none. It is not part of the text.
     """
