@@ -167,5 +167,7 @@ def test_what_only_the_first_turn_sees_is_in_the_rows(template, variables, openi
 def test_a_template_whose_prompt_changes_is_refused(template):
     """One that counts the messages in front, and one with a long end of the prompt."""
     ours, _ = build_thinking(template)
-    with pytest.raises(UserError, match=r"^environment\.history=template: with a later turn, .* Set environment\.hist"):
+    with pytest.raises(
+        UserError, match=r"^environment\.history=template: after a later turn, .* Set environment\.hist"
+    ):
         Conversations(ours, False)

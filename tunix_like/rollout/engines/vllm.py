@@ -236,8 +236,8 @@ class VLLMEngine:
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
-    """Raises UserError if vLLM cannot return the log-probabilities that training needs: with temperature, without
-    truncation."""
+    """Raises UserError if vLLM cannot return the log-probabilities that training needs. These include the temperature,
+    but not the truncation by top-k or top-p."""
     truncation = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k is not None else None
     if rollout.temperature != 1 and truncation is not None:
         raise UserError(

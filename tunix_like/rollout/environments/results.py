@@ -82,7 +82,7 @@ def checked_observation(value: Any, where: str) -> str | Sequence[Message] | Non
         valid = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
         if not valid:
             raise UserError(
-                f"{where}: the observation contains {show(message)}, which is no message; write "
+                f"{where}: the observation contains {show(message)}, which is not a message; write "
                 '{"role": "user", "content": "..."} with both values as strings.'
             )
         part = {_text(k, 100): _text(v, room) for k, v in message.items() if isinstance(k, str) and isinstance(v, str)}
