@@ -18,8 +18,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
     "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
 }  # fmt: skip
-"""Fields that would change how a turn is sampled, and their allowed values, which have no effect. The sampling
-parameters of a request are ignored; the settings in `rollout` apply."""
+"""Fields that are not supported in training. A request may set them only to the listed values, which have no effect.
+The sampling parameters of a request are ignored; the settings in `rollout` apply."""
 
 
 class Call(NamedTuple):
