@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_in_an_episode_continues_to_the_bit(tmp_path):
         ({"history": "template"}, "environment.history=template: it needs a chat template"),
         ({"history": "both"}, "environment.history: unknown value 'both'"),
         ({"mode": "lazy"}, "environment.mode: unknown value 'lazy'"),
-        ({"max_observation_tokens": 5}, "environment.max_observation_tokens=5: .* raise it"),
+        ({"max_observation_tokens": 5}, "environment.max_observation_tokens=5: .* increase this value"),
     ],
 )
 def test_a_wrong_environment_is_refused_before_anything_is_compiled(tmp_path, environment, message):

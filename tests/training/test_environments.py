@@ -314,7 +314,11 @@ def test_a_mask_is_part_of_a_batch():
             "environment_config.workers: it has no effect, because these environments do not run in",
         ),
         (Vowels, {"memory_gb": 1.0}, "give memory_gb to EnvironmentPool"),
-        (Vowels, {"name": "guess"}, "environment_config.name: it has no effect beside environment=...; remove it"),
+        (
+            Vowels,
+            {"name": "guess"},
+            "environment_config.name: it has no effect together with environment=...; remove it",
+        ),
         (Vowels, {"arguments": {"a": 1}}, "environment_config.arguments: it has no effect"),
         ("pool", {"timeout_seconds": 5.0}, "environment_config.timeout_seconds: .*because the pool has 7; give"),
     ],

@@ -185,7 +185,7 @@ def test_several_updates_a_reference_and_evaluation():
 
 def test_what_cannot_be_is_refused_before_anything_is_compiled():
     opens = "{{ 'a' if messages | length > 1 else 'b' }}" + KEEPS
-    message = r"environment\.history=template: .* renders the prompt in another way.* environment\.history=sampled"
+    message = r"environment\.history=template: .* renders the prompt differently.* environment\.history=sampled"
     with pytest.raises(UserError, match=message):
         collect(learner(template=opens))
     with pytest.raises(UserError, match=r"environment\.history=template: it needs a chat template"):

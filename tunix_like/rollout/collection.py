@@ -1,6 +1,7 @@
-"""Collects the scored groups of a training step: takes prompts, samples, scores and shapes rewards.
+"""Collects the scored groups of a training step: takes prompts, samples completions, scores them and shapes the
+rewards.
 
-With dynamic sampling it takes further batches until enough groups have different rewards.
+With dynamic sampling, it samples further batches until enough groups have completions with different rewards.
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ from tunix_like.types import Engine, GroupBatch, Problem, SamplingParams
 logger = logging.getLogger("tunix_like")
 
 TRAIN_KEY = 1
-"""Folded into the run's random key for training. Evaluation folds in `EVAL_KEY`, so their random numbers differ."""
+"""Number that is folded into the random key of the run for training. Evaluation folds in `EVAL_KEY` instead, so
+training and evaluation use different random numbers."""
 
 EXTRA_BATCHES = 4
-"""Maximum number of extra rollout batches per step when `algorithm.max_extra_batches` is unset."""
+"""Maximum number of extra rollout batches per step if `algorithm.max_extra_batches` is not set."""
 
 
 class Collected(NamedTuple):
     """The groups of one step.
 
     `metrics` and `tokens` (number of sampled completion tokens) include all groups that were sampled for the step, even
-    groups that are not used.
+    groups that are not trained on.
     """
 
     rollout: Rollout
@@ -66,15 +68,17 @@ class Collected(NamedTuple):
 
 @dataclasses.dataclass
 class Collector:
-    """Takes prompts, samples a group for each, scores it and shapes the rewards. Called once per step.
+    """Takes prompts, samples a group of completions for each prompt, scores the groups and shapes the rewards.
+
+    It is called once per step.
 
     Attributes:
       key: random key of all completions of the run.
       rollouts: folder for completions that cannot be scored, or None.
-      player: plays the trajectories of several turns; None: completions have a single turn.
-      drawn: number of prompts taken from the stream so far. It is the number of the next problem, so problem numbers
-        are unique in a run.
-      started: True once a batch was drawn, in this call or before the checkpoint that is resumed.
+      player: plays trajectories of several turns; None if completions have a single turn.
+      drawn: number of prompts taken from the stream so far. The next problem gets this number, so problem numbers are
+        unique in a run.
+      started: whether the run has drawn a batch. A batch that was drawn before a resumed checkpoint counts too.
     """
 
     task: Task
@@ -92,21 +96,21 @@ class Collector:
     _warned: bool = False
 
     def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
-        """Returns the groups of a step, or None when the data is exhausted.
+        """Returns the groups of a step, or None if the data is exhausted.
 
         Args:
           params: the weights, from `Engine.place`.
-          lap: called with the name of each phase when it is done.
+          lap: called with the name of each phase when the phase is done.
 
         Raises:
-          UserError: the reward functions failed for every completion of the first batch, or returned rewards that the
-            estimator does not accept (the completions are then written to `rollouts/`); or the data has fewer prompts
-            than one batch.
+          UserError: the reward functions failed for every completion of the first batch, the estimator does not accept
+            the rewards, or the data has fewer prompts than one batch. In the first two cases the completions are
+            written to `rollouts/`.
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
         if self.player is not None:
-            self.player.seconds = 0.0  # evaluations count there too
+            self.player.seconds = 0.0  # evaluations have increased it
         drawn = self._draw(step, params, lap)
         if drawn is None:
             return None
@@ -130,7 +134,8 @@ class Collector:
         rewards: Float[np.ndarray, "P G"],
         lap: Callable[[str], None],
     ) -> tuple[Rollout, Float[np.ndarray, "N G"], dict[str, float]]:
-        """Samples extra batches until enough groups have different rewards, or the maximum number is reached.
+        """Samples extra batches until enough groups have different rewards, or the maximum number of batches is
+        reached.
 
         This is dynamic sampling (DAPO, arXiv 2503.14476). Returns all groups that were sampled.
         """
@@ -144,8 +149,8 @@ class Collector:
         if short > 0 and not self._warned:
             self._warned = True
             logger.warning(
-                "step %d: dynamic sampling found %d of %d groups with different rewards after %d extra batch(es); the "
-                "rest of the batch are other groups. Later steps do not repeat this warning, see the metric "
+                "step %d: dynamic sampling found %d of %d groups with different rewards after %d extra batch(es); "
+                "other groups fill the rest of the batch. Later steps do not repeat this warning; see the metric "
                 "dynamic_sampling/short_groups",
                 step,
                 self.batch_size - short,
@@ -156,7 +161,8 @@ class Collector:
         return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
     def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-        """Returns which groups have different rewards and enough scored completions for their estimator."""
+        """Returns a mask of the groups that have different rewards and enough scored completions for their
+        estimator."""
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(
             scored, estimator_ids(self.objective, rollout)
@@ -165,12 +171,16 @@ class Collector:
     def _draw(
         self, step: int, params: Any, lap: Callable[[str], None]
     ) -> tuple[Rollout, Float[np.ndarray, "P G"]] | None:
-        """Samples and scores the next batch of prompts. Returns it with its shaped rewards (NaN where unscored)."""
+        """Samples and scores completions for the next batch of prompts.
+
+        Returns the rollout and its shaped rewards; the reward of an unscored completion is NaN. Returns None if the
+        data is exhausted.
+        """
         size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
             raise UserError(
-                f"the training data has fewer than {self.batch_size} usable prompts, the number of one step; lower the "
+                f"the training data has fewer than {self.batch_size} usable prompts, which one step needs; lower the "
                 "batch size (data.batch_size). If the data is an iterator, check that it was not consumed before."
             )
         if prompts is None:
@@ -243,10 +253,12 @@ def shape_rewards(
     max_tokens: int,
     success_threshold: float,
 ) -> Float[np.ndarray, "P G"]:
-    """Subtracts the overlong penalty from the total reward, and binarizes it if configured. NaN stays NaN.
+    """Subtracts the overlong penalty from the total rewards, and converts the result to 0 and 1.
 
-    The penalty is that of DAPO (arXiv 2503.14476): 0 up to a length of `max_tokens - overlong_buffer` tokens, then
-    linear up to `overlong_penalty` at `max_tokens` tokens.
+    Each of these two steps is done only if it is configured. NaN stays NaN.
+
+    The penalty is that of DAPO (arXiv 2503.14476). It is 0 up to a length of `max_tokens - overlong_buffer` tokens.
+    From there it increases linearly to `overlong_penalty` at `max_tokens` tokens.
     """
     if algo.overlong == "penalty":
         assert algo.overlong_buffer is not None
@@ -254,4 +266,4 @@ def shape_rewards(
         total = total - (1.0 if algo.overlong_penalty is None else algo.overlong_penalty) * over
     if algo.binarize:
         total = np.where(np.isnan(total), np.nan, succeeds(total, success_threshold).astype(np.float64))
-    return total.astype(np.float32)  # the estimator's dtype: rewards that differ only in float64 count as equal
+    return total.astype(np.float32)  # as in the estimator: rewards that differ only in float64 count as equal

@@ -1,11 +1,14 @@
-"""The compiled programs of sampling: prefill, decode loop, and moves of rows between slots.
+"""The compiled programs of sampling: prefill, decode loop, and programs that move rows between slots.
 
-Each of the `A` slots holds one prompt and `g` rows, one completion per row. All rows write their keys and values into
-the same column of a ring buffer with `U` columns, so the write is a single slice even if rows have different ages. The
-position of the token in each column of a row is stored, and a row attends only to the columns that have one. A row that
-waits for a reply (completions of several turns) keeps its columns while other rows go on, so it has columns without a
-token; `compact_columns` removes them when the buffer is full. A row may be restarted: its next tokens follow the
-prompt, and its earlier tokens leave the cache. `schedule.py` and `turns.py` schedule these programs.
+There are `A` slots. A slot holds one prompt and `g` rows, and a row holds one completion. The keys and values of a row
+are stored in a ring buffer with `U` columns. In each decode step all rows write to the same column, so the write is a
+single slice even if the rows have different lengths. `Rows.positions` stores the position of the token in each column,
+and a row attends only to columns with a token.
+
+If completions have several turns, a row can wait for a reply while other rows are decoded. The columns of these steps
+have no token in the waiting row. `compact_columns` removes columns without a token when the buffer is full. A row can
+also be restarted: its earlier tokens leave the cache, and its next tokens follow the prompt directly. `schedule.py` and
+`turns.py` call these programs.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.rollout.logits import SamplingParams, choose
 
 TOKENS = "tokens"
-"""Name of the decoding loop in a compiled program; one trip samples a token of every row."""
+"""Name of the decoding loop in a compiled program. Each iteration samples one token of every row."""
 
 
 class Prompts(NamedTuple):
@@ -39,15 +42,16 @@ class Rows(NamedTuple):
 
     Attributes:
       column: index of the cache column for the next keys and values.
-      positions: position in its sequence (prompt included) of the token in each column; -1 if the column has no token
-        of the row.
-      span: number of columns that were written since the first token of each row in the cache.
-      steps: number of decode steps so far; each step processes all rows, live or not.
-      age: number of tokens of each row.
-      first: number of tokens of each row before it was last restarted; they are not in the cache.
-      live: False once a row has `ended` or reached the length limit.
+      positions: position of the token in each column, counted from the start of the prompt; -1 if the column has no
+        token of the row.
+      span: for each row, the number of last written columns that contain all of its cached tokens.
+      steps: number of decode steps so far. A step computes all rows, including rows that are not live.
+      age: number of completion tokens of each row.
+      first: number of tokens that each row had when it was last restarted; 0 if it was not restarted. These tokens are
+        not in the cache.
+      live: whether a row is being sampled; False after it has `ended` or reached the length limit.
       ended: whether the row ended with an end-of-sequence token.
-      held: True for rows whose columns must be kept even if they are not live, because they may continue.
+      held: True for rows that can continue later. Their columns are kept even if they are not live.
       keys: random key data of each row.
     """
 
@@ -79,12 +83,12 @@ class Rows(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
 def prefill(graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[Array, "A"]) -> Prompts:
-    """Runs the model on each prompt once, independent of the number of completions."""
+    """Runs the model on each prompt once, regardless of the number of completions."""
     return Prompts(lengths, *_merge(graphdef, params).prefill(tokens, lengths))
 
 
 def _merge(graphdef: Any, params: Any) -> Decoder:
-    """Builds the model with its matrices cast to the compute dtype.
+    """Builds the model and casts its matrices to the compute dtype.
 
     The cast is done once here and not at every step of a loop. Quantised matrices stay quantised; the layers dequantise
     them.
@@ -93,7 +97,7 @@ def _merge(graphdef: Any, params: Any) -> Decoder:
 
 
 def cast_params(graphdef: Any, params: Any) -> Any:
-    """Casts the matrices of a decoder to its compute dtype, except for quantised ones."""
+    """Casts the matrices of a decoder to its compute dtype, except for quantised matrices."""
     dtype = nnx.merge(graphdef, params).dtype
 
     def cast(path: Any, x: Array) -> Array:
@@ -142,8 +146,8 @@ def fill(
 ) -> Rows:
     """Starts new completions of the slots' prompts in the rows selected by `take`.
 
-    The random numbers of a row depend on `key`, the number of its prompt and the sample's index in the group, and not
-    on the slot.
+    The random numbers of a row depend on `key`, on the number of its prompt and on the index of its completion in the
+    group. They do not depend on the slot.
     """
     row_key = lambda number, sample: jax.random.fold_in(jax.random.fold_in(key, number), sample)  # noqa: E731
     fresh = jax.vmap(jax.vmap(row_key, (None, 0)))(numbers, samples)
@@ -173,9 +177,10 @@ def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
 def replace_prompts(
     prompts: Prompts, slots: Int[Array, "N"], source: Int[Array, "N"], fresh: Prompts | None
 ) -> Prompts:
-    """Writes prompts into `slots`. `source` indexes the old slots followed by the newly prefilled prompts (`fresh`).
+    """Writes prompts into `slots`.
 
-    Slot numbers out of range are dropped.
+    The prompts are copied from the old slots and from `fresh`, the newly prefilled prompts. `source` indexes the old
+    slots followed by `fresh`. Slot numbers that are out of range are ignored.
     """
 
     def moved(old: Array, new: Array | None = None) -> Array:
@@ -199,10 +204,10 @@ def advance(
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples tokens until at most `stop_at` rows are live, or until the next column would overwrite one that a live or
-    held row needs."""
+    """Samples tokens until at most `stop_at` rows are live, or until the next column would overwrite a column that a
+    live or held row needs."""
     model = _merge(graphdef, params)
-    head = model.head()  # outside the loop, because a tied head is a transpose
+    head = model.head()  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, prompts.cache[0][1].shape[2])
@@ -213,7 +218,7 @@ def advance(
         draw = jax.vmap(lambda data, age: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
-        written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range: dropped
+        written = (*row_index, jnp.where(rows.live, rows.age, limit))  # at the index `limit` nothing is written
         rows, ended = decode(model, prompts, rows, mask, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
             live=rows.live & ~ended & (rows.age < limit),
@@ -231,13 +236,13 @@ def advance(
 
 
 def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: Int[Array, "A g"]) -> Rows:
-    """Runs the model on the next token of every row, and writes a column of the cache.
+    """Runs the model on the next token of every row, and writes one column of the cache.
 
     Args:
-      mask: that of the prompts, from `prompt_mask`.
+      mask: attention mask of the prompts, from `prompt_mask`.
 
     Returns:
-      the rows, of which those that are live have another token and hidden state.
+      the updated rows. Each live row has one more token and a new hidden state.
     """
     new = jnp.where(rows.live, prompts.lengths[:, None] + rows.cached, -1)
     positions = jax.lax.dynamic_update_slice_in_dim(rows.positions, new[..., None], rows.column, axis=2)
@@ -254,10 +259,10 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: In
 
 
 def compact_columns(rows: Rows) -> Rows:
-    """Moves the tokens of every row to the last columns of the cache, without columns between them.
+    """Moves the tokens of every row to the last columns of the cache, without empty columns between them.
 
-    The arrays of `rows` are donated. Each layer is moved by a program of its own, because one program for all would
-    hold a second cache.
+    The arrays of `rows` are donated. Each layer is moved by a separate call, because a single program for all layers
+    would need memory for a second cache.
     """
     positions, order = _order(rows.positions)
     cache = [_moved_layer(k, v, order) for k, v in rows.cache]
@@ -266,7 +271,7 @@ def compact_columns(rows: Rows) -> Rows:
 
 @jax.jit
 def _order(positions: Int[Array, "A g U"]) -> tuple[Int[Array, "A g U"], Int[Array, "R U"]]:
-    """Returns the sorted positions of each row, and the columns that they had."""
+    """Returns the positions of each row in ascending order, and the old column of each position."""
     return jnp.sort(positions, axis=-1), to_rows(jnp.argsort(positions, axis=-1))
 
 
@@ -308,8 +313,8 @@ def regroup(
 ) -> tuple[Prompts, Rows]:
     """Gathers rows and prompts into new slots.
 
-    New slot `b` gets the prompt of old slot `source[b]`, and, where `real`, the rows `picked[b]` (flat indices over all
-    old slots). A prompt may be in several slots.
+    New slot `b` gets the prompt of old slot `source[b]` and the rows `picked[b]` (flat indices over all old slots). If
+    `real` is False for a row, the row is padding and is not live. A prompt can be in several slots.
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
@@ -325,12 +330,14 @@ def regroup(
 def append(
     graphdef: Any, params: Any, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g N"], counts: Int[Array, "A g"]
 ) -> Rows:
-    """Appends tokens that the policy did not sample to rows, with one forward pass over these tokens only.
+    """Appends given tokens, such as those of a reply, to rows. The model computes only these tokens, in one forward
+    pass.
 
     Args:
-      rows: the next `N` columns, up to the last one of the cache at most, have no token of a row that is kept.
-      tokens: padded on the left.
-      counts: number of tokens of each row; may be 0.
+      rows: the rows. The `N` columns from `rows.column` on must exist in the cache, and no row that continues may have
+        a token in them.
+      tokens: the tokens to append, padded on the left.
+      counts: number of tokens to append to each row; can be 0.
     """
     model, width = _merge(graphdef, params), tokens.shape[-1]
     number = jnp.arange(width)[None, None] - (width - counts[..., None])
@@ -339,7 +346,7 @@ def append(
     given = prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions
     hidden, cache = model.extend(tokens, new, *given)
     slots, samples = _row_index(rows)
-    place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # out of range: dropped
+    place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # padding is not written
     written = slots[..., None], samples[..., None], place
     return rows._replace(
         column=(rows.column + width) % rows.room,

@@ -60,7 +60,7 @@ class RolloutFiles:
         self.folder, self._lost = folder, False
 
     def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        """Writes the completions of a step. A failed write gives a warning, once per run."""
+        """Writes the completions of a step. If a write fails, logs a warning, once per run."""
         if self.folder is None:
             return
         shaped = np.where(batch.scored, batch.rewards, np.nan)
@@ -83,10 +83,12 @@ class RolloutFiles:
 def saved_on_failure(
     folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
 ) -> Iterator[None]:
-    """Context manager for scoring: on a UserError it writes the completions to `folder` and adds the file to the error.
+    """Context manager that writes the completions to `folder` if scoring raises a UserError.
 
-    If `folder` is None nothing is written. If the write fails (for example on a full disk), a warning is logged and the
-    original error is raised.
+    The message of the raised error then also names the file.
+
+    If `folder` is None, nothing is written. If the write fails (for example on a full disk), a warning is logged and
+    the original error is raised.
     """
     try:
         yield
@@ -102,16 +104,16 @@ def saved_on_failure(
 
 
 class FirstFailure:
-    """Logs the first failure of a reward function or an environment in a run, in full; later failures are not
+    """Logs the full text of the first failure of a reward function or an environment in a run. Later failures are not
     logged."""
 
     def __init__(self) -> None:
         self._shown = False
 
     def __call__(self, scores: Scores, folder: Path | None) -> None:
-        """Logs the first failure of `scores`, and writes it to `folder/reward_failure.txt` unless `folder` is None.
+        """Logs the first failure of `scores`. If `folder` is not None, also writes it to `folder/reward_failure.txt`.
 
-        A lone surrogate, which UTF-8 cannot encode, is written as its escape: `\\udce9`.
+        UTF-8 cannot encode a lone surrogate. It is written as an escape: `\\udce9`.
         """
         if scores.first_failure is None or self._shown:
             return
@@ -137,7 +139,7 @@ class FirstFailure:
 
 
 def nothing_scored_message(scores: Scores) -> str:
-    """Returns an error message for the case that no completion has a reward."""
+    """Returns the error message to show if no completion has a reward."""
     where = "the environment and rewards.functions" if REWARD in scores.by_function else "rewards.functions"
     if scores.first_failure is None:
         return f"no completion could be scored: every reward is None or NaN. Check {where}."
@@ -145,7 +147,10 @@ def nothing_scored_message(scores: Scores) -> str:
 
 
 def remove_steps_after(folder: Path, last: int) -> None:
-    """Removes the files of steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`), which a resumed run rewrites."""
+    """Removes the files of the steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`).
+
+    A resumed run repeats these steps and writes their files again.
+    """
     for file in folder.glob("step_*"):
         if int(file.stem.split("_")[1]) > last:
             file.unlink()

@@ -1,6 +1,6 @@
-"""Samples tokens from logits with temperature, top-k and top-p, from one uniform random number per row.
+"""Samples tokens from logits with temperature, top-k and top-p. Each row needs one uniform random number.
 
-It needs no sort over the vocabulary and no random numbers per vocabulary entry.
+The algorithm needs no sort over the vocabulary, and no random number for each vocabulary entry.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
 BLOCK = 256
-"""Block size of the inverse-CDF search. Short running sums keep the float32 rounding errors small."""
+"""Block size of the inverse-CDF search, in tokens. Short running sums keep the float32 rounding errors small."""
 
 
 LOWEST_LOGIT = -80.0
-"""Tokens with a scaled logit this far below the maximum get weight 0 instead of at most `exp(-80)`. No draw can
-distinguish the two. Denormal numbers, which start below -87.3, would make the sums several times slower on CPU."""
+"""A token gets weight 0 if its scaled logit minus the maximum logit is at most this value. Their exact weight of at
+most `exp(-80)` would not change a float32 draw. Without this limit, differences below -87.3 would give denormal
+numbers, which make the sums several times slower on CPU."""
 
 
 def choose(
@@ -39,9 +40,9 @@ def choose(
       params: sampling parameters; temperature 0 is greedy decoding.
 
     Returns:
-      the tokens, and their log-probabilities under `log_softmax(logits / temperature)` over the whole vocabulary (not
-      truncated by top-k or top-p), as the trainer computes them. Greedy decoding returns the log-probabilities at
-      temperature 1.
+      the tokens and their log-probabilities. These are values of `log_softmax(logits / temperature)` over the whole
+      vocabulary, before truncation by top-k or top-p, as the trainer computes them. Greedy decoding returns the
+      log-probabilities at temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
     whole = params.temperature > 0 and params.top_k is None and params.top_p == 1.0
@@ -62,10 +63,10 @@ def choose(
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters of each row, with the values of `SamplingParams`.
+    """Sampling parameters of each row. The values have the same meaning as in `SamplingParams`.
 
     Attributes:
-      top_k: number of tokens to keep; the vocabulary size keeps every token.
+      top_k: number of tokens to keep; if it is the vocabulary size, every token is kept.
     """
 
     temperature: Float[AnyArray, "N"]
@@ -76,7 +77,10 @@ class RowSampling(NamedTuple):
 def choose_each(
     logits: Float[Array, "N V"], uniform: Float[Array, "N"], sampling: RowSampling
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    """Samples as `choose`, with sampling parameters of each row. The token of a row depends on its own row only."""
+    """Samples one token per row like `choose`, with separate sampling parameters for each row.
+
+    The token of a row does not depend on the other rows.
+    """
     greedy = sampling.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
     shifted, weights = _exponentials(scaled, scaled.max(axis=-1))
@@ -106,9 +110,9 @@ def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tu
 
 
 def _choose_by_parts(scaled: Float[Array, "N V"], uniform: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Samples as `choose`, with each device along `tp` working on its part of the vocabulary.
+    """Samples like `choose`; each device along `tp` computes its part of the vocabulary.
 
-    Otherwise the compiler gathers the logits of the whole vocabulary on every device.
+    Without this, the compiler would gather the logits of the whole vocabulary on every device.
     """
     rows = PartitionSpec(row_axes(jax.sharding.get_abstract_mesh(), scaled.shape[0]))
     run = jax.shard_map(
@@ -120,9 +124,10 @@ def _choose_by_parts(scaled: Float[Array, "N V"], uniform: Float[Array, "N"]) ->
 def _choose_from_part(
     scaled: Float[Array, "N v"], uniform: Float[Array, "N"]
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    """Samples as `choose`, on a device that has a part of the vocabulary.
+    """Samples like `choose`, on a device that has a part of the vocabulary.
 
-    The devices exchange one maximum and one sum per row, not the logits. First a part is drawn, then a token of it.
+    The devices exchange one maximum and one sum per row instead of the logits. A draw selects one of the parts first,
+    and then a token of this part.
     """
     axis = "tp"
     shifted, weights = _exponentials(scaled, jax.lax.pmax(scaled.max(axis=-1), axis))
@@ -138,13 +143,14 @@ def _choose_from_part(
 
 
 def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
-    """Sets to 0 the tokens that are less probable than the k-th most probable one; ties are kept."""
+    """Sets the probabilities of all tokens to 0 except for the `k` most probable tokens; ties are kept."""
     threshold = jax.lax.top_k(probs, k)[0][:, -1:]
     return jnp.where(probs >= threshold, probs, 0.0)
 
 
 def keep_each_top_k(probs: Float[Array, "N V"], k: Int[Array, "N"]) -> Float[Array, "N V"]:
-    """Keeps the `k` most probable tokens of each row; ties are kept. It is `keep_top_k` with a number per row."""
+    """Keeps the `k` most probable tokens of each row; ties are kept. This is `keep_top_k` with a separate `k` for each
+    row."""
     return _keep_enough(probs, lambda kept: (kept > 0).sum(axis=-1) >= k)
 
 
@@ -155,13 +161,14 @@ def keep_top_p(probs: Float[Array, "N V"], top_p: float | Float[Array, "N"]) -> 
 
 
 def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]) -> Float[Array, "N V"]:
-    """Keeps the smallest set of most probable tokens that is enough; ties are kept.
+    """Keeps the smallest set of most probable tokens that satisfies `enough_of`; ties are kept.
 
     The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which have the same order
-    as the numbers. This takes 31 sums instead of a sort.
+    as the numbers. This needs 31 sums over the vocabulary instead of a sort.
 
     Args:
-      enough_of: `f(kept: [N V]) -> [N]`, whether these probabilities are enough; others are 0.
+      enough_of: `f(kept: [N V]) -> [N]`: returns for each row whether the kept probabilities are enough. Probabilities
+        that are not kept are 0.
     """
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -187,7 +194,7 @@ def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int
 
 
 def _block_sums(weights: Float[Array, "N V"]) -> tuple[Float[Array, "N B"], Float[Array, "N B 256"]]:
-    """Returns the sums of blocks of tokens, and the weights in blocks."""
+    """Splits the weights into blocks of tokens. Returns the sum of each block, and the blocks."""
     rows, width = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
     return blocks.sum(axis=-1), blocks
@@ -204,7 +211,8 @@ def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tup
     """Returns the index of the first running sum above `target`, and `target` minus the sum before that index.
 
     The entry at the index always has a positive weight. If rounding moves the target above the last sum, the last entry
-    with a positive weight is returned. If rounding moves it below zero, the first such entry is returned.
+    with a positive weight is returned. If rounding moves the target below zero, the first entry with a positive weight
+    is returned.
     """
     running = jnp.cumsum(weights, axis=-1)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)

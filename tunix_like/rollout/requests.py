@@ -24,12 +24,12 @@ def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
     tokens = responder.opening(group)
     if len(tokens) >= limit:
         problem = f"{len(tokens)} tokens precede the first turn"
-        raise UserError(f"rollout.max_tokens_to_generate={limit}: {problem}; raise it.")
+        raise UserError(f"rollout.max_tokens_to_generate={limit}: {problem}; increase this value.")
     return tokens
 
 
 def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completions:
-    """Collects the samples of a call in arrays as wide as the longest completion, at least 1.
+    """Collects the samples of a call in arrays. The arrays are as wide as the longest completion, and at least 1 wide.
 
     Args:
       samples: one for each completion of each request.
@@ -60,7 +60,8 @@ def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completio
 
 
 def samples_of(completions: Completions) -> Iterator[Sample]:
-    """Yields the samples from which `collect` makes these arrays, for engines that compute arrays."""
+    """Yields the samples of completions that are stored in arrays. This is the inverse of `collect`, for engines that
+    compute arrays."""
     for request, sample in np.ndindex(*completions.lengths.shape):
         index = request, sample, slice(completions.lengths[request, sample])
         mask = None if completions.token_mask is None else completions.token_mask[index]

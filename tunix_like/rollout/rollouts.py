@@ -1,4 +1,4 @@
-"""Scores completions, converts rollouts to batches, computes rollout metrics and writes rollout files.
+"""Scores completions, converts rollouts to batches and computes rollout metrics.
 
 The sampled tokens are used for training unchanged. Text is decoded only for the reward functions and for files, and is
 never tokenized again.
@@ -31,14 +31,14 @@ WeightedReward = tuple[str, RewardFunction, float]
 
 
 def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[WeightedReward]:
-    """Returns name, function and weight of each reward function.
+    """Returns the name, the function and the weight of each reward function.
 
     Args:
       functions: the learner's `reward_fns`: a function, a list of functions, or a mapping of names to functions.
       weights: the learner's `reward_weights`; defaults to ones.
 
     Raises:
-      UserError: `reward_fns` or `reward_weights` is wrong.
+      UserError: `reward_fns` or `reward_weights` is not valid.
     """
     named = functions if isinstance(functions, Mapping) else None
     if not callable(functions):
@@ -77,7 +77,8 @@ class Task(NamedTuple):
 class Rollout(NamedTuple):
     """Sampled and scored groups.
 
-    `texts` has the `P * G` completions, group after group, and `episodes` their turns if there is an environment.
+    `texts` has the texts of the `P * G` completions, group after group. `episodes` has the turns of each completion; it
+    is None without an environment.
     """
 
     problems: list[Problem]
@@ -96,7 +97,7 @@ class Rollout(NamedTuple):
 def with_width(completions: Completions, width: int, segments: bool = False) -> Completions:
     """Pads or cuts the token axis of completions to `width`, and sets their `token_mask`.
 
-    An engine may return arrays as wide as its longest completion, and no mask.
+    An engine may return narrower arrays (as wide as its longest completion) and may omit the mask.
 
     Args:
       segments: whether to set `segment_start` too. An engine that restarted no row returns no `segment_start`.
@@ -145,17 +146,17 @@ def first_axis(completions: Completions, index: Any) -> Completions:
 
 
 def segment_starts(completions: Completions) -> list[list[int]]:
-    """Returns the indices of the first tokens of each completion's segments, group after group."""
+    """Returns for each completion the indices of the first tokens of its segments, group after group."""
     assert completions.segment_start is not None
     rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
     return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Decodes completions to text without special tokens, group after group; each process decodes its share.
+    """Decodes completions to text without special tokens, group after group. Each process decodes its share of them.
 
-    For a completion with several segments, only the last segment is decoded, which has the history and the last turn.
-    In the first segment, the text begins with the first sampled token.
+    If a completion has several segments, only its last segment is decoded; it contains the history and the last turn.
+    If a completion has one segment, its text begins with the first sampled token.
     """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
@@ -173,7 +174,9 @@ def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str
 def score_completions(
     functions: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[str], size: int
 ) -> Scores:
-    """Computes the rewards of all completions; each column of a problem is repeated for its `size` completions.
+    """Computes the rewards of all completions.
+
+    Each column of a problem is repeated for its `size` completions.
 
     With several processes, each process scores all completions of its share of the problems.
 
@@ -181,7 +184,7 @@ def score_completions(
       UserError: a reward function needs a column that the data does not have, or a column cannot be sent to workers.
     """
     names = [name for name, _, _ in functions]
-    columns = {name for problem in problems for name in problem.columns}  # all columns, also those missing in a share
+    columns = {name for problem in problems for name in problem.columns}  # including columns that a share lacks
 
     def share(groups: Sequence[int]) -> list[tuple[list[list[float]], str | None]]:
         if not groups:
@@ -204,7 +207,8 @@ def repeat_columns(
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """Repeats prompts and columns for the `size` completions of each problem.
 
-    The columns of the problems and the columns named in `among` are returned; a missing value is None.
+    Returns the prompts and the columns. The columns are those of the problems and those named in `among`. A missing
+    value is None.
     """
     names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
@@ -272,16 +276,17 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
 
 
 def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
-    """Returns the bin of `pass_rates.PASS_RATES` of each group."""
+    """Returns the index of each group's bin in `pass_rates.PASS_RATES`; -1 for a group without a scored completion."""
     shape = rollout.completions.lengths.shape
     passed = succeeds(rollout.scores.total, threshold)
     return bins_of(passed.reshape(shape), rollout.scores.scored.reshape(shape))
 
 
 def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:
-    """Returns for each data source (column `data_source`) a mask of its problems; empty for a single source.
+    """Returns a mask of the problems for each data source (column `data_source`).
 
-    For data from a mix of sources the result is not empty, even if all these problems have the same source.
+    The result is empty if the data has a single source. If the data is a mix of sources, the result is not empty, even
+    if all given problems have the same source.
     """
     labels = [problem.columns.get(SOURCE_COLUMN) for problem in problems]
     names = sorted({label for label in labels if isinstance(label, str)})
@@ -296,7 +301,7 @@ def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-    """Returns which groups have at least two different scored rewards."""
+    """Returns a mask of the groups in which at least two scored completions have different rewards."""
     top = np.where(scored, rewards, -np.inf).max(axis=1)
     return top > np.where(scored, rewards, np.inf).min(axis=1)
 

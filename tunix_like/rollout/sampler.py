@@ -1,11 +1,11 @@
-"""The in-process sampler with continuous batching: its cost is proportional to the number of live tokens.
+"""The in-process sampler with continuous batching: its cost is about proportional to the number of sampled tokens.
 
-A prompt is prefilled once and placed in one or more slots, each with some of its completions as rows. Free rows are
-filled with waiting completions of the slot's prompt, and an empty slot with the next prompt. When no completions wait,
-live rows are compacted into fewer rows. The cache is a ring buffer that grows by powers of two. The tokens of a
-completion do not depend on the schedule, because its random numbers are `fold_in(key, problem number, sample,
-position)`. The weights are an argument of `generate`, so there is no copy to synchronise with the trainer. On a mesh,
-`place` lays the weights out once for several calls.
+A prompt is prefilled once and placed in one or more slots. The rows of a slot are completions of its prompt. A free row
+gets a waiting completion of the same prompt, and an empty slot gets the next prompt. When no completions wait, live
+rows are compacted into fewer rows. The cache is a ring buffer that grows by powers of two. The tokens of a completion
+do not depend on the schedule, because its random numbers are `fold_in(key, problem number, sample, position)`. The
+weights are an argument of `generate`, so there is no copy to synchronise with the trainer. On a mesh, `place` converts
+the weights to the layout of the sampler once for several calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 
 def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns the jitted function `(graphdef, params) -> params` behind `Sampler.place`.
+    """Returns the jitted function `(graphdef, params) -> params` that `Sampler.place` calls.
 
     `params` may be arrays or shapes.
     """
@@ -36,8 +36,10 @@ def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
 
 
 def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns the same function for weights on other devices: it casts the weights on those devices and copies the
-    result."""
+    """Returns a function like that of `jit_place`, for weights that are on other devices than the mesh.
+
+    The function casts the weights on their devices, and copies the result to the mesh.
+    """
     cast = jax.jit(decoding.cast_params, static_argnums=0)
     shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
     return lambda graphdef, params: jax.device_put(cast(graphdef, params), shardings)
@@ -48,14 +50,14 @@ class Sampler:
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)`).
-      eos_ids: end-of-sequence token ids; a completion ends with the first of these tokens, which is part of it.
-      max_prompt_length, max_tokens: limits of prompt and completion, in tokens.
+      eos_ids: end-of-sequence token ids. A completion ends with the first of these tokens, and includes it.
+      max_prompt_length, max_tokens: maximum length of a prompt and of a completion, in tokens.
       max_concurrent_rows: maximum number of completions that are sampled at the same time; None means no limit.
       mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.
 
     Attributes:
-      row_steps: number of rows times decode steps so far. The number of tokens sampled in a rollout, divided by the
-        increase of `row_steps`, is the fraction of useful work.
+      row_steps: sum of the number of rows over all decode steps so far. The fraction of useful work in a rollout is the
+        number of its sampled tokens divided by the increase of `row_steps`.
     """
 
     def __init__(
@@ -99,15 +101,16 @@ class Sampler:
         sampling: SamplingParams,
         responder: Responder | None = None,
     ) -> Iterator[Sample]:
-        """Samples the completions of all requests, which have equal group sizes (see `types.Engine`)."""
-        # A copy, because the key may have been made on the trainer's mesh.
+        """Samples the completions of all requests; see `types.Engine`. All requests must have the same number of
+        samples."""
+        # The key is copied to the host, because it may be on the trainer's mesh.
         data, kind = jax.device_get(jax.random.key_data(key)), jax.random.key_impl(key)
         with progress.task("sampling", sum(request.samples for request in requests)) as advance:
             with scope(self.mesh):
                 given = self, params, requests, jax.random.wrap_key_data(data, impl=kind), sampling
                 schedule = Schedule(*given) if responder is None else TurnSchedule(*given, responder=responder)
             while not schedule.done:
-                with scope(self.mesh):  # not while the caller has the samples
+                with scope(self.mesh):  # ends before `yield`, so it does not affect the caller
                     samples = schedule.step()
                 advance(len(samples), f"up to {schedule.ages.max()} of {self.max_tokens} tokens")
                 yield from samples

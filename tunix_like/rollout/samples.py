@@ -1,4 +1,4 @@
-"""Picks one prompt of a step with its best and its worst completion, for display."""
+"""Selects one prompt of a step with its best and its worst completion, to show them to the user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """A prompt with its best and its worst completion; `scored` of its `size` completions have a reward."""
+    """A prompt with its best and its worst completion. `size` is the number of its completions, and `scored` is the
+    number of completions with a reward."""
 
     prompt: str
     best: Sample
@@ -36,7 +37,9 @@ class Samples(NamedTuple):
 
 
 def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samples:
-    """Returns the samples of the first prompt whose rewards differ, or of the first prompt if there is no such prompt.
+    """Returns the best and the worst completion of the first prompt whose completions have different rewards.
+
+    If there is no such prompt, the first prompt is used.
 
     An unscored completion is picked only if no completion of the prompt is scored.
     """

@@ -1,4 +1,5 @@
-"""Schedules one call of the sampler: which completion is in which row, and when rows are filled and compacted."""
+"""Schedules one call of the sampler. It decides which completion is in which row, and when rows are filled and
+compacted."""
 
 from __future__ import annotations
 
@@ -28,15 +29,16 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """One call of `generate` with a single turn per completion.
+    """The state of one call of `generate` in which each completion has a single turn.
 
-    Its state is the waiting completions, the contents of each row, and the finished completions.
+    It records which completion is in which row, and which completions wait. A completion waits until it is started in a
+    free row.
 
     Attributes:
-      slot_prompt: `[a]`, the prompt of slot `a`.
-      row_sample: `[a, i]`, the sample index of the completion in row `i` of slot `a`; -1 if the row is free.
-      ages: `[a, i]`, the number of tokens of that completion.
-      next_sample: `[p]`, the first sample of prompt `p` that has not been started.
+      slot_prompt: `[a]`, index of the prompt in slot `a`.
+      row_sample: `[a, i]`, index in its group of the completion in row `i` of slot `a`; -1 if the row is free.
+      ages: `[a, i]`, number of tokens of the completion in row `i` of slot `a`.
+      next_sample: `[p]`, index of the first completion of prompt `p` that has not been started.
       done: whether all completions are finished.
     """
 
@@ -56,7 +58,7 @@ class Schedule:
         total, limit = len(prompts), sampler.max_tokens
         at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
         slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
-        if slots * width < total * size:  # some completions wait: use the same number of slots on each device
+        if slots * width < total * size:  # completions wait: use the same number of slots on each device
             slots = max(slots - slots % prompt_parts(sampler.mesh), 1)
         self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
@@ -71,7 +73,8 @@ class Schedule:
         self._fill()
 
     def step(self) -> list[Sample]:
-        """Samples until rows can be filled or compacted, or all are done; returns the finished completions."""
+        """Samples until rows can be filled or compacted, or until no row is live. Returns the newly finished
+        completions."""
         self._make_room()
         rows = decoding.advance(
             self.sampler.graphdef,
@@ -103,18 +106,19 @@ class Schedule:
         return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
 
     def _placed(self, tree: Any) -> Any:
-        """Reshards the result of a program as the next program expects it, so that it is not compiled again."""
+        """Reshards the result of a program to the layout that the next program was compiled for."""
         return place_slots(tree, self.sampler.mesh)
 
     def _waiting(self) -> bool:
-        """Returns whether any completion has not been started."""
+        """Returns whether a completion has not been started yet."""
         return bool((self.next_sample < self.size).any())
 
     def _stop_at(self, live: int) -> int:
         """Returns the number of live rows at which the decode loop should stop.
 
-        While completions wait, this is when an eighth of the rows is free; then when the live rows fit into half of the
-        rows.
+        While completions wait, the loop stops when an eighth of the rows has ended. If no completion waits, it stops
+        when the live rows may fit into half of the rows. If compaction is not worth its cost, the loop stops when no
+        row is live.
         """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
@@ -141,7 +145,7 @@ class Schedule:
     def _take(
         self, done: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"], finished: Bool[np.ndarray, "A g"]
     ) -> list[Sample]:
-        """Returns the completions of the rows `done` and frees the rows."""
+        """Returns the completions of the rows for which `done` is True, and frees these rows."""
         if not done.any():
             return []
         tokens, logprobs = fetch((self.rows.tokens, self.rows.logprobs), self.sampler.mesh)
@@ -152,7 +156,7 @@ class Schedule:
                 Sample(
                     int(self.slot_prompt[slot]),
                     int(self.row_sample[place]),
-                    tokens[place][:length].copy(),  # a copy, because the array has the tokens of all rows
+                    tokens[place][:length].copy(),  # a copy, because a view keeps the tokens of all rows
                     logprobs[place][:length].copy(),
                     bool(finished[place]),
                 )
@@ -163,13 +167,14 @@ class Schedule:
     def _fill(self) -> None:
         """Starts waiting completions in free rows.
 
-        A slot takes completions of its own prompt; an empty slot takes those of the first prompt that has waiting ones.
+        A slot takes waiting completions of its own prompt. If there are none and the slot is empty, it takes
+        completions of the first prompt that has waiting completions.
         """
         if not self._waiting():
             return
         held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
         take = np.zeros(self.row_sample.shape, bool)
-        for slot, prompt in enumerate(held.tolist()):  # before empty slots, so that prompts stay in their slots
+        for slot, prompt in enumerate(held.tolist()):  # before empty slots are filled: prompts stay in their slots
             self._start(slot, prompt, take, samples)
         for slot in np.flatnonzero((self.row_sample < 0).all(axis=1)).tolist():
             if not self._waiting():
@@ -189,9 +194,10 @@ class Schedule:
         self.next_sample[prompt] += len(free)
 
     def _replace_prompts(self, held: Int[np.ndarray, "A"]) -> None:
-        """Writes the prompts of slots whose prompt changed: copies them from another slot, or prefills each once.
+        """Writes prompts into the slots whose prompt has changed. `held` has the previous prompt of each slot.
 
-        The number of prompts is rounded up to a power of two, so that few shapes are compiled.
+        A prompt is copied from another slot if possible; otherwise it is prefilled once. The number of prompts is
+        rounded up to a power of two, so that few shapes are compiled.
         """
         slots = np.flatnonzero(self.slot_prompt != held)
         if not len(slots):
@@ -207,7 +213,8 @@ class Schedule:
     def _smaller_shapes(self) -> list[tuple[int, int]]:
         """Returns the shapes (slots, rows per slot) for compaction, largest first: half, a quarter, ... of the rows.
 
-        There are few shapes because each one is compiled. The number of slots stays divisible by the mesh.
+        There are few shapes, because programs are compiled for each shape. The number of slots stays divisible by the
+        number of devices over which slots are sharded.
         """
         slots, width = self.row_sample.shape
         parts, shapes = prompt_parts(self.sampler.mesh), []
@@ -219,7 +226,8 @@ class Schedule:
         return shapes
 
     def _compact(self) -> None:
-        """Compacts the live rows into the smallest shape that holds them; a prompt may then be in several slots."""
+        """Compacts the live rows into the smallest shape that holds them. Afterwards a prompt can be in several
+        slots."""
         if not self._worth_compacting():
             return
         live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())

@@ -12,17 +12,17 @@ FIRST_CACHE = 128
 
 FEWEST_ROWS = {"cpu": 8}
 FEWEST_ROWS_ELSEWHERE = 64
-"""Minimum number of rows per device after compaction: by backend, and for all other backends. With fewer rows the cost
-of a step is dominated by reading the weights."""
+"""Minimum number of rows per device after compaction. `FEWEST_ROWS` has the number for some backends; the other
+constant applies to all other backends. With fewer rows, most of the time of a step is spent on reading the weights."""
 
 FEWEST_TOKENS_LEFT = 16
-"""Rows are compacted only if at least one row may still grow by this many tokens."""
+"""Rows are compacted only if at least one row can still grow by this many tokens."""
 
 
 def length_bucket(length: int, limit: int | None = None) -> int:
     """Rounds `length` up to the next of 16, 24, 32, 48, 64, 96, 128, ..., at most `limit`.
 
-    This bounds the number of compiled shapes. At most a third of the padded length is padding.
+    This bounds the number of compiled shapes. If `length` is above 16, at most a third of the padded length is padding.
     """
     size = 16
     while size < length:
@@ -41,22 +41,26 @@ def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N 
 def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
     """Chooses the number of slots and of rows per slot, for at most `at_once` rows.
 
-    If all completions fit, each slot holds a whole group. Otherwise a slot takes the next prompt only when all of its
-    rows are done: with exponentially distributed lengths, `w` rows take `1 + 1/2 + ... + 1/w` times the mean length.
-    This favours few rows per slot. Many rows per slot, however, share the reads of the prompt's keys at every step.
+    If all completions fit, each slot holds a whole group. Otherwise the result has the lowest estimated cost. A slot
+    takes the next prompt only when all of its rows have ended. If lengths are distributed exponentially, `w` rows take
+    `1 + 1/2 + ... + 1/w` times the mean length until all have ended. This is a reason for few rows per slot. The rows
+    of a slot share the reads of the prompt's keys, which is a reason for many rows per slot.
     """
     if at_once >= prompts * size:
         return prompts, size
 
     def cost(width: int) -> float:
         waiting = sum(1 / i for i in range(1, width + 1))
-        return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # 2.5: lengths are at most max_tokens
+        return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # at most 2.5: lengths are limited
 
     width = min((w for w in {*(1 << i for i in range(size.bit_length())), size} if w <= at_once), key=cost)
     return min(prompts * -(-size // width), at_once // width), width
 
 
 def rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
-    """Pads `numbers` to the next power of two (at most `most`) with `fill`, by default the last number."""
+    """Pads `numbers` with `fill` to the next length that is a power of two, or to `most` if that is shorter.
+
+    If `fill` is None, the last number is repeated.
+    """
     count = max(len(numbers), min(1 << (len(numbers) - 1).bit_length(), most))
     return np.pad(numbers, (0, count - len(numbers)), constant_values=numbers[-1] if fill is None else fill)

@@ -1,8 +1,8 @@
 """Schedules a call of the sampler whose completions have several turns: rows wait for replies and continue.
 
-The keys and values of a row stay in the cache while it waits, so its history is never computed again. Only the tokens
-of a reply go through the model, in one block for all rows that have a reply. A reply that restarts its row has the
-whole history after the prompt.
+The keys and values of a row stay in the cache while the row waits, so its history is not computed again. The model
+computes only the tokens of a reply, in one block for all rows that have a reply. A reply can also restart its row. It
+then contains the whole history after the prompt, and this history is computed again.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MOST_APPENDED = 64
 
 
 class TurnSchedule(Schedule):
-    """One call of `generate` with a `Responder`.
+    """The state of one call of `generate` with a `Responder`.
 
     Attributes:
       pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
-      turn_start: `[p, i]`, index of the first token of its current turn.
-      first: `[p, i]`, index of the first token of its current segment.
+      turn_start: `[p, i]`, index of the first token of the current turn of this completion.
+      first: `[p, i]`, index of the first token of the current segment of this completion.
       segment_start: `[p, i, t]`, index of the first token of the segment of token `t`.
       sampled: `[p, i, t]`, whether the policy sampled token `t` of the completion.
     """
@@ -47,7 +47,7 @@ class TurnSchedule(Schedule):
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
         self.sampled = np.zeros((*shape, sampler.max_tokens), bool)
         self.first, self.segment_start = np.zeros(shape, int), np.zeros(self.sampled.shape, np.int32)
-        super().__init__(sampler, params, requests, *rest)  # starts rows
+        super().__init__(sampler, params, requests, *rest)  # last, because this starts rows
 
     def _stop_at(self, live: int) -> int:
         live -= int(self._waits().sum())
@@ -58,7 +58,7 @@ class TurnSchedule(Schedule):
         return (self.row_sample >= 0) & self._of_rows(self.pending)
 
     def _of_rows(self, values: np.ndarray) -> np.ndarray:
-        """Returns the values `[p, i]` of the completions in the rows; undefined for free rows."""
+        """Returns for each row the value `[p, i]` of its completion. The value of a free row is undefined."""
         return values[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
 
     def _make_room(self) -> None:
@@ -67,20 +67,22 @@ class TurnSchedule(Schedule):
         self.rows = self._placed(self.rows._replace(held=jnp.asarray(self._kept())))
 
     def _kept(self) -> Bool[np.ndarray, "A g"]:
-        """Returns which rows continue: those with a completion that may get more tokens."""
+        """Returns which rows hold a completion that can get more tokens."""
         return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
-        """Enlarges the cache; a block of replies may need more columns than the longest completion."""
+        """Enlarges the cache. It can get more columns than the longest completion has tokens, because a block of
+        replies may need them."""
         if self.rows.room < self.sampler.max_tokens:
             super()._grow()
         else:
             self.rows = self._placed(decoding.grow(self.rows, self.sampler.max_tokens + MOST_APPENDED))
 
     def _free_columns(self, count: int) -> None:
-        """Makes the next `count` columns of the cache free in all rows that continue.
+        """Makes sure that the next `count` columns of the cache are free in all rows that continue.
 
-        It enlarges the cache if more than half of it has tokens, and otherwise removes columns without tokens.
+        If they are not free, it enlarges the cache or removes columns without tokens. It enlarges the cache if a row
+        has tokens in at least half of the columns.
         """
         spans, column = fetch((self.rows.span, self.rows.column), self.sampler.mesh)
         kept, cached = self._kept(), self.ages - self._of_rows(self.first)
@@ -94,7 +96,7 @@ class TurnSchedule(Schedule):
             self.rows = self._placed(decoding.compact_columns(self.rows))
 
     def _fill(self) -> None:
-        """Starts waiting completions, and appends what precedes their first turn."""
+        """Starts waiting completions, and appends the tokens that precede their first turn."""
         free = self.row_sample < 0
         super()._fill()
         openings: dict[tuple[int, int], Sequence[int]] = {}
@@ -112,7 +114,9 @@ class TurnSchedule(Schedule):
         used = self.row_sample >= 0
         self.ages = np.where(used, ages, 0)
         samples = self._submit(used & ~live & ~self._waits(), ended, ages)
-        all_ended = not (used & live).any()  # else decoding stopped because the cache is full, or for eager replies
+        # If a row is still live, decoding stopped because the cache was full, or because replies are used when they
+        # arrive.
+        all_ended = not (used & live).any()
         if self.pending.any() and (all_ended or not self.responder.lockstep):
             samples += self._reply(self.responder.replies(wait=all_ended), ages)
         self.ages = np.where(self.row_sample >= 0, self.ages, 0)
@@ -131,9 +135,10 @@ class TurnSchedule(Schedule):
     def _submit(
         self, stopped: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
     ) -> list[Sample]:
-        """Submits the current turns of the rows `stopped`; a turn that has not `ended` is truncated.
+        """Submits the current turns of the rows for which `stopped` is True. A turn for which `ended` is False was
+        truncated.
 
-        Returns the completions that are finished because their turns are truncated.
+        Returns the completions whose turn was truncated, because these are finished.
         """
         if not stopped.any():
             return []
@@ -148,7 +153,10 @@ class TurnSchedule(Schedule):
         return self._take(stopped & ~ended, ages, ended)
 
     def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> list[Sample]:
-        """Appends replies to their rows. Returns the completions without a reply, or without space for it."""
+        """Appends replies to their rows.
+
+        Returns the completions that are finished, because their reply has no tokens or does not fit.
+        """
         places = {
             (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
             for slot, row in np.argwhere(self.row_sample >= 0).tolist()
@@ -172,7 +180,7 @@ class TurnSchedule(Schedule):
         return samples
 
     def _restart(self, chosen: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]) -> None:
-        """Starts a new segment in the rows `chosen`: the next token of each follows its prompt."""
+        """Starts a new segment in the rows for which `chosen` is True: their next token follows the prompt directly."""
         for slot, row in np.argwhere(chosen).tolist():
             index, first = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
             self.first[index] = first
@@ -180,9 +188,9 @@ class TurnSchedule(Schedule):
         self.rows = self._placed(decoding.restart(self.rows, self.prompts, chosen))
 
     def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
-        """Appends tokens to rows, by slot and row, and continues these rows."""
+        """Appends tokens to rows and continues these rows. The keys of `replies` are (slot, row)."""
         longest = max(map(len, replies.values()))
-        short = max(-(-longest // 4) * 4, 4)  # below the smallest bucket, padding is a large part of the block
+        short = max(-(-longest // 4) * 4, 4)  # the smallest bucket would add much padding to a short block
         width = min(short, length_bucket(min(longest, MOST_APPENDED)))
         for start in range(0, longest, width):
             block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)

@@ -341,7 +341,7 @@ LAST_END = "{% for m in messages %}<|im_start|>{{ m.content }}{% if loop.last %}
         (RAISES, TOOLS, "a message of role 'tool' cannot follow an assistant's turn. .*no tool role"),
         ("<|im_start|>x<|im_end|>", (), "writes the text of an assistant's turn 0 times"),
         (OWN + "{{ messages[-1].content }}", (), "writes the text of an assistant's turn 2 times"),
-        (LAST_END, (), "does not end the assistant's turn as it does where no message follows"),
+        (LAST_END, (), "ends the assistant's turn differently if messages follow"),
         ("{{ raise_exception('never') }}", (), "never"),
     ],
 )

@@ -110,7 +110,7 @@ def test_one_bad_conversation_costs_nothing_else():
         given.append((conversation, [user(text)]))
     found = conversations.continued(given)
     assert "failed on a conversation" in found[0].problem
-    assert "renders the prompt in another way" in found[1].problem and "surrogate" in found[3].problem
+    assert "renders the prompt differently" in found[1].problem and "surrogate" in found[3].problem
     assert found[2] == Continued(ours.encode("<|im_start|>good<|im_end|><|im_start|>"))
     assert [len(conversation.messages) for conversation, _ in given] == [2, 2, 3, 2]
 
@@ -167,5 +167,7 @@ def test_what_only_the_first_turn_sees_is_in_the_rows(template, variables, openi
 def test_a_template_whose_prompt_changes_is_refused(template):
     """One that counts the messages in front, and one with a long end of the prompt."""
     ours, _ = build_thinking(template)
-    with pytest.raises(UserError, match=r"^environment\.history=template: with a later turn, .* Set environment\.hist"):
+    with pytest.raises(
+        UserError, match=r"^environment\.history=template: after a later turn, .* Set environment\.hist"
+    ):
         Conversations(ours, False)

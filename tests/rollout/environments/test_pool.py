@@ -117,8 +117,8 @@ LASTING = {
     "close": ("error", "its process closed its socket in step"),
 }
 GROWING = {
-    "grow": ("error", "it held more than environment.memory_gb=0.15 GB in step and was stopped"),
-    "grow elsewhere": ("error", "it held more than environment.memory_gb=0.15 GB"),
+    "grow": ("error", "it used more than environment.memory_gb=0.15 GB in step and was stopped"),
+    "grow elsewhere": ("error", "it used more than environment.memory_gb=0.15 GB"),
 }
 
 

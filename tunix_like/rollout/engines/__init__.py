@@ -1,1 +1,1 @@
-"""Engines that generate outside of this process."""
+"""Engines that generate completions with servers outside of this process."""

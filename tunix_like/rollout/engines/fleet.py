@@ -16,20 +16,21 @@ POLL_SECONDS = 1.0
 """Interval in seconds between checks of a server that does not answer."""
 
 MOST_WRONG = 3
-"""Number of wrong answers to one request, or of answers with other weights, after which the run stops."""
+"""The run stops after this many wrong answers to one request, or after this many answers that were sampled with other
+weights."""
 
 Admit = Callable[[Server], Awaitable[None]]
-"""`f(server)`: checks a server that has new weights; raises UserError if it computes something else."""
+"""`f(server)`: checks a server that has new weights; raises UserError if its log-probabilities are wrong."""
 
 
 class Fleet:
-    """Servers with the same weights. Its methods run in one event loop.
+    """A group of servers with the same weights. All methods run in one event loop.
 
-    A server that fails is checked until it answers. It is used again when it has the current weights. Meanwhile its
-    requests go to other servers; if there is no other server, the requests wait.
+    If a server fails, its health is checked repeatedly. The server is used again when it has the current weights. Until
+    then, its requests go to other servers. If no other server is usable, the requests wait.
 
     Args:
-      wait_seconds: time without any usable server after which all requests fail.
+      wait_seconds: time in seconds without any usable server after which all requests fail.
     """
 
     def __init__(self, servers: Sequence[Server], wait_seconds: float):
@@ -38,15 +39,15 @@ class Fleet:
         self._admit: Admit
         self._groups: dict[int, Server] = {}
         self._repairs: dict[Server, asyncio.Task[None]] = {}
-        self._is_usable = asyncio.Event()  # set while a server is usable, or an error must be raised
-        self._problems: dict[Server, str] = {}  # why servers have not the current weights
+        self._is_usable = asyncio.Event()  # set if a server is usable or an error must be raised
+        self._problems: dict[Server, str] = {}  # why a server lacks the current weights
         self._error: Exception | None = None
 
     async def update(self, folder: str, version: str, admit: Admit) -> None:
         """Gives all servers the weights of a folder. Servers that do not answer get the weights later.
 
         Args:
-          admit: checks each server that has these weights.
+          admit: checks a server after it has loaded these weights.
 
         Raises:
           EngineLost: no server answers within `wait_seconds`.
@@ -68,10 +69,12 @@ class Fleet:
         """Samples a completion with the current weights.
 
         Args:
-          group: requests of a group go to the same server as long as it answers.
+          group: number of the request's group. All requests of a group go to the same server while this server is
+            usable.
 
         Raises:
-          EngineLost: no server answers within `wait_seconds`, or the answers are wrong or of other weights.
+          EngineLost: no server answers within `wait_seconds`, or the answers are wrong, or they were sampled with other
+            weights.
           UserError: a server refused the request.
         """
         wrong = other = 0
@@ -91,13 +94,13 @@ class Fleet:
                 continue
             if answer.versions == [self.version]:
                 return answer
-            # It was started again, or another client has changed its weights.
+            # The server was restarted, or another client has changed its weights.
             problem = f"it sampled with the weights {answer.versions} instead of {self.version!r}"
             other += 1
             if other == MOST_WRONG:
                 raise EngineLost(
                     f"rollout.urls: the server {server.url}: {problem}, for the {other}rd time in one request. Another "
-                    "run may use it; give each run servers of its own."
+                    "run may use this server; give each run servers of its own."
                 )
             self._lose(server, problem)
 
@@ -113,14 +116,15 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server of a group. If it is not usable, returns the usable server with the fewest requests."""
+        """Returns the server of a group. If it is not usable, assigns the usable server with the fewest requests to the
+        group."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)
         return server
 
     async def _until_usable(self) -> list[Server]:
-        """Waits for a server with the current weights."""
+        """Waits until at least one server has the current weights, and returns all servers that have them."""
         while not (usable := self._usable()):
             self._raise_error()
             try:
@@ -130,8 +134,8 @@ class Fleet:
                 urls = ", ".join(f"{server.url} ({why})" for server, why in zip(self.servers, problems, strict=True))
                 raise EngineLost(
                     f"rollout.urls: no server has answered for {self.wait_seconds:g} s "
-                    f"(rollout.wait_for_servers_seconds): {urls}. Start them, then the run with the same command: it "
-                    "resumes."
+                    f"(rollout.wait_for_servers_seconds): {urls}. Start the servers, then start the run with the same "
+                    "command; it resumes."
                 ) from None
         return usable
 
@@ -140,7 +144,7 @@ class Fleet:
             raise self._error
 
     def _lose(self, server: Server, why: str) -> None:
-        """Takes a server out of use until it has the current weights."""
+        """Stops the use of a server until it has the current weights."""
         if server.version is None:
             return
         server.version = None
@@ -148,7 +152,7 @@ class Fleet:
         logger.warning("the server %s is not used until it has the current weights: %s", server.url, why)
         if not left:
             self._is_usable.clear()
-            logger.warning("no server is left; waiting up to %g s for one", self.wait_seconds)
+            logger.warning("no server is left; waiting up to %g s for a server", self.wait_seconds)
         self._repair(server)
 
     def _repair(self, server: Server) -> None:
@@ -160,7 +164,7 @@ class Fleet:
         """Waits until a server is healthy, and gives it the current weights."""
         reported = False
         while server.version != self.version:
-            # Those of this moment, since the current ones may be others after an await.
+            # These are copies, because the attributes can change during an await.
             folder, version, admit = self.folder, self.version, self._admit
             problem = "it does not answer"
             try:
@@ -169,17 +173,17 @@ class Fleet:
                     await server.reload(folder, version)
                     await admit(server)
                     server.version = version
-                    continue  # the current weights may be others now
+                    continue  # `self.version` may have changed meanwhile
             except (Unavailable, WrongAnswer) as error:
                 server.alive, problem = False, str(error)
-            except Exception as error:  # raised where the requests wait; else they would wait until the deadline
+            except Exception as error:  # `_until_usable` raises it, so that requests do not wait longer
                 server.alive, self._error = False, error
                 self._is_usable.set()
             server.version, self._problems[server] = None, problem
             if self._error is not None:
                 return
             if not reported:
-                logger.warning("the server %s has not the current weights: %s; it is asked again", server.url, problem)
+                logger.warning("the server %s does not have the current weights: %s; trying again", server.url, problem)
                 reported = True
             await asyncio.sleep(POLL_SECONDS)
         if reported:

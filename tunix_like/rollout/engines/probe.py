@@ -1,4 +1,4 @@
-"""Compares the log-probabilities of a server and of this process, for the same weights."""
+"""Compares the log-probabilities that a server and this process compute for the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunix_like.models.sharding import fetch, prompt_parts
 from tunix_like.rollout.engines.server import Server
 
 PROMPTS, LENGTH, TOP = 4, 16, 5
-"""Number and length of the prompts, and number of the most probable next tokens that are compared."""
+"""Number of prompts, length of a prompt in tokens, and number of most probable next tokens that are compared."""
 
 
 _TIED = (
@@ -28,10 +28,11 @@ _TIED = (
 
 
 class Probe:
-    """The expected log-probabilities of the tokens after a few prompts of random tokens.
+    """Computes the log-probabilities of the next token after a few random prompts, and compares them with those of a
+    server.
 
     Args:
-      max_gap: largest mean difference in nats; None: not compared.
+      max_gap: largest allowed mean difference in nats. If it is None, nothing is compared.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Probe:
         self.prompts = np.random.default_rng(0).choice(ids, shape)
 
     def logprobs(self, params: Any) -> Float[np.ndarray, "P V"]:
-        """Computes the log-probabilities for new weights; called in all processes."""
+        """Computes the log-probabilities for new weights. It must be called in all processes."""
         return fetch(_next_logprobs(self.graphdef, params, self.prompts, self.temperature), self.mesh)
 
     async def check(self, expected: Float[np.ndarray, "P V"], server: Server) -> None:
-        """Compares the log-probabilities of a server with those that `logprobs` has computed for its weights.
+        """Compares the log-probabilities of a server with `expected`, the result of `logprobs` for the same weights.
 
         Raises:
           UserError: the log-probabilities differ by more than `max_gap` nats on average.
@@ -70,16 +71,16 @@ class Probe:
         gaps = []
         for prompt, logprobs in zip(self.prompts[:PROMPTS], expected, strict=False):
             answer = await server.sample(prompt.tolist(), parameters)
-            # A token beyond the vocabulary is of another model.
+            # A token id outside the vocabulary means that the server has another model.
             known = {token: logprobs[token] for token in answer.top[0] if 0 <= token < len(logprobs)}
             gaps += [abs(value - known.get(token, np.inf)) for token, value in answer.top[0].items()]
         gap = float(np.mean(gaps))
         if not gap <= self.max_gap:
             raise UserError(
                 f"rollout.urls: the server {server.url} computes other log-probabilities with these weights than the "
-                f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). It "
-                "has another model or dtype, or another run uses it: start it with the folder of this model and the "
-                "same --dtype. If rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
+                f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). The "
+                "server has another model or dtype, or another run uses it. Start it with the folder of this model and "
+                "the same --dtype. If rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
                 + (_TIED if self.tied else "")
             )
 

@@ -1,4 +1,4 @@
-"""Tracks the completions of one call of an engine over HTTP: their turns, and what is sent next."""
+"""Tracks the completions of one call of an engine over HTTP: their tokens so far, and which of them need a request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Row:
 
     Attributes:
       prompt: the tokens of the prompt.
-      tokens, logprobs, mask: the tokens of the completion so far, their log-probabilities, and True for those that the
-        policy sampled.
+      tokens, logprobs, mask: the tokens of the completion so far, their log-probabilities, and whether the policy
+        sampled them.
       starts: for each token, the index of the first token of its segment.
       first: the index of the first token of the current segment.
     """
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def context(self) -> list[int]:
-        """The tokens that the next token follows."""
+        """The tokens that the model sees before it samples the next token."""
         return [*self.prompt, *self.tokens[self.first :]]
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
@@ -46,18 +46,18 @@ class Row:
         self.starts += [self.first] * len(tokens)
 
     def finished(self, complete: bool) -> Sample:
-        """Returns the completion; `complete` means that the token limit did not end it."""
+        """Returns the completion as a sample; `complete` is False if the token limit ended the completion."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
         starts = np.array(self.starts, np.int32) if self.first else None
         return Sample(self.request, self.sample, tokens, logprobs, complete, np.array(self.mask, bool), starts)
 
 
 class RowStates:
-    """The rows of a call.
+    """The completions of one call of an engine.
 
     Attributes:
       limit: maximum number of tokens of a completion.
-      running: number of rows whose request was sent and not answered.
+      running: number of rows whose request was sent and is not answered yet.
     """
 
     def __init__(self, requests: Sequence[Request], limit: int, responder: Responder | None):
@@ -84,24 +84,25 @@ class RowStates:
 
     @property
     def wanted(self) -> int:
-        """The number of answers to wait for: in lockstep all; else one, or zero if nothing is awaited."""
+        """The number of answers to wait for. In lockstep this is the number of running requests; otherwise it is 1, or
+        0 if no request is running."""
         if self.responder is not None and self.responder.lockstep:
             return self.running
         return min(self.running, 1)
 
     @property
     def has_replies(self) -> bool:
-        """Whether replies may come while answers are awaited."""
+        """Whether replies of the responder can arrive while the engine waits for answers of servers."""
         return self.responder is not None and not self.responder.lockstep and bool(self._waiting)
 
     def to_send(self) -> list[int]:
-        """Returns the rows whose next turn is to be sampled; they count as running from now on."""
+        """Returns the indices of the rows whose next turn must be requested, and counts these rows as running."""
         unsent, self._unsent = self._unsent, []
         self.running += len(unsent)
         return unsent
 
     def take(self, answers: Mapping[int, Answer]) -> list[Sample]:
-        """Adds answers to their rows, asks for replies and returns the completions that are finished."""
+        """Adds answers to their rows, asks the responder for replies and returns the finished completions."""
         samples: list[Sample] = []
         turns: list[Turn] = []
         for index in sorted(answers):
@@ -119,7 +120,7 @@ class RowStates:
         return samples
 
     def _reply(self, responder: Responder, turns: Sequence[Turn]) -> list[Sample]:
-        """Submits turns and appends the replies that are ready; returns the completions that end."""
+        """Submits turns and appends the replies that are ready; returns the completions that are finished."""
         if turns:
             responder.submit(turns)
         if not self._waiting:

@@ -1,4 +1,4 @@
-"""One vLLM server: its routes for tokens, weights and health, over HTTP."""
+"""Sends requests to one vLLM server over HTTP: to sample tokens, to update the weights and to check the health."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import aiohttp
 from tunix_like.errors import UserError, one_line
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the key that the servers were started with (`vllm serve --api-key`)."""
+"""Environment variable with the API key of the servers (the value of `vllm serve --api-key`)."""
 
 LOWEST_VERSION = (0, 32)
 
 _QUICK_SECONDS = 30.0
-"""Time limit of requests that compute nothing."""
+"""Time limit in seconds of requests for which the server computes nothing."""
 
 _START = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
 
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
     Attributes:
       logprobs: log-probability of each token in nats.
       stopped: True if an end-of-sequence token ended the answer; False if the token limit did.
-      versions: the versions of the weights, without repetition.
+      versions: the versions of the weights that sampled the tokens, without duplicates.
       top: log-probabilities of the most probable tokens at each position, by token id.
     """
 
@@ -50,13 +50,13 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """A vLLM server. Its methods run in the event loop of the engine.
+    """A vLLM server. All methods run in the event loop of the engine.
 
     Attributes:
-      url: its address, without a final slash.
-      version: the version of its weights as far as the engine knows; None if it needs the weights first.
-      alive: whether the server answered the last request.
-      running: number of requests that it is answering.
+      url: the address of the server, without a slash at the end.
+      version: the version of the weights that the server has; None if it must load the weights before it can be used.
+      alive: False after the server has failed a health check or an update of its weights.
+      running: number of unanswered requests to the server.
     """
 
     def __init__(self, url: str, request_seconds: float):
@@ -69,7 +69,8 @@ class Server:
         """Checks version, routes, length limit and tokenizer of the server.
 
         Args:
-          least_length: tokens of the longest prompt and completion together.
+          least_length: smallest maximum length, in tokens, that the server must support. It is the sum of the maximum
+            lengths of prompt and completion.
           text, tokens: a text and its token ids.
 
         Raises:
@@ -119,7 +120,7 @@ class Server:
             raise WrongAnswer(f"its weights have the version {found!r} after an update to {version!r}")
 
     async def is_healthy(self) -> bool:
-        """Returns whether the server says that it is healthy."""
+        """Returns whether the route `/health` of the server answers with status 200."""
         try:
             return await self._status("/health", get=True) == 200
         except Unavailable:
@@ -130,11 +131,11 @@ class Server:
 
         Args:
           tokens: the prompt.
-          parameters: vLLM's sampling parameters, with `logprobs`.
+          parameters: sampling parameters of vLLM, which must include `logprobs`.
 
         Raises:
           Unavailable: the server failed, or its answer took longer than `request_seconds`.
-          WrongAnswer: the answer has no tokens, or not one log-probability for each token.
+          WrongAnswer: the answer has no tokens, or its number of log-probabilities differs from its number of tokens.
           UserError: the server refused the request.
         """
         self.running += 1
@@ -154,7 +155,7 @@ class Server:
         return UserError(f"rollout.urls: the server {self.url} cannot be used: {why}.")
 
     async def _status(self, route: str, get: bool = False) -> int:
-        """Returns the HTTP status of a request without a body."""
+        """Sends a request without content and returns the HTTP status of the answer."""
         status, _ = await self._request("GET" if get else "POST", route, {}, _QUICK_SECONDS)
         return status
 
@@ -165,14 +166,14 @@ class Server:
         return self._content(route, missing, *await self._request("POST", route, body, seconds))
 
     def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
-        """Returns the JSON of an answer. If the server has no such route, returns `missing` if it is given."""
+        """Returns the JSON of an answer. If the server lacks the route and `missing` is not None, returns `missing`."""
         if missing is not None and status in (404, 405, 501):
             return missing
         said = content[:300].decode(errors="replace").replace("\n", " ")
         if status >= 500 or status in (408, 429):
             raise Unavailable(f"{route} answered with status {status}: {said}")
         if status == 401:
-            raise self._unfit(f"it wants an API key; set the environment variable {KEY_VARIABLE}")
+            raise self._unfit(f"it requires an API key; set the environment variable {KEY_VARIABLE}")
         if status >= 400:
             raise self._unfit(f"{route} answered with status {status}: {said}")
         try:
@@ -184,8 +185,8 @@ class Server:
         if self._session is None:
             key = os.environ.get(KEY_VARIABLE)
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            # No limit of connections: the server queues requests itself. A new connection for each request, because
-            # the server may close an idle one at the moment in which it is used again.
+            # The number of connections is not limited, because the server queues requests. Each request opens a new
+            # connection, because the server can close an idle connection at the moment when the next request uses it.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         try:
@@ -214,11 +215,13 @@ def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
     except (KeyError, TypeError, ValueError) as error:
         raise WrongAnswer(f"its answer lacks tokens, log-probabilities or versions ({one_line(error)})") from None
     if ids != tokens or not tokens or not all(isinstance(token, int) for token in tokens):
-        raise WrongAnswer(f"its answer has {len(tokens)} tokens and log-probabilities of {len(ids)}, or not the same")
+        raise WrongAnswer(f"its answer has {len(tokens)} tokens, and {len(ids)} log-probabilities that do not match")
     if len(tokens) > parameters["max_tokens"] or reason not in ("stop", "length"):
         raise WrongAnswer(
-            f"its answer has {len(tokens)} of at most {parameters['max_tokens']} tokens, ended by {reason!r}"
+            f"its answer has {len(tokens)} of at most {parameters['max_tokens']} tokens, and finish reason {reason!r}"
         )
     if (tokens[-1] in parameters["stop_token_ids"]) != (reason == "stop"):
-        raise WrongAnswer(f"its answer ended by {reason!r} with the token {tokens[-1]}")
+        raise WrongAnswer(
+            f"its answer has the finish reason {reason!r}, which does not fit its last token {tokens[-1]}"
+        )
     return Answer(tokens, logprobs, reason == "stop", versions, top)

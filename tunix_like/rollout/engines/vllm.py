@@ -1,4 +1,5 @@
-"""Generates with vLLM servers over HTTP: token ids in, token ids and log-probabilities out."""
+"""Generates completions with vLLM servers over HTTP. Requests have token ids; answers have token ids and
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -34,27 +35,28 @@ from tunix_like.runtime.processes import by_first, is_first
 from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 _TEXT = "Tokens in, tokens out: 12 + 34 = 46."
-"""A text that both tokenizers must encode to the same ids."""
+"""A text that the tokenizers of the run and of each server must encode to the same ids."""
 
 
 class VLLMEngine:
     """An `Engine` whose completions are sampled by vLLM servers.
 
     The servers must be started with the folder of the same model, with `VLLM_SERVER_DEV_MODE=1` and
-    `--enable-scale-out`. Before each rollout the weights are written to a folder that the servers read. Every sample is
-    checked to be from these weights alone. The servers use random numbers of their own, so a run cannot be repeated bit
-    for bit.
+    `--enable-scale-out`. Before each rollout the weights are written to a folder that the servers read. The engine
+    checks that every sample comes from these weights only. The servers use random numbers of their own, so a run cannot
+    be repeated bit for bit.
 
     Args:
-      model: the model that is trained; its graph, not its weights, is kept.
+      model: the model that is trained. The engine keeps its graph and not its weights.
       rollout: `urls`, lengths, sampling parameters and time limits.
       weights_folder: a folder that all servers can read under the same name. Each version of the weights gets a
         subfolder, and the subfolder of the previous version is removed.
-      max_gap: largest mean difference between the log-probabilities of a server and of this process, in nats. None:
-        not compared.
+      max_gap: largest allowed mean difference between the log-probabilities of a server and of this process, in nats.
+        If it is None, nothing is compared.
 
     Raises:
-      UserError: a server cannot be reached or used, the message says why; or the sampling parameters do not fit.
+      UserError: a server cannot be reached or used, or vLLM does not support the sampling parameters. The message gives
+        the reason.
     """
 
     row_steps = 0
@@ -84,8 +86,8 @@ class VLLMEngine:
         by_first(self._open)
 
     def place(self, params: Any) -> str:
-        """Gives the servers the weights and returns the version. Weights that the servers already have are not sent
-        again.
+        """Gives the weights to the servers and returns their version. Weights that the servers already have are not
+        sent again.
 
         Raises:
           EngineLost: no server answers.
@@ -148,7 +150,7 @@ class VLLMEngine:
             self._loop.close()
             self._loop, self._fleet = None, None
             self._remove_weights()
-            with contextlib.suppress(OSError):  # it has files of others, or was never made
+            with contextlib.suppress(OSError):  # the folder is not empty or does not exist
                 self.folder.rmdir()
         self._placed = []
 
@@ -179,8 +181,11 @@ class VLLMEngine:
         await asyncio.gather(*(server.check(longest, _TEXT, tokens) for server in self._fleet.servers))
 
     def _publish(self, config: Any, weights: Any, expected: Any) -> None:
-        """Writes the weights and gives them to the servers, whose log-probabilities are compared with `expected`. The
-        folder of the weights before is removed."""
+        """Writes the weights, makes the servers load them, and compares the log-probabilities of the servers with
+        `expected`.
+
+        Afterwards removes the folder of the previous weights.
+        """
         assert self._fleet is not None
         folder = self.folder / self._version
         try:
@@ -193,13 +198,14 @@ class VLLMEngine:
         self._remove_weights(but=self._version)
 
     def _remove_weights(self, but: str = "") -> None:
-        """Removes the folders of the weights of this engine, except one. Other runs may use the same folder."""
+        """Removes all folders of weights that this engine wrote, except the folder `but`. Folders of other runs are
+        kept."""
         for folder in self.folder.glob(f"{self._run}-*"):
             if folder.name != but:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _send(self, index: int, rows: RowStates, sampling: SamplingParams, answers: Any, tasks: set[Any]) -> None:
-        """Starts to sample the next turn of a row."""
+        """Sends the request for the next turn of a row, without waiting for the answer."""
         assert self._fleet is not None and self._loop is not None
         row = rows.rows[index]
         parameters = {
@@ -230,17 +236,21 @@ class VLLMEngine:
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
-    """Raises UserError if vLLM cannot give the log-probabilities of training: at the temperature, not truncated."""
+    """Raises UserError if vLLM cannot return the log-probabilities that training needs. These include the temperature,
+    but not the truncation by top-k or top-p."""
     truncation = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k is not None else None
     if rollout.temperature != 1 and truncation is not None:
         raise UserError(
             f"rollout.{truncation}: with a temperature other than 1, vLLM gives the log-probabilities after the "
-            f"truncation, and training needs those before it; set rollout.temperature=1, or omit rollout.{truncation}."
+            "truncation, but training needs the log-probabilities before the truncation; set rollout.temperature=1, or "
+            f"omit rollout.{truncation}."
         )
 
 
 def _collect(answers: Any, wanted: int, patient: bool) -> list[tuple[int, Any]]:
-    """Returns the answers that have arrived; waits until there are `wanted`, if `patient` (else a moment).
+    """Returns the answers that have arrived.
+
+    Waits until there are at least `wanted` answers. If `patient` is False, gives up after 0.05 s without an answer.
 
     Raises:
       UserError: a request failed.

@@ -1,4 +1,4 @@
-"""Environments: trajectories of several turns, with tools, in worker processes or in this one."""
+"""Environments for trajectories with several turns and with tools. They run in worker processes or in this process."""
 
 from __future__ import annotations
 

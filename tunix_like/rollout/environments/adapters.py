@@ -28,7 +28,7 @@ Kind = Literal["steps", "tunix", "tools"]
 
 @runtime_checkable
 class Trajectory(Protocol):
-    """The environment of one trajectory. All results are checked; user exceptions pass through."""
+    """The environment of one trajectory. Its methods check all results, and do not catch exceptions of user code."""
 
     def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
         """Returns the first observation."""
@@ -41,8 +41,8 @@ class Trajectory(Protocol):
 
 
 def kind_of(kind: type) -> Kind | None:
-    """Returns how objects of a class are used: by `step`, as a google-tunix `BaseTaskEnv`, or by tool methods as in
-    TRL. None if none of these applies."""
+    """Returns the interface of the objects of a class: "steps" (a method `step`), "tunix" (a `BaseTaskEnv` of
+    google-tunix) or "tools" (methods that are tools, as in TRL). Returns None if the class has none of these."""
     if callable(getattr(kind, "_initial_observation", None)) and callable(getattr(kind, "_step_impl", None)):
         return "tunix"
     if callable(getattr(kind, "step", None)):
@@ -56,8 +56,8 @@ def check_class(kind: type) -> None:
     """Checks that objects of a class can be environments.
 
     Raises:
-      UserError: the class has no `reset`, or neither `step` nor tools; a method is async; a tool has no docstring or
-        no type hints.
+      UserError: the class has no `reset`, the class has neither `step` nor tools, a method is async, or a tool has no
+        docstring or no type hints.
     """
     name, how = kind.__name__, kind_of(kind)
     if how is None or (how != "tunix" and not callable(getattr(kind, "reset", None))):
@@ -82,13 +82,13 @@ def check_class(kind: type) -> None:
 
 
 class Adapted:
-    """A factory of trajectories. It holds the user's factory: a class, a function, or functions that are tools.
+    """Makes the environments of trajectories from the user's factory: a class, a function, or functions that are tools.
 
     Args:
       arguments: passed to the factory by name.
 
     Attributes:
-      name: the name in messages.
+      name: the name of the environment in messages.
     """
 
     def __init__(
@@ -157,7 +157,8 @@ class Adapted:
         return _StepEnvironment(environment)
 
     def _make(self, columns: Mapping[str, Any]) -> Any:
-        """Calls the factory with its arguments, and with the columns as `task` (google-tunix)."""
+        """Calls the user's factory with the configured arguments. A factory of google-tunix also gets the columns as
+        `task`."""
         if self._task is None:
             return self._factory(**self._arguments)
         if self._task == "by position":  # as google-tunix does
@@ -171,10 +172,10 @@ def as_environment(
     """Adapts a factory of environments of any supported kind, or a list of functions that are tools.
 
     Args:
-      arguments: passed to the factory by name; not for tools.
+      arguments: passed to the factory by name. Tools take no arguments.
 
     Raises:
-      UserError: the object is neither of these (see `check_class`).
+      UserError: the object cannot make environments (see `check_class`), or a function cannot be a tool.
     """
     return factory if isinstance(factory, Adapted) else Adapted(factory, arguments)
 
@@ -183,10 +184,12 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
     """Checks that a factory can be called with the arguments.
 
     Args:
-      takes_task: whether the factory also gets the columns of a row, as its first parameter or as `task`.
+      takes_task: whether the factory also gets the columns of a row (as its first parameter or as the parameter
+        `task`).
 
     Raises:
-      UserError: the factory has no such parameter, or a parameter without a default has no value.
+      UserError: the factory has no parameter with the name of an argument, or a parameter without a default gets no
+        value.
     """
     try:
         parameters = inspect.signature(factory).parameters
@@ -210,7 +213,7 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
 
 
 def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
-    """Returns how a factory takes the columns of a row as a task; None if it takes none."""
+    """Returns how a factory takes the columns of a row (the `task` of google-tunix); None if it does not take them."""
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:  # some classes of extension modules have no signature
@@ -224,7 +227,8 @@ def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by n
 
 
 class _StepEnvironment:
-    """An environment with `reset(**columns)` and `step(completion)`; `close()`, if it has one, is called at the end."""
+    """An environment with `reset(**columns)` and `step(completion)`. If it has a method `close`, this is called at the
+    end."""
 
     def __init__(self, environment: Any):
         self.environment, self.name = environment, type(environment).__name__
@@ -243,10 +247,10 @@ class _StepEnvironment:
 
 
 class _TunixEnvironment:
-    """A google-tunix `BaseTaskEnv`. Its `step` counts the steps and ends the episode at `max_steps`.
+    """A google-tunix `BaseTaskEnv`. Its own `step` counts the steps, and ends the episode after `max_steps` steps.
 
-    A `ToolEnvironment` gets the tool calls of a turn in the form that google-tunix's agent passes, or the text of a
-    turn without calls, which is the final answer.
+    A `ToolEnvironment` gets the tool calls of a turn in the form that the agent of google-tunix passes. A turn without
+    calls is the final answer and is passed as text.
     """
 
     def __init__(self, environment: Any):
@@ -259,7 +263,7 @@ class _TunixEnvironment:
             raise UserError(f"{self.name}.reset returned {show(result)}; return the tuple (observation, info).")
         observation = result[0]
         if observation is getattr(self.environment, "task", None):
-            return None  # the columns of the row, whose prompt the policy has
+            return None  # this is the row, and the policy has its prompt already
         return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
 
     def step(self, completion: str) -> EnvStepResult:
@@ -296,7 +300,7 @@ def _close(environment: Any) -> None:
 
 
 def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
-    """Returns the action of a turn for a google-tunix `ToolEnvironment`."""
+    """Converts a turn to an action of a google-tunix `ToolEnvironment`."""
     if not calls:
         return completion
     return [
@@ -306,10 +310,11 @@ def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
 
 
 def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
-    """Returns the text or the messages of an observation of google-tunix.
+    """Converts an observation of google-tunix to text or messages.
 
-    As for google-tunix's agents, a dict with `prompts` or `question` becomes this text, and a dict with `tool_outputs`
-    becomes one message per call. An empty dict becomes no observation. Any other dict is written as JSON.
+    The agents of google-tunix convert observations in the same way. A dict with the key `prompts` or `question` becomes
+    the text of this key. A dict with `tool_outputs` becomes one message per call. An empty dict becomes None. Any other
+    dict is written as JSON.
 
     Args:
       names: tool names by the id of the call.

@@ -1,4 +1,4 @@
-"""Checks the arguments of a learner that concern environments, and makes its player."""
+"""Checks the arguments of a learner that concern environments, and makes its `Player`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tunix_like.types import Engine
 def make_player(
     environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
 ) -> Player | None:
-    """Returns the player for the argument `environment` of a learner, or for environments; None if there are none.
+    """Makes the `Player` for the argument `environment` of a learner. Returns None if there is no environment.
 
-    Its tokenizer passes the schemas of the tools to the chat template.
+    The tokenizer of the player passes the schemas of the tools to the chat template.
 
     Raises:
-      UserError: the object cannot make environments, there is a config without an environment, or a key of the config
+      UserError: the object cannot make environments, a config is given without an environment, or a key of the config
         has no effect.
     """
     if config is not None:
@@ -51,16 +51,18 @@ def make_player(
 
 
 def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[str]) -> None:
-    """Checks that an engine of the user and the names of the rewards are compatible with environments, if there are
-    any.
+    """Checks that the user's engine and the names of the rewards can be used with environments.
+
+    Does nothing without a player.
 
     Raises:
-      UserError: `generate` of the engine has no parameter `responder`, or a reward has the name of the environment's.
+      UserError: `generate` of the engine has no parameter `responder`, or a reward function has the name that is
+        reserved for the reward of the environment.
     """
     if player is None:
         return
     if REWARD in rewards:
-        raise UserError(f"reward_fns: the name '{REWARD}' is that of the environment's reward; use another name.")
+        raise UserError(f"reward_fns: the name '{REWARD}' is reserved for the environment's reward; use another name.")
     if engine is not None:
         parameters = inspect.signature(engine.generate).parameters.values()
         if not any(each.name == "responder" or each.kind is each.VAR_POSITIONAL for each in parameters):

@@ -1,9 +1,9 @@
-"""Makes the tokens between two turns of a trajectory: token in, token out.
+"""Makes the tokens between two turns of a trajectory.
 
-A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (but see `conversations.py`).
-A turn ends with an end-of-sequence token that the policy sampled. After it, only the bridge is encoded and appended:
-the observation of the environment, the text that the chat template puts around it, and the start of the next
-assistant's turn. A text environment (no chat template) appends the observation alone.
+A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (`conversations.py` is an
+exception). A turn ends with an end-of-sequence token that the policy sampled. The tokens that are appended after it are
+called the bridge: the observation of the environment, the text that the chat template puts around it, and the start of
+the next assistant's turn. Without a chat template, the bridge is the observation.
 
 Observations are untrusted: control tokens that are written in them are encoded as plain text.
 """
@@ -20,18 +20,18 @@ from tunix_like.runtime.untrusted import Filled, texts
 from tunix_like.types import Message
 
 _LONG_TOKEN = 64
-"""An observation with more characters than this per allowed token is overlong. It is not tokenised, since a text of
-10 MB would take seconds."""
+"""Number of characters per allowed token above which an observation is overlong. Such an observation is not tokenised,
+because a text of 10 MB would take seconds."""
 
 
 class Bridged(NamedTuple):
     """The tokens to append after a turn.
 
     Attributes:
-      tokens: token ids; None: there are none, and the trajectory ends unscored.
+      tokens: token ids. If they are None, the trajectory ends and is unscored.
       cut: whether the observation was shortened.
-      problem: why there are no tokens.
-      chat: the messages, as they were shortened.
+      problem: the reason if `tokens` is None.
+      chat: the messages of the observation, after shortening.
     """
 
     tokens: list[int] | None
@@ -48,12 +48,12 @@ class _Pending(NamedTuple):
     end: int
 
     def limited(self, size: int) -> _Pending:
-        """Returns the observation with each text shortened to `size` characters and a mark."""
+        """Returns the observation with longer texts shortened to `size` characters and a mark."""
         return self._replace(chat=[message | {"content": _limited(message["content"], size)} for message in self.chat])
 
 
 class Bridge:
-    """Turns observations into the token ids to append. Made by `make_bridge`."""
+    """Converts observations to the token ids to append. `make_bridge` makes it."""
 
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
@@ -66,21 +66,21 @@ class Bridge:
     def tokens(self, observations: Sequence[Any], ends: Sequence[int]) -> list[Bridged]:
         """Returns the tokens to append after one turn of each trajectory.
 
-        One request to the template process renders all observations. If some must be shortened, about ten more requests
-        follow. In plain text, an observation is appended as it is. With a chat template, a text is a user message; None
-        or an empty text is only the start of the next turn.
+        One request to the template process renders all observations. If some observations must be shortened, about ten
+        more requests follow. If prompts are plain text, an observation is appended unchanged. With a chat template, a
+        text becomes a user message. None or an empty text adds only the start of the next turn.
 
-        The end token that the policy sampled stays in the row. If the template writes another end token there, it is
-        not added; only the tokens after it are added.
+        The end token that the policy sampled stays in the row. If the template writes another end token at this place,
+        that token is omitted; only the tokens after it are appended.
 
         Args:
           observations: one per trajectory, as the environments returned them: text, messages or None.
           ends: the last token of each turn, an end-of-sequence token.
 
         Raises:
-          UserError: prompts are plain text and observations are messages. An error of a single observation does not
-            raise: it is the `problem` of its result. An example is a message that the chat template does not support
-            (`TemplateDifference.check`).
+          UserError: prompts are plain text and observations are messages. An error that concerns a single observation
+            is not raised, but becomes the `problem` of its result. An example is a message that the chat template does
+            not support (`TemplateDifference.check`).
         """
         results: dict[int, Bridged] = {}
         pending: list[_Pending] = []
@@ -116,18 +116,18 @@ class Bridge:
         return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
-        """Raises a UserError if not even a completely shortened text fits."""
+        """Raises a UserError if the limit is too low even for a completely shortened text."""
         text = _mark(10**9) if self._cuts else ""
         (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:
             what = "a text that is shortened to nothing" if self._cuts else "an empty message"
             raise UserError(
-                f"environment.max_observation_tokens={self._most}: {what} takes more tokens, with those of the "
-                "chat template; raise it."
+                f"environment.max_observation_tokens={self._most}: {what} takes more tokens, including the tokens "
+                "of the chat template; increase this value."
             )
 
     def _role_problem(self, pending: _Pending) -> str | None:
-        """Returns why the chat template has no addition for these messages; None if it has one."""
+        """Returns why the chat template does not support these messages; None if it supports them."""
         try:
             roles: list[str | None] = [message["role"] for message in pending.chat]
             for role in roles or [None]:
@@ -138,7 +138,7 @@ class Bridge:
         return None
 
     def _encoded(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
-        """Returns for each observation its token ids, its error, or None if it has too many tokens."""
+        """Returns one entry per observation: its token ids, or its error, or None if it has too many tokens."""
         most = _LONG_TOKEN * self._most
         tried = [sum(map(len, texts(each.chat))) <= most for each in pending]
         chats = [each.chat for each, fits in zip(pending, tried, strict=True) if fits]
@@ -162,24 +162,26 @@ class Bridge:
         return ids if len(ids) <= self._most else None
 
     def _ids(self, addition: str, end: int) -> list[int]:
-        """Returns the ids of an addition, or more than the allowed number of ids."""
+        """Returns the ids of an addition. If there are more ids than allowed, the result may be cut to any number of
+        ids above the limit."""
         if self._difference is None:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:
             ids = self._tokenizer.encode_guarded(addition, self._most + 1)
-            # Some templates end a turn with the start of the next message (GLM: `<|user|>`), which was sampled then.
+            # Some templates end a turn with the start of the next message (GLM: `<|user|>`). The policy has sampled
+            # this token.
             return ids[1:] if ids[:1] == [end] else ids
-        # The end token is encoded with the addition, since tokens after it may depend on it (it may remove spaces).
+        # The end token is encoded with the addition, because it can change the tokens after it (e.g. remove spaces).
         ids = self._tokenizer.encode_guarded(self._difference.end + addition, self._most + 1)
         if ids[:1] == [self._difference.end_id]:
             return ids[1:]
         return self._tokenizer.encode_guarded(addition, self._most + 1)
 
     def _shortened(self, pending: Sequence[_Pending]) -> list[tuple[_Pending, list[int] | UserError | None]]:
-        """Returns overlong observations, shortened, with their ids.
+        """Shortens overlong observations, and returns them with their ids.
 
-        All texts get the same limit, so the longest are cut. The limit is found by bisection, to within
-        three percent.
+        All texts of an observation get the same limit, so the longest texts are cut. Bisection finds the limit with a
+        tolerance of three percent.
         """
         best = self._encoded([each.limited(0) for each in pending])
         low = [0] * len(pending)
@@ -212,16 +214,17 @@ def make_bridge(
     """Makes the bridge of a run, and checks the chat template.
 
     Args:
-      chat: whether prompts are rendered with the chat template; False: they are plain text.
+      chat: whether prompts are rendered with the chat template. If False, prompts are plain text.
       eos_ids: the ids that end a turn.
-      tools: JSON schemas of the tools; if given, the template gets them as `tools`, as for the prompts.
-      most_tokens: maximum number of tokens to append, those of the chat template included.
-      overlong: what happens to observations that need more tokens: `cut` shortens the text and marks the place,
-        `unscored` returns no tokens.
+      tools: JSON schemas of the tools. The template gets them as its variable `tools`.
+      most_tokens: maximum number of tokens to append, including the tokens that the chat template adds.
+      overlong: treatment of observations that need more tokens. `cut` shortens the text and appends a mark; `unscored`
+        returns no tokens.
 
     Raises:
-      UserError: the chat template has no consistent addition (`TemplateDifference`), there are tools without a chat
-        template, or `most_tokens` is less than the template alone takes.
+      UserError: the text that the chat template adds for a message also depends on earlier messages (see
+        `TemplateDifference`), there are tools without a chat template, or the template alone takes more than
+        `most_tokens` tokens.
     """
     if tools and not chat:
         raise UserError(
@@ -235,8 +238,8 @@ def make_bridge(
 def with_observation(prompt: str | Sequence[Message], observation: Any) -> str | list[Message]:
     """Returns a prompt with the first observation of its environment.
 
-    Text is appended to a text prompt, or to the content of the last message; messages are appended as messages. The
-    observation counts as data: control tokens that are written in it are encoded as plain text.
+    Text is appended to a text prompt, or to the content of the last message of a prompt. Messages are appended as
+    messages. The observation is untrusted: control tokens that are written in it are encoded as plain text.
 
     Raises:
       UserError: the observation is neither text nor messages, or it is messages and the prompt is text.
@@ -266,11 +269,11 @@ def with_observation(prompt: str | Sequence[Message], observation: Any) -> str |
 
 
 def _messages(observation: Any) -> list[dict[str, str]]:
-    """Returns an observation as messages of text; a text is a user message, nothing is an empty list.
+    """Returns an observation as a list of messages. A text becomes a user message; None and an empty text become an
+    empty list.
 
     Raises:
-      UserError: the observation is neither text nor messages of text, or a message has a role that an environment may
-        not have.
+      UserError: the observation is neither text nor messages of text, or a message has a role that is not in `ROLES`.
     """
     if observation is None or isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []
@@ -294,7 +297,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _limited(text: str, size: int) -> str:
-    """Shortens a text to `size` characters and a mark, if it is longer."""
+    """If a text is longer than `size` characters, shortens it to `size` characters and appends a mark."""
     return text if len(text) <= size else text[:size] + _mark(len(text) - size)
 
 

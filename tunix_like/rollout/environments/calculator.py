@@ -1,4 +1,4 @@
-"""The tool `calculator` and the environment with this tool: arithmetic on numbers, without names and calls."""
+"""The tool `calculator`, which evaluates arithmetic expressions, and the environment with this tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST = 200
 """Maximum number of characters of an expression."""
 
 MOST_BITS = 512
-"""Maximum number of bits of an integer that an operation makes. It bounds the time of a call."""
+"""Maximum number of bits of the integer result of an operation. This bounds the time of a call."""
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -37,7 +37,7 @@ def calculator(expression: str) -> str:
       the value as text; a whole number is written without a decimal point.
 
     Raises:
-      ValueError: the text is not such an expression, it is too long, it has no real value, or a number gets too large.
+      ValueError: the text is not such an expression or is too long, its value is not real, or a number gets too large.
     """
     value = _evaluate(_parsed(expression))
     if isinstance(value, float):
@@ -50,7 +50,7 @@ def calculator(expression: str) -> str:
 class Calculator:
     """An environment whose turns may call the tool `calculator`; a turn without a call ends the trajectory.
 
-    It gives no rewards: these come from the reward functions of the run.
+    It gives no rewards. Rewards come from the reward functions of the run.
     """
 
     def reset(self) -> None:
@@ -66,11 +66,11 @@ class Calculator:
 
 
 def _parsed(expression: str) -> ast.expr:
-    # Messages do not repeat the expression: it would be in the text that a reward function reads.
+    # Error messages do not repeat the expression, because reward functions read the text of the trajectory.
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has more than {LONGEST} characters")
     try:
-        with warnings.catch_warnings():  # such as that of "1if"
+        with warnings.catch_warnings():  # e.g. the warning about "1if"
             warnings.simplefilter("ignore")
             return ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -99,7 +99,8 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _bits(operation: ast.operator, left: Any, right: Any) -> int:
-    """Returns a bound of the bits of the result, if it is an integer that can be larger than its operands; else 0."""
+    """Returns an upper bound of the number of bits of the result of a power or product of integers; 0 for other
+    operations."""
     if not isinstance(left, int) or not isinstance(right, int):
         return 0
     if isinstance(operation, ast.Pow):

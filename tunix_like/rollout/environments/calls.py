@@ -1,4 +1,4 @@
-"""One call of an environment in its own process: the bytes to and from its socket, and the check of its answer."""
+"""Sends a call to an environment in its own process over a socket, and reads and checks the answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tunix_like.rollout.environments.results import (
 )
 
 MOST_ANSWER = 16 * MOST_CHARACTERS
-"""Largest answer in bytes. The checks in the child keep answers below this size, so a longer answer is invalid."""
+"""Largest answer in bytes. The child process cuts its answers to a smaller size, so a longer answer is not valid."""
 
 _READ = 1 << 20
 
@@ -36,14 +36,14 @@ class Caller:
     """The connection of one trajectory to its process, and its current call.
 
     Attributes:
-      number: the trajectory, as the caller of the pool numbers it.
-      serial: the number of its process, which is never used again.
-      channel: the socket; None until the process is ordered.
-      pid: the process; None until it has begun.
-      what: the current or last call, `reset`, `step` or `finish`.
-      given, deadline: `time.monotonic` values of the start and of the deadline of the current call.
+      number: the number of the trajectory in the calls of the pool.
+      serial: the number of its process. No other process of the pool gets this number.
+      channel: the socket to the process; None before the process is requested.
+      pid: the id of the process; None before the process has started.
+      what: the kind of the current or last call: `reset`, `step` or `finish`.
+      given, deadline: start and deadline of the current call, as values of `time.monotonic`.
       closed: whether the process has closed its end of the socket.
-      ended: how the process ended while it had no call; None if it runs.
+      ended: how the process ended while no call was running; None if it has not ended.
     """
 
     def __init__(self, number: int, serial: int):
@@ -56,7 +56,7 @@ class Caller:
         self.out, self._in = b"", bytearray()
 
     def connect(self) -> socket.socket:
-        """Makes the socket; returns the end of the process.
+        """Makes a pair of connected sockets, and returns the socket for the process.
 
         Raises:
           UserError: the system allows no more open files.
@@ -66,11 +66,12 @@ class Caller:
         return theirs
 
     def call(self, what: str, request: bytes) -> None:
-        """Prepares a call; `pump` sends it."""
+        """Prepares a call, which `pump` then sends."""
         self.what, self.out = what, message(request)
 
     def pump(self) -> Outcome | Failure | None:
-        """Writes and reads without blocking; returns the outcome of the call, its failure, or None.
+        """Writes and reads without blocking. Returns the outcome or the failure of the call, or None if the call has
+        not ended.
 
         Raises:
           Answered: the bytes that arrived are not an answer.
@@ -109,7 +110,7 @@ class Caller:
             raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
 
     def _outcome(self, answer: dict[str, Any]) -> Outcome:
-        """Checks the answer again, since the user's code can write to the socket."""
+        """Checks the answer again, because the user's code can write to the socket."""
         if self.what == "reset":
             return Outcome(self.number, checked_observation(answer["observation"], "reset"))
         if self.what == "finish":
@@ -131,7 +132,7 @@ def failure_in(answer: Mapping[str, Any]) -> Failure:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes a pair of sockets; raises this process's limit of open files if it is reached."""
+    """Makes a pair of sockets. If the limit of open files of this process is reached, increases the limit."""
     try:
         return socket.socketpair()
     except OSError as error:

@@ -1,13 +1,16 @@
 """Renders whole conversations again at each turn, for `environment.history=template`.
 
-Some chat templates rewrite earlier turns when new messages come (Qwen3 removes their `<think>` blocks). Here the model
-sees at each turn what the template renders. If the rendering begins with the tokens that the model has seen and sampled
-so far, only the rest is appended. Otherwise the row is restarted: the rewritten history follows the group's prompt. The
-prompt stays in the cache. Some templates end a prompt with tokens that they remove later (an opened or empty thought);
-these tokens are in the rows, and not in the prompt of the group.
+Some chat templates rewrite earlier turns when new messages follow (Qwen3 removes their `<think>` blocks). With
+`environment.history=template`, the model sees at each turn exactly the rendering of the whole conversation. If the
+rendering begins with the tokens that the model has seen and sampled so far, only the remaining tokens are appended to
+the row. Otherwise the row is restarted: the rewritten history follows the prompt of the group, which stays in the
+cache.
 
-The content of a turn's message is the decoded text of its sampled tokens. Tool calls and `<think>` blocks stay in the
-model's own format, so that a malformed call is rendered too. These rendered tokens are never trained on.
+Some templates end a prompt with tokens that they change in later turns, such as an opened or empty `<think>` block.
+These tokens are part of the rows and not of the group's prompt.
+
+The message of a turn contains the decoded text of its sampled tokens. Tool calls and `<think>` blocks in this text are
+not parsed, so a malformed call can be rendered too. Rendered tokens are never trained on.
 """
 
 from __future__ import annotations
@@ -37,9 +40,10 @@ class Conversation:
     Attributes:
       messages: the messages of the prompt, then the turns and the observations.
       tokens: the tokens that the model sees: the prompt and the current segment.
-      prompt: number of tokens of the prompt that a later turn keeps.
+      prompt: number of tokens at the start of the prompt that later turns do not change.
       rewritten: number of times that the template has rewritten the history.
-      restarted: the value of `rewritten` before the last turn: the number of times that the row was restarted.
+      restarted: number of times that the row was restarted. It equals `rewritten` at the time when the last turn was
+        added.
     """
 
     messages: list[Message]
@@ -50,7 +54,8 @@ class Conversation:
 
     @property
     def opening(self) -> list[int]:
-        """The tokens of the prompt that a later turn changes; only before the first turn."""
+        """The tokens at the end of the prompt that later turns may change. This value is valid only before the first
+        turn."""
         return self.tokens[self.prompt :]
 
     def copy(self) -> Conversation:
@@ -64,8 +69,10 @@ class Conversation:
 
 
 class Continued(NamedTuple):
-    """The tokens to append to a row, and whether the row is restarted (see `types.Reply`); or the reason why there are
-    none."""
+    """How a row continues: the tokens to append, and whether the row is restarted (see `types.Reply`).
+
+    If `tokens` is None, `problem` says why the row cannot continue.
+    """
 
     tokens: list[int] | None
     restart: bool = False
@@ -73,14 +80,14 @@ class Continued(NamedTuple):
 
 
 class Conversations:
-    """Continues conversations by rendering them.
+    """Renders conversations, and returns how their rows continue.
 
     Args:
-      tokenizer: passes the tools to the chat template, as for prompts.
+      tokenizer: its template variables include the tools.
       tools: whether there are tools.
 
     Raises:
-      UserError: the template does not begin a later turn with the prompt, except for `MOST_OPENING` tokens.
+      UserError: the template changes the prompt after a later turn, and not only its last `MOST_OPENING` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: bool):
@@ -93,7 +100,7 @@ class Conversations:
                 raise UserError(f"environment.history=template: {found.problem} Set environment.history=sampled.")
 
     def begin(self, prompts: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> list[Conversation]:
-        """Returns conversations that are only a prompt, given by its messages and its tokens.
+        """Returns new conversations for prompts. Each prompt is given by its messages and its tokens.
 
         Sends one request to the template process.
         """
@@ -104,8 +111,11 @@ class Conversations:
         ]
 
     def _kept(self, tokens: Sequence[int], later: str | UserError) -> int:
-        """Returns the number of tokens that a prompt and the rendering `later` have in common at their start."""
-        if isinstance(later, UserError):  # this is reported when a turn has ended
+        """Returns the number of tokens that a prompt and the rendering `later` have in common at their start.
+
+        Returns the length of the prompt if they have nothing in common, or if more than `MOST_OPENING` tokens differ.
+        """
+        if isinstance(later, UserError):  # `continued` reports this error after a turn
             return len(tokens)
         pairs = zip(tokens, self._tokenizer.encode_guarded(later, _NO_LIMIT), strict=False)
         kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -114,7 +124,7 @@ class Conversations:
     def continued(self, given: Sequence[tuple[Conversation, Sequence[Message]]]) -> list[Continued]:
         """Adds new messages to conversations whose turn has ended, and returns how their rows continue.
 
-        Sends one request to the template process. A conversation that cannot continue stays as it is.
+        Sends one request to the template process. A conversation that cannot continue is not changed.
         """
         chats = [[*conversation.messages, *new] for conversation, new in given]
         rendered = self._tokenizer.render_guarded(chats, True)
@@ -134,7 +144,7 @@ class Conversations:
         if ids[: conversation.prompt] != seen[: conversation.prompt]:
             return Continued(
                 None,
-                problem="with a later turn, the chat template renders the prompt in another way. The trajectories of a "
+                problem="after a later turn, the chat template renders the prompt differently. The trajectories of a "
                 "row share their prompt, so its tokens must stay the same.",
             )
         conversation.messages, conversation.tokens = chat, ids

@@ -9,12 +9,13 @@ _end = math.inf
 
 
 def set_limit(seconds: float) -> None:
-    """Sets the time limit of the call that begins now. Environments in the training process have none."""
+    """Sets the time limit of the call that begins now. Environments in the training process have no time limit."""
     global _end
     _end = time.monotonic() + seconds
 
 
 def patience(most: float) -> float:
     """Returns the seconds for which the current call may wait for a service: at most `most`, and at most 3/4 of the
-    time that is left. Without a time limit this is 0, because calls then run one after the other."""
+    remaining time. Returns 0 if there is no time limit: calls then run one after the other, so a wait would delay all
+    of them."""
     return 0.0 if _end == math.inf else max(0.0, min(most, 0.75 * (_end - time.monotonic())))

@@ -1,4 +1,4 @@
-"""The record of a trajectory besides its tokens, and the rewards and metrics of environments."""
+"""Defines the record of a trajectory (all but its tokens), and computes the rewards and metrics of environments."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tunix_like.rewards import Scores
 from tunix_like.runtime.visible import visible
 
 REWARD = "environment"
-"""Name of the reward of the environment among those of the reward functions."""
+"""Name of the environment's reward. It is listed beside the names of the reward functions."""
 
 
 class Episode(NamedTuple):
-    """What happened in one trajectory besides its tokens.
+    """The record of one trajectory, without its tokens.
 
     Attributes:
       messages: the turns as text, `{"role": "assistant" | "user" | "tool" | ..., "content": text}`, oldest first.
       turns: number of turns of the policy.
-      limited: whether the trajectory ended because of `environment.max_turns`.
+      limited: whether the limit `environment.max_turns` ended the trajectory.
       cut: number of observations that were shortened.
       reward: the sum of the rewards of the environment; NaN if it failed.
-      info: the last numbers of the environment by name.
-      failure: why the environment failed, as `Failure`; None if it did not fail.
+      info: the last value of each number in `info` of the environment, by name.
+      failure: the fields of the `Failure` of the environment; None if it did not fail.
       rewritten: number of times that the chat template has rewritten its history; None with
         `environment.history=sampled`.
     """
@@ -41,12 +41,14 @@ class Episode(NamedTuple):
 
 
 def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:
-    """Returns the kind of failure (`rewards.calls.FailureKind`) of each trajectory; None where there is none."""
+    """Returns the kind of failure (`rewards.calls.FailureKind`) of each trajectory; None for a trajectory without a
+    failure."""
     return [None if episode.failure is None else episode.failure[0] for episode in episodes]
 
 
 def transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """Returns the turns as one text: `role: content` for each, further lines of a turn indented by two spaces."""
+    """Formats the turns as one text. Each turn is written as `role: content`; its further lines are indented by two
+    spaces."""
     return "\n".join(f"{message['role']}: {message['content']}".replace("\n", "\n  ") for message in messages)
 
 
@@ -72,7 +74,7 @@ def with_environment(scores: Scores, episodes: Sequence[Episode]) -> Scores:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Computes the metrics of trajectories: their turns, and the means of the numbers that environments gave."""
+    """Computes the metrics of trajectories: statistics of their turns, and the means of the numbers in `info`."""
     turns = np.array([episode.turns for episode in episodes])
     metrics = {
         "turns/mean": float(turns.mean()),

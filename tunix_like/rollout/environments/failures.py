@@ -1,4 +1,4 @@
-"""Failures of environments: their kinds, and those that stop the run.
+"""Determines the kind of a failure of an environment, and raises errors for failures that stop the run.
 
 This module runs in the worker processes too and does not import jax.
 """
@@ -28,7 +28,7 @@ def failure_of(name: str, error: BaseException) -> Failure:
 
 
 def check_configured(failure: Failure | None) -> None:
-    """Raises EnvironmentMisconfigured if this is the failure."""
+    """Raises EnvironmentMisconfigured if the failure has the kind `misconfigured`."""
     if failure is not None and failure.kind == "misconfigured":
         raise EnvironmentMisconfigured(failure.reason)
 
@@ -40,19 +40,20 @@ def check_available(failures: Sequence[Sequence[str] | None]) -> None:
     assert failures[0] is not None
     raise EngineLost(
         f"environment: its service is unavailable; all {len(failures)} trajectories failed. {failures[0][1]} Start the "
-        "server, then run the same command: it resumes."
+        "server, then start the run with the same command; it resumes."
     )
 
 
 def first_observation(environments: Environments, row: Mapping[str, Any], where: str) -> str | Sequence[Message] | None:
-    """Resets one environment with the columns of a row, ends it, and returns its first observation.
+    """Resets one environment with the columns of a row and returns its first observation. The environment is ended
+    afterwards.
 
     Args:
-      row: its columns; `prompt` is not passed on.
-      where: begins the message of a failure.
+      row: the columns of the row; `prompt` is not passed to the environment.
+      where: text at the beginning of the error message.
 
     Raises:
-      EnvironmentMisconfigured: the environment raised it.
+      EnvironmentMisconfigured: the environment raised this error.
       UserError: the environment failed.
     """
     environments.reset(0, {name: value for name, value in row.items() if name != "prompt"})

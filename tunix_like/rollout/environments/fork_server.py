@@ -1,8 +1,9 @@
-"""The program that holds environments: it loads the user's module once and forks one child per trajectory.
+"""The program that runs environments. It loads the user's module once, and forks one child process per trajectory.
 
-The program is a fresh interpreter and never a fork of the run, so it holds no lock, thread or device of the run. It
-runs user code only while it loads the module; afterwards it starts, reaps and kills children. Each child answers the
-calls of its trajectory on a socket of its own. The run enforces deadlines and the memory limit (`pool.py`).
+The program is a fresh interpreter and not a fork of the training process, so it has no locks, threads or devices of
+that process. It runs user code only while it loads the module. Afterwards it only starts, reaps and kills children.
+Each child answers the calls of its trajectory on its own socket. The training process enforces deadlines and the memory
+limit (`pool.py`).
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ START = (
 """Code that the interpreter runs (`-c`); see `rewards.worker.START`."""
 
 ORDER = struct.Struct("!cQ")
-"""A message to the program: `BEGIN` (with a socket attached) or `END`, and the number of the trajectory."""
+"""Format of an order to the program: `BEGIN` (with a socket attached) or `END`, and the number of the trajectory."""
 
 BEGIN, END = b"b", b"e"
 
 TOOLS_PREFIX = "tools:"
-"""Prefix of the first place if the places are tools and not one environment."""
+"""Prefix of the location of a tool. The location of an environment has no prefix."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 
 def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Returns the argument `places` of `load` for an environment, given by name or location, or for tools.
+    """Returns the argument `places` of `load` for an environment (given by its name or location) or for tools.
 
     Raises:
       UserError: a name cannot be imported, the arguments cannot be written as JSON, or tools have arguments.
@@ -71,10 +72,11 @@ def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -
 
 
 def load(places: list[str]) -> Adapted:
-    """Loads an environment, or tools if the first of the places begins with `TOOLS_PREFIX`.
+    """Loads an environment, or tools if the first location begins with `TOOLS_PREFIX`.
 
     Args:
-      places: the place of an environment and, if it has arguments, these as JSON; or the places of tools.
+      places: the location of an environment, followed by its arguments as JSON if there are any; or the locations of
+        tools.
 
     Raises:
       UserError: see `load_function` and `as_environment`.
@@ -86,14 +88,14 @@ def load(places: list[str]) -> Adapted:
 
 
 def serve(number: int, places: list[str], parent: int) -> None:
-    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then follows orders.
+    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then carries out orders.
 
     The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
     status, or -signal}`. Each `END` is answered with `{"stopped": number}`. The program ends with all children when the
-    socket is closed or the run has ended.
+    socket is closed or the training process has ended.
 
     Args:
-      number: file descriptor of the socket to the run.
+      number: file descriptor of the socket to the training process.
       places: the argument of `load`.
       parent: id of the process that started this one.
     """
@@ -109,7 +111,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
         channel.sendall(message(_failed(_name(places), error)))
         return
     with contextlib.suppress(AttributeError, ValueError, OSError):
-        # a line is one write, so that lines of several children do not mix
+        # line buffering, so that lines of several children do not mix
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     _Server(channel, adapted, parent).run(message(content.encode()))
@@ -120,7 +122,7 @@ def _name(places: list[str]) -> str:
 
 
 class _Server:
-    """Follows the orders of the run."""
+    """Carries out the orders of the training process."""
 
     def __init__(self, channel: socket.socket, adapted: Adapted, parent: int):
         self.channel, self.adapted, self.parent = channel, adapted, parent
@@ -131,17 +133,17 @@ class _Server:
         self.closed = False
 
     def run(self, ready: bytes) -> None:
-        """Sends `ready` and follows orders until the socket is closed."""
+        """Sends `ready` and carries out orders until the socket is closed."""
         waker, woken = socket.socketpair()
         for end in (waker, woken, self.channel):
             end.setblocking(False)
-        for number in _SIGNALS:  # a child may send any of them
+        for number in _SIGNALS:  # any of these signals can come from a child
             signal.signal(number, lambda *_: None)
-        die_with(self.parent, signal.SIGTERM)  # instead of SIGKILL, to kill what the environments started
+        die_with(self.parent, signal.SIGTERM)  # not SIGKILL, so that `_end` can kill all children first
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         self.private = (waker, woken)
         gc.collect()
-        gc.freeze()  # the collector then writes to fewer pages that the children share
+        gc.freeze()  # so that the collector does not copy memory pages that the children share
         self.out = ready
         while not self.closed and os.getppid() == self.parent:
             with selectors.DefaultSelector() as selector:
@@ -156,18 +158,18 @@ class _Server:
         self._end()
 
     def _end(self) -> None:
-        """Kills all processes below this one, waits for their end, and kills this process."""
+        """Kills all descendants of this process, waits until they have ended, and kills this process."""
         for number in list(self.pids):
             self._kill(number)
         with contextlib.suppress(ChildProcessError):
             while True:
-                self._kill_all(children_of(os.getpid()))  # a process whose parent has ended is a child of this one
+                self._kill_all(children_of(os.getpid()))  # includes processes whose parent has ended
                 os.waitpid(-1, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(0, signal.SIGKILL)  # with what the user's module started in the group of this process
+            os.killpg(0, signal.SIGKILL)  # includes processes that the user's module started in this group
 
     def _follow(self) -> None:
-        """Follows the orders that have arrived."""
+        """Carries out the orders that have arrived."""
         while True:
             try:
                 order, descriptors, _, _ = socket.recv_fds(self.channel, ORDER.size, 1)
@@ -175,7 +177,7 @@ class _Server:
                 return
             except OSError:
                 order = b""
-            if len(order) < ORDER.size:  # orders are written whole, so a part means that the run has ended
+            if len(order) < ORDER.size:  # an incomplete order: the training process has ended
                 self.closed = True
                 return
             what, number = ORDER.unpack(order)
@@ -190,8 +192,8 @@ class _Server:
         own = os.getpid()
         try:
             with warnings.catch_warnings():
-                # The module may have imported jax, which warns of its threads at a fork. They are not started by an
-                # import.
+                # If the user's module imported jax, a fork warns about threads of jax. The import alone starts no
+                # threads.
                 warnings.simplefilter("ignore")
                 pid = os.fork()
         except OSError as error:
@@ -205,12 +207,12 @@ class _Server:
                 os._exit(0)
         os.close(descriptor)
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # here too, since the child may not have run yet when it is killed
+            os.setpgid(pid, pid)  # also set here, because the child may be killed before it sets its group
         self.children[pid], self.pids[number] = number, pid
         self._tell({"begun": number, "pid": pid})
 
     def _be_child(self, descriptor: int, parent: int) -> None:
-        os.setpgid(0, 0)  # what the environment starts is killed with its group
+        os.setpgid(0, 0)  # a process group, so that all its processes can be killed at once
         die_with(parent)
         _adopt_orphans()
         signal.set_wakeup_fd(-1)
@@ -222,13 +224,13 @@ class _Server:
             end.close()
         faulthandler.enable()  # prints a traceback on a crash in C code
         if random := sys.modules.get("numpy.random"):
-            random.seed()  # otherwise all children draw the same numbers; `random` of Python does this itself
+            random.seed()  # otherwise all children draw the same numbers; Python reseeds `random` itself
         answer_calls(socket.socket(fileno=descriptor), self.adapted)
 
     def _kill(self, number: int) -> None:
-        """Kills the child of a trajectory with everything that it started."""
+        """Kills the child of a trajectory and all processes that it started."""
         if (pid := self.pids.get(number)) is not None:
-            self._kill_all([pid])  # it may have left its group; `_reap` kills what it leaves behind
+            self._kill_all([pid])  # the child may have left its group; `_reap` kills its processes
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
@@ -238,7 +240,7 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Reports children that have ended, and kills what they left behind."""
+        """Reports children that have ended, and kills the processes that they have started."""
         ended = False
         while True:
             try:
@@ -253,7 +255,7 @@ class _Server:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
                 self._tell({"ended": number, "status": os.waitstatus_to_exitcode(status)})
-        if ended:  # processes of ended children that have left their group are now children of this process
+        if ended:  # processes that had left the group of an ended child are now children of this process
             self._kill_all(set(children_of(os.getpid())) - self.older - set(self.children))
 
     def _tell(self, what: dict[str, Any]) -> None:
@@ -269,9 +271,9 @@ class _Server:
 def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory until it is finished or the socket is closed.
 
-    A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)` with
-    its time limit. An answer is JSON: the fields of a `EnvStepResult` by name, or `{"error": text, "kind": kind of the
-    failure}`, after which the trajectory is over.
+    A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)`.
+    `seconds` is its time limit. An answer is a JSON object: the fields of an `EnvStepResult` that the call sets, or
+    `{"error": text, "kind": kind of the failure}`. An error ends the trajectory.
     """
     own = os.getpid()
     trajectory: Trajectory | None = None
@@ -288,13 +290,13 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
             assert trajectory is not None
             answer = _answer(trajectory, what, given)
             if what == "finish":
-                trajectory = None  # what the object does when it is freed counts in the time of the call
+                trajectory = None  # frees the object within the time limit of the call
             content = json.dumps(answer, ensure_ascii=False).encode()
         except BaseException as error:  # includes SystemExit and KeyboardInterrupt
             content = _failed(adapted.name, error)
             what = "finish"
         if os.getpid() != own:
-            return  # the environment forked and this is the child; only the parent answers
+            return  # this is a child that the environment forked; only its parent answers
         channel.sendall(message(content))
         if what == "finish":
             with contextlib.suppress(Exception):
@@ -316,6 +318,6 @@ def _answer(trajectory: Trajectory, what: str, given: Any) -> dict[str, Any]:
 
 
 def _adopt_orphans() -> None:
-    """Makes this process the parent of processes below it whose own parent has ended (Linux only)."""
+    """Makes this process the new parent of descendants whose parent has ended (Linux only)."""
     if sys.platform == "linux":
         process_control(_PR_SET_CHILD_SUBREAPER, 1)

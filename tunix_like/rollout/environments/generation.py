@@ -1,4 +1,4 @@
-"""Samples completions of problems, with environments if there are any."""
+"""Samples completions of problems, with or without environments."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ def generate(
     key: Array,
     sampling: SamplingParams,
 ) -> tuple[list[Problem], Completions, Trajectories | None]:
-    """Samples `size` completions of each problem, with environments if there is a player.
+    """Samples `size` completions of each problem. If `player` is not None, environments answer the turns.
 
     Returns:
-      the problems, with the first observations in their prompts; the completions; the trajectories, or None.
+      the problems, with the first observations added to their prompts; the completions; and the trajectories, or None
+      without a player.
     """
     trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
     if trajectories is not None:
         problems = trajectories.problems
     requests = requests_of(problems, size)
     given = params, requests, key, sampling
-    # An engine without turns need not have the parameter `responder`.
+    # An engine that supports only single turns may lack the parameter `responder`.
     samples = engine.generate(*given) if trajectories is None else engine.generate(*given, trajectories)
     out = collect(samples, requests)
     if trajectories is not None and player is not None and player.rewrites:
-        while isinstance(inner := getattr(engine, "engine", None), Engine):  # it wraps the one to name
+        while isinstance(inner := getattr(engine, "engine", None), Engine):  # the error message names the inner engine
             engine = inner
         trajectories.check_rows(out, type(engine).__name__)
     return list(problems), out, trajectories

@@ -1,4 +1,4 @@
-"""The environment `guess`: find a hidden number from the answers HIGHER and LOWER."""
+"""The environment `guess`: the policy has to find a hidden number from the answers HIGHER and LOWER."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ COST = 0.05
 
 
 class Guess:
-    """One game. The guess of a turn is the last number in its text.
+    """The environment of one game. The guess of a turn is the last number in its text.
 
-    The reward is `1 - COST * (turns - 1)` for the hidden number, else 0. A turn without a number in the range counts
-    too, and its answer is INVALID. The metric `turns_to_success` is `MOST_GUESSES + 1` for a game that ends without
-    success after its last turn.
+    The reward is `1 - COST * (turns - 1)` if the hidden number is found, otherwise 0. A turn without a valid number
+    also counts, and its answer is INVALID. The metric `turns_to_success` is `MOST_GUESSES + 1` for a game that ends
+    without success after its last turn.
     """
 
     def reset(self, number: int) -> None:
-        """Hides `number`."""
+        """Starts a game with the hidden number `number`."""
         self.number, self.turns = number, 0
 
     def step(self, completion: str) -> EnvStepResult:

@@ -1,4 +1,5 @@
-"""Runs environments in this process, without deadlines: for closures, notebooks and environments that are trusted."""
+"""Runs environments in this process, without deadlines. This is meant for closures, notebooks and trusted
+environments."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from tunix_like.rollout.environments.outcomes import Outcome
 
 
 class LocalEnvironments:
-    """Implements `Environments` in this process. Calls run at once and in their order.
+    """Implements `Environments` in this process. Each call runs immediately.
 
-    An exception ends its trajectory alone. An environment that hangs or exits stops the run; use `EnvironmentPool` for
-    these.
+    An exception ends only its own trajectory. An environment that hangs or exits stops the run; use `EnvironmentPool`
+    for such environments.
 
     Args:
       factory: a class or a function that makes environments, or a list of functions that are tools.

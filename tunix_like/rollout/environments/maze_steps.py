@@ -1,4 +1,5 @@
-"""The environment `maze_steps`: the policy walks a maze one move per turn, and sees only the open moves of its cell."""
+"""The environment `maze_steps`: the policy makes one move per turn in a maze, and sees only the open moves of its
+cell."""
 
 from __future__ import annotations
 
@@ -12,18 +13,19 @@ MOST_MOVES = 16
 class MazeSteps:
     """A walk from the cell at (1, 1), one move to a neighbouring cell per turn.
 
-    Cells are at odd rows and columns, with a wall or an opening between two neighbours. The observation is the moves
-    that are open, such as `DOWN+RIGHT`. A valid turn is exactly one move. A move against a wall, or a turn with no move
-    or several, changes nothing, but counts as a turn. The reward is 1 at GOAL.
+    Cells are at odd rows and columns of the grid. Between two neighbouring cells there is a wall or an opening. The
+    observation lists the moves that are open, such as `DOWN+RIGHT`. A valid turn is exactly one move. If the move is
+    blocked by a wall, or the turn does not have exactly one move, the position stays the same and the turn still
+    counts. The reward is 1 when the goal is reached.
     """
 
     def reset(self, hidden: str) -> str:
-        """Starts a walk; `hidden` is the grid, rows of `#`, `.`, `S`, `G` joined by newlines."""
+        """Starts a walk. `hidden` is the grid: rows of the characters `#`, `.`, `S`, `G`, joined by newlines."""
         self.rows, self.row, self.column, self.turns, self.blocked = hidden.split("\n"), 1, 1, 0, 0
         return f" {self._open()}"
 
     def step(self, completion: str) -> EnvStepResult:
-        """Makes a move; the answer is the moves that are open now."""
+        """Makes a move and returns the moves that are open in the new cell."""
         self.turns += 1
         moves = [word for word in completion.split() if word in MOVES]
         if len(moves) == 1 and self._is_open(moves[0]):

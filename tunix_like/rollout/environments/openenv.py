@@ -25,7 +25,7 @@ from tunix_like.rollout.environments.results import checked_number, checked_step
 from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls, without_thinking
 
 RELEASE_SECONDS = 3.0
-"""Maximum seconds for which a server may count a session that has ended."""
+"""Maximum seconds to wait for a free session. A server can still count a session shortly after it has ended."""
 
 _FENCE = re.compile(r"\A```\w*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -34,8 +34,8 @@ class ActionForm(NamedTuple):
     """How the text of a turn becomes an action.
 
     Attributes:
-      kind: `tools`: each tool call in the text is one action; `text`: the text is the value of a field; `value`: the
-        text is the JSON of this value; `object`: the text is the JSON of the action.
+      kind: what the text contains: tool calls, each of which is one action (`tools`), the value of a field as text
+        (`text`), the value of a field as JSON (`value`), or the whole action as JSON (`object`).
       field: the name of the field.
       fields: the names of the required fields.
     """
@@ -50,12 +50,14 @@ class OpenEnv:
 
     `reset` sends all columns of the row; the server passes on the columns that its environment accepts. The schema of
     the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid action
-    does not reach the environment. Like a wrong tool call, it is answered by a text that begins with "error:".
+    does not reach the environment. The answer to such a turn, or to a wrong tool call, is a text that begins with
+    "error:".
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
-      action: the field of the action that gets the text of a turn; unset: chosen by the schema.
-      observation: the field of the observation that is shown to the model; unset: all but `metadata`.
+      action: the field of the action that gets the text of a turn. If it is unset, the schema determines the field.
+      observation: the field of the observation that is shown to the model. If it is unset, all fields except `metadata`
+        are shown.
 
     Raises:
       UserError: the address is not valid, or an argument is not text.
@@ -72,7 +74,7 @@ class OpenEnv:
     def tool_schemas(self) -> list[dict[str, Any]]:
         """Returns the schemas of the server's tools; empty if its actions are not tool calls.
 
-        This method is called before training, so it also checks the server.
+        This method is called once before training. It also checks the server.
 
         Raises:
           UserError: the server cannot be reached, or its actions have no field `action`.
@@ -82,11 +84,11 @@ class OpenEnv:
         return tools_of_server(self.url) if form.kind == "tools" else []
 
     def reset(self, **columns: Any) -> str | list[dict[str, str]] | None:
-        """Opens the session and resets its environment. A first observation that is text begins on a new line.
+        """Opens the session and resets its environment. If the first observation is text, it begins on a new line.
 
         Raises:
-          EnvironmentMisconfigured: the server has no session left, or the observation does not have the field that is
-            to be shown.
+          EnvironmentMisconfigured: the server has no free session, or the observation lacks the field that the argument
+            `observation` names.
           EnvironmentUnavailable: the server cannot be reached.
           UserError: the reset failed.
         """
@@ -101,7 +103,8 @@ class OpenEnv:
         return f"\n{shown}" if isinstance(shown, str) else shown
 
     def _opened(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Opens the session and returns the answer to its reset. Waits for a session that is ending."""
+        """Opens the session and returns the answer to its reset. If the server is full, waits up to `RELEASE_SECONDS`
+        for a free session."""
         end = time.monotonic() + patience(RELEASE_SECONDS)
         while True:
             self._session = Session(self.url)
@@ -113,7 +116,7 @@ class OpenEnv:
             time.sleep(0.2)
 
     def step(self, completion: str) -> EnvStepResult:
-        """Sends the action of a turn, or one action for each tool call."""
+        """Sends the action of a turn, or one action for each tool call in it."""
         form = _form_of(self.url, self.action)
         if form.kind == "tools":
             return self._call_tools(tool_calls(completion))
@@ -131,11 +134,11 @@ class OpenEnv:
         self._session = None
 
     def _act(self, action: Mapping[str, Any], show: Callable[[Mapping[str, Any]], Any]) -> EnvStepResult:
-        """Sends one action; `show` returns what the model sees of the observation.
+        """Sends one action. `show` converts the observation to the text or messages that the model sees.
 
         Raises:
-          InvalidAction: the server has refused the action, and the session continues.
-          UserError: the session is lost, or the answer is not valid.
+          InvalidAction: the server has refused the action. The session continues.
+          UserError: the session was lost, or the answer is not valid.
         """
         if self._session is None:
             raise UserError("OpenEnv: a step came before the reset.")
@@ -147,7 +150,7 @@ class OpenEnv:
         return checked_step((show(observation), reward, answer.get("done", False), info), where)
 
     def _call_tools(self, calls: list[ToolCall]) -> EnvStepResult:
-        """Sends the calls of a turn in their order until the episode is over. A turn without a call ends the
+        """Sends the tool calls of a turn in their order, until the episode is over. A turn without a call ends the
         episode."""
         messages: list[dict[str, str]] = []
         reward, done = 0.0, not calls
@@ -174,7 +177,7 @@ class OpenEnv:
         """Returns what the model sees of an observation.
 
         Raises:
-          UserError: the observation does not have the field that is to be shown.
+          UserError: the observation lacks the field that the argument `observation` names.
         """
         if self.observation is not None and self.observation not in observation:
             raise UserError(
@@ -185,12 +188,12 @@ class OpenEnv:
 
 
 def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
-    """Returns how turns become actions of a schema.
+    """Returns how the text of a turn becomes an action, given the JSON schema of actions.
 
-    If the schema is that of tool calls (with `tool_name` and `arguments`), the calls of a turn are the actions.
-    Otherwise a turn is the value of one field: the named field, the only required field or the only field. If this
-    field is not text, the turn is the value as JSON. If several fields are possible, the turn is the action as a JSON
-    object.
+    If the actions are tool calls (with the fields `tool_name` and `arguments`), each tool call of a turn is an action.
+    Otherwise a turn is the value of one field: `field` if it is given, else the only required field or the only field.
+    The turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the turn is
+    the whole action as a JSON object.
 
     Raises:
       UserError: the actions do not have the named field.
@@ -211,7 +214,7 @@ def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     elif missing := [name for name in required if name != field]:
         raise UserError(
             f"environment.arguments: the actions of the server need {', '.join(missing)} besides '{field}'; unset "
-            "action, and the model writes them as a JSON object."
+            "action, then the model writes the whole action as a JSON object."
         )
     return ActionForm("text" if _takes_text(fields.get(field, {})) else "value", field)
 
@@ -227,10 +230,10 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
 
 
 def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
-    """Returns the action of a turn, without `<think>` blocks and without a Markdown block around JSON.
+    """Converts the text of a turn to an action. `<think>` blocks and a Markdown block around JSON are removed first.
 
     Raises:
-      InvalidAction: the turn is not the JSON that the form needs.
+      InvalidAction: the form needs JSON, but the turn is not valid JSON, or is JSON of another type.
     """
     text = without_thinking(completion).strip()
     if form.kind == "text":
@@ -253,8 +256,8 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
 def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
     """Returns an observation as text or messages; None if it has no content.
 
-    `metadata` and fields that are null or empty are left out. A single field becomes its value; a list of messages
-    becomes these messages. Several fields become a JSON object.
+    `metadata` and fields that are null or empty are left out. If one field is left, its value is returned: a list of
+    messages as messages, any other value as text. Several fields are returned as a JSON object.
     """
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})
@@ -282,6 +285,6 @@ def tool_result(observation: Mapping[str, Any]) -> str:
     return ("error: " if result.get("is_error") else "") + "\n".join(parts)
 
 
-@functools.cache  # the processes of trajectories are forked from one that has asked already
+@functools.cache  # the cache is filled before the processes of trajectories are forked
 def _form_of(url: str, field: str | None) -> ActionForm:
     return action_form(schemas_of_server(url)["action"], field)

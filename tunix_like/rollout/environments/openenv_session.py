@@ -1,7 +1,7 @@
 """Exchanges messages with an OpenEnv server: its schemas over HTTP, and a WebSocket session for each trajectory.
 
-The client of the package `openenv` is not used. It brings about 100 other packages, and it answers a lost connection
-with a new session, in which the next step would meet an environment that was never reset.
+The client of the package `openenv` is not used. It depends on about 100 other packages. It also replaces a lost
+connection by a new session, and the next step would then run in an environment that was never reset.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from tunix_like.rollout.environments.deadline import patience
 from tunix_like.rollout.environments.results import show
 
 ANSWER_SECONDS = 10.0
-"""Maximum seconds for the answer to a question over HTTP, before training."""
+"""Maximum seconds for the answer to an HTTP request. These requests are sent before training."""
 
 MOST_BYTES = 100 << 20
-"""Largest message of a server, as in the client of OpenEnv. Longer observations are cut by the caller anyway."""
+"""Maximum size in bytes of a message of a server. The client of OpenEnv has the same limit. The caller cuts
+observations to a much smaller size."""
 
 _MOST_REASON = 500
 
 MOST_WAITING_SECONDS = 60.0
-"""Maximum seconds of attempts to open a session."""
+"""Maximum seconds for which attempts to open a session are repeated."""
 
 PAUSES = (0.1, 2.0)
-"""Seconds before the second attempt, and the most before a later one; they double."""
+"""Pause in seconds after the first attempt to open a session, and longest pause. The pause doubles after each
+attempt."""
 
 _GATEWAY_ERRORS = (502, 503, 504)  # HTTP statuses of a proxy whose server does not answer
 _SERVER_STOPS = (1001, 1012)  # WebSocket codes of a server that ends or restarts
 
 
 class InvalidAction(Exception):
-    """A turn is not an action, or does not match the server's schema; the session continues. The text gives the
-    reason."""
+    """A turn is not an action, or does not match the schema of the server. The message gives the reason. The session
+    continues."""
 
 
 class ServerFull(EnvironmentMisconfigured):
@@ -48,10 +50,10 @@ class ServerFull(EnvironmentMisconfigured):
 
 
 def checked_url(url: Any) -> str:
-    """Returns the address of a server without a slash at the end.
+    """Checks the address of a server and returns it without a slash at the end.
 
     Raises:
-      UserError: the address does not begin with http:// or https:// and a host.
+      UserError: the address does not have the form http://HOST or https://HOST, with an optional port and path.
     """
     problem = f"environment.arguments: url is {show(url)}; write the address of the server, e.g. http://127.0.0.1:8000."
     if not isinstance(url, str):
@@ -59,7 +61,7 @@ def checked_url(url: Any) -> str:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is not a number
+    except ValueError:  # e.g. the port is not a number
         valid = False
     if not valid or parts.query or parts.fragment:
         raise UserError(problem)
@@ -132,7 +134,7 @@ def _ask(url: str, path: str, content: Any = None) -> Any:
         why = f"it cannot be reached ({_reason(error)}); start it, or correct url in environment.arguments."
     except (ValueError, RecursionError):
         why = f"{url}{path} did not answer with JSON; is it an OpenEnv server?"
-    except Exception as error:  # of http.client, for an answer that is no HTTP
+    except Exception as error:  # http.client raises several types if the answer is not HTTP
         why = f"{url}{path} did not answer with HTTP ({type(error).__name__}); is it an OpenEnv server?"
     raise kind(f"OpenEnv server {url}: {why}")
 
@@ -145,7 +147,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _is_here(url: str) -> bool:
-    """Returns whether an address is this machine, which no proxy can reach."""
+    """Returns whether an address is on this machine. Requests to such an address must not use a proxy."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -154,10 +156,11 @@ def _is_here(url: str) -> bool:
 
 
 class Session:
-    """A WebSocket session: one environment of the server, which ends with the connection.
+    """A WebSocket session, which is one environment of the server. It ends when the connection is closed.
 
-    Attempts to open it are repeated for the `patience` of the call. No call has a time limit here, because
-    `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is never opened again.
+    Attempts to open the session are repeated for the time that `patience` returns. No call has a time limit here,
+    because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is not replaced by
+    a new one.
 
     Raises:
       EnvironmentUnavailable: the server cannot be reached.
@@ -206,9 +209,9 @@ class Session:
         Raises:
           InvalidAction: the action of a step does not fit the server's schema.
           EnvironmentUnavailable: the connection is lost.
-          ServerFull: the server has no session left.
-          UserError: the server has closed the session, has refused it, or has failed. The session is closed after all
-            errors but the first.
+          ServerFull: the server has no free session.
+          UserError: the server has closed the session, has refused it, or has failed. After all errors except
+            InvalidAction, the session is closed.
         """
         try:
             return self._call(what, data)
@@ -224,7 +227,7 @@ class Session:
     def _call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session says why before it closes it
+        with contextlib.suppress(ConnectionClosed):  # a server sends the reason before it closes a session
             self._connection.send(json.dumps({"type": what, "data": data}))
         try:
             received = self._connection.recv()
@@ -261,7 +264,7 @@ class Session:
 
 
 def _invalid_fields(errors: Any) -> str:
-    """Describes the fields of an action that a server found wrong."""
+    """Returns a description of the fields of an action that the server has refused."""
     if not isinstance(errors, list):
         return ""
     fields = [error for error in errors if isinstance(error, Mapping)]

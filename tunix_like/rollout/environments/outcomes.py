@@ -1,4 +1,4 @@
-"""Defines the interface of objects that reset and step many environments and collect the outcomes."""
+"""Defines the interface of objects that run many environments, and the outcomes of their calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class Outcome(NamedTuple):
     """What an environment answered to `reset`, `step` or `finish`, or why it did not answer.
 
     Attributes:
-      number: the trajectory.
-      observation, reward, done, info: as in `EnvStepResult`. A reset has only the observation, a finish only the
-        reward.
-      failure: why there is no answer. The environment is stopped then, and the trajectory stays unscored.
+      number: the number of the trajectory.
+      observation, reward, done, info: as in `EnvStepResult`. The outcome of `reset` has only an observation, and that
+        of `finish` only a reward.
+      failure: why there is no answer; None if there is an answer. After a failure the environment is stopped, and the
+        trajectory is unscored.
     """
 
     number: int
@@ -31,9 +32,9 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class Environments(Protocol):
-    """Runs one environment per trajectory. Calls return at once; the outcomes are collected later.
+    """Runs one environment per trajectory. Calls return immediately; `outcomes` returns their results later.
 
-    A trajectory is a number that the caller chooses. It has at most one unanswered call.
+    The caller identifies each trajectory by a number of its choice. A trajectory has at most one unanswered call.
     """
 
     @property
@@ -47,14 +48,15 @@ class Environments(Protocol):
         """Starts one step of a trajectory."""
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
+        """Returns the outcomes that are ready. If `wait` is True and a call is unanswered, waits for at least one
+        outcome."""
 
     def finish(self, number: int) -> None:
-        """Starts to end a trajectory; its environment is freed afterwards.
+        """Requests the end of a trajectory. Its environment is freed afterwards.
 
-        The reward of the outcome is a reward that the environment gives at the end (`get_reward` of TRL), in addition
-        to the rewards of its steps; 0 if there is none.
+        The outcome has the reward that the environment gives at the end (`get_reward` of TRL), or 0. This reward is
+        added to the rewards of the steps.
         """
 
     def close(self) -> None:
-        """Stops all environments and drops unanswered calls. Environments start again at the next `reset`."""
+        """Stops all environments. Unanswered calls get no outcome. Environments start again at the next `reset`."""

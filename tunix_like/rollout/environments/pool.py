@@ -1,8 +1,8 @@
-"""Runs each environment in a process of its own, with deadlines and a memory limit.
+"""Runs each environment in a separate process, with deadlines and a memory limit.
 
-`fork_server.py` holds the user's module and forks the processes, because starting an interpreter for each trajectory
-would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed with
-everything that it started. This affects only its own trajectory.
+The program in `fork_server.py` loads the user's module once and forks the processes. Starting an interpreter for each
+trajectory would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed
+with everything that it started. This affects only its own trajectory.
 """
 
 from __future__ import annotations
@@ -32,28 +32,30 @@ POLL_SECONDS = 0.1
 """Interval of the memory checks while environments are busy."""
 
 PATIENCE = 10.0
-"""Maximum seconds for the server to follow an order. An order usually takes milliseconds."""
+"""Maximum seconds for the fork server to answer an order (`fork_server.ORDER`). It usually answers within
+milliseconds."""
 
-_EXIT_SECONDS = 1.0  # for an exit status to arrive after a socket was closed, and for the server to end by itself
+_EXIT_SECONDS = 1.0  # maximum wait for an exit status after a socket was closed, and for the end of the server
 
 
 class EnvironmentPool:
-    """Implements `Environments` with one process per trajectory. Not thread-safe.
+    """Implements `Environments` with one process per trajectory. It is not thread-safe.
 
     The processes start at the first `reset` and are forked from a fresh interpreter that has loaded the user's module.
-    The deadlines do not count time in which `outcomes` is not called.
+    Time during which `outcomes` is not called does not count towards the deadlines.
 
     Args:
       place: name or location of a class or factory (`rewards.pool.place_of`), or the locations of functions that are
         tools.
-      arguments: passed to the class or factory by name; values that JSON can represent.
-      workers: number of calls that run at the same time; the others wait.
-      timeout_seconds: time limit of one call. Start, construction and `reset` are one call.
-      memory_gb: an environment that holds more than this many GB (10^9 bytes), with the processes that it started, is
-        stopped (Linux only).
+      arguments: passed to the class or factory by name. JSON must be able to represent the values.
+      workers: maximum number of calls that run at the same time; further calls wait.
+      timeout_seconds: time limit of one call. The start of the process, the construction of the environment and `reset`
+        count as one call.
+      memory_gb: memory limit in GB (10^9 bytes) of an environment together with the processes that it started. An
+        environment above the limit is stopped (Linux only).
 
     Raises:
-      UserError: a name is unknown, or there are arguments that cannot be used.
+      UserError: a name is unknown, or the arguments cannot be used.
     """
 
     def __init__(
@@ -71,13 +73,13 @@ class EnvironmentPool:
         self.memory_bytes = int(memory_gb * 1e9)
         self._tools: list[Mapping[str, Any]] | None = None
         self._callers: dict[int, Caller] = {}
-        self._serials: dict[int, Caller] = {}  # those whose process was ordered
+        self._serials: dict[int, Caller] = {}  # callers with a process, by the number of the process
         self._requests: deque[tuple[Caller, str, bytes]] = deque()  # calls that wait
         self._running: dict[int, Caller] = {}
         self._ready: list[Outcome] = []
         self._next = 0
         self._orders: deque[tuple[bytes, socket.socket | None]] = deque()
-        self._unanswered: dict[tuple[str, int], float] = {}  # times of orders
+        self._unanswered: dict[tuple[str, int], float] = {}  # time of each unanswered order
         self._server: WorkerProcess | None = None
         self._loaded, self._started = False, 0.0
         self._looked = self._measured = 0.0
@@ -87,7 +89,8 @@ class EnvironmentPool:
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools; empty without tools. Starts the server to load the user's module.
+        """JSON schemas of the tools; empty without tools. The first access starts the fork server, which loads the
+        user's module.
 
         Raises:
           UserError: the module cannot be loaded, or the object is not an environment.
@@ -141,7 +144,8 @@ class EnvironmentPool:
             self._submit(self._callers[number], "finish", pickle.dumps(("finish", None, self.timeout_seconds)))
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready. With `wait`, waits for at least one outcome if a call is unanswered."""
+        """Returns the outcomes that are ready. If `wait` is True and a call is unanswered, waits for at least one
+        outcome."""
         while True:
             self._look()
             self._hand_out()
@@ -163,7 +167,7 @@ class EnvironmentPool:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Starts waiting calls while fewer than `workers` run, and sends orders."""
+        """Starts waiting calls while fewer than `workers` calls run, and sends orders to the fork server."""
         while self._requests and len(self._running) < self.workers:
             caller, what, request = self._requests[0]
             if what == "reset" and not self._loaded:
@@ -222,11 +226,11 @@ class EnvironmentPool:
             caller.deadline = min(caller.deadline, time.monotonic() + _EXIT_SECONDS)
 
     def _is_over(self, caller: Caller) -> bool:
-        """Stops an environment that is over the memory limit; returns whether it is."""
+        """Stops an environment if it is over the memory limit; returns whether it was stopped."""
         if caller.pid is None or memory_of(caller.pid) <= self.memory_bytes:
             return False
         limit = f"environment.memory_gb={self.memory_bytes / 1e9:g} GB"
-        self._fail(caller, "error", f"it held more than {limit} in {caller.what} and was stopped.")
+        self._fail(caller, "error", f"it used more than {limit} in {caller.what} and was stopped.")
         return True
 
     def _over_time(self, caller: Caller) -> None:
@@ -237,7 +241,8 @@ class EnvironmentPool:
             self._fail(caller, "timeout", f"{caller.what} did not return within {limit}.")
 
     def _fail(self, caller: Caller, kind: FailureKind, reason: str, whole: bool = False) -> None:
-        """Stops an environment; `whole` if the reason is complete without its name."""
+        """Stops an environment and records its failure. If `whole` is False, the name of the environment is put before
+        the reason."""
         text = reason if whole else f"Environment '{self.name}': {reason}"
         self._drop(caller)
         self._ready.append(Outcome(caller.number, failure=Failure(kind, text[:LONGEST_REASON])))
@@ -257,7 +262,7 @@ class EnvironmentPool:
     def _send_orders(self) -> None:
         if self._server is None:
             return
-        with contextlib.suppress(OSError):  # it is full, or the server has ended, which `_look_at_server` finds
+        with contextlib.suppress(OSError):  # the socket is full, or the server has ended (see `_look_at_server`)
             while self._orders:
                 order, theirs = self._orders[0]
                 socket.send_fds(self._server.channel, [order], [] if theirs is None else [theirs.fileno()])
@@ -272,8 +277,9 @@ class EnvironmentPool:
         return self._server
 
     def _load(self, server: WorkerProcess) -> Failure | None:
-        """Reads the first message of the server; returns why it cannot be used, or None."""
-        alive = server.alive  # checked before `pump`, so that what was written just before an exit is still read
+        """Reads the first message of the server. Returns why the server cannot be used, or None if no problem is
+        known."""
+        alive = server.alive  # read before `pump`, so that a message written just before an exit is not missed
         answer = server.pump()
         if answer is not None and "tools" in answer:
             self._loaded, self._tools = True, answer["tools"]
@@ -306,7 +312,7 @@ class EnvironmentPool:
             self._lose_server(f"the process that starts environments did not answer within {PATIENCE:g} s")
 
     def _told(self, server: WorkerProcess, answer: Mapping[str, Any]) -> None:
-        """Takes notice of a message of the server."""
+        """Updates the state of the pool after a message of the server."""
         for what in ("begun", "stopped"):
             if what in answer:
                 self._unanswered.pop((what, answer[what]), None)
@@ -318,7 +324,7 @@ class EnvironmentPool:
         if (caller := self._serials.get(answer["ended"])) is None:
             return
         if caller.number in self._running:
-            self._pump(caller)  # it may have answered just before its end
+            self._pump(caller)  # the process may have answered just before its end
         how = answer.get("error") or _how(answer["status"])
         if caller.number in self._running:
             caller.ended = how
@@ -327,7 +333,7 @@ class EnvironmentPool:
             caller.ended = how
 
     def _lose_server(self, why: str) -> None:
-        """Fails the trajectories of a server that has ended. Calls of `reset` that wait start another one."""
+        """Fails the trajectories of a server that has ended. Waiting calls of `reset` start another server."""
         self._stop_server()
         for caller in list(self._serials.values()):
             caller.ended = f"ended, because {why},"
@@ -344,7 +350,7 @@ class EnvironmentPool:
         self._server, self._loaded = None, False
 
     def _until_next(self) -> float:
-        """Returns the seconds to wait for an event at most."""
+        """Returns the maximum seconds to wait for an event."""
         deadlines = [caller.deadline for caller in self._running.values()]
         return max(0.0, min([POLL_SECONDS, *(deadline - time.monotonic() for deadline in deadlines)]))
 
@@ -360,7 +366,7 @@ class EnvironmentPool:
 
 
 def _traceback(server: WorkerProcess, how: str) -> str:
-    """Returns the traceback that `faulthandler` printed at a crash; the output of all environments is one stream."""
+    """Returns the last traceback that `faulthandler` printed at a crash. All environments share one output stream."""
     start = server.last_output.rfind("Fatal Python error") if "by signal" in how else -1
     return "" if start < 0 else f" The last crash printed:\n{server.last_output[start:]}"
 
@@ -372,8 +378,10 @@ def _how(status: int) -> str:
 
 
 def _stop_all(servers: list[WorkerProcess]) -> None:
-    """Ends servers with all their environments. A server whose socket is closed kills them; what is left is killed
-    here."""
+    """Ends servers and all their environments.
+
+    A server kills its environments when its socket is closed. Processes that remain are killed here.
+    """
     while servers:
         server = servers.pop()
         with contextlib.suppress(OSError):

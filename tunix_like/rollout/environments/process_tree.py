@@ -1,4 +1,4 @@
-"""Reads processes and their memory from `/proc` (Linux); elsewhere nothing is found."""
+"""Reads processes and their memory from `/proc` (Linux). On other systems no process is found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def children_of(pid: int) -> Iterator[int]:
 
 
 def descendants_of(pid: int) -> Iterator[int]:
-    """Yields all processes below a process, the deepest first."""
+    """Yields all descendants of a process, each after its own descendants."""
     for child in children_of(pid):
         yield from descendants_of(child)
         yield child
@@ -34,7 +34,7 @@ def members_of(session: int) -> Iterator[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Returns the resident memory of a process and of all processes below it, in bytes; 0 if it is not known."""
+    """Returns the resident memory of a process and all its descendants, in bytes; 0 if it is not known."""
     return _resident(pid) + sum(map(_resident, descendants_of(pid)))
 
 

@@ -16,10 +16,10 @@ class EnvStepResult(NamedTuple):
     """The result of one step of an environment.
 
     Attributes:
-      observation: text or chat messages for the next turn; None or an empty text adds only the start of the turn.
+      observation: text or chat messages for the next turn; None or an empty text adds only the start of the next turn.
       reward: added to the reward of the trajectory.
       done: whether the trajectory is over.
-      info: values by name. Numbers become metrics (the mean over trajectories of the last value); other values are
+      info: values by name. A number becomes a metric: the mean, over trajectories, of its last value. Other values are
         ignored.
     """
 
@@ -34,11 +34,11 @@ class Environment(Protocol):
     """The environment of one trajectory: it answers the turns of the policy and gives rewards.
 
     A factory (a class or a function without required parameters) makes one object per trajectory. Environments of
-    google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (`rollout/environments`).
+    google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (see `adapters.py`).
     """
 
     def reset(self, **columns: Any) -> str | Sequence[Message] | None:
-        """Starts an episode from the columns of a row, without its prompt.
+        """Starts an episode. The columns of a row, except its prompt, are the arguments.
 
         Returns:
           the first observation, which is added to the row's prompt. Text is appended to the last message (or to the
@@ -47,4 +47,4 @@ class Environment(Protocol):
         """
 
     def step(self, completion: str) -> EnvStepResult:
-        """Answers one turn of the policy, given its text without special tokens."""
+        """Answers one turn of the policy. `completion` is the text of the turn without special tokens."""

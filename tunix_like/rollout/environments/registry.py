@@ -1,4 +1,4 @@
-"""The registry of environments by name, and the loading of environments and tools from a user's file."""
+"""Registers environments by name, and loads environments and tools from a user's file or module."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from tunix_like.runtime.user_code import load_function
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
-"""Every registered environment, by name: a class or another factory."""
+"""All registered environments by name. Each is a class or another factory."""
 
 _OTHERWISE = "run it in this process with LocalEnvironments"
 
 
 def register_environment(name: str) -> Callable[[_F], _F]:
-    """Decorator that registers an environment under `name`: a class, or a function that makes one.
+    """Returns a decorator that registers an environment under `name`.
+
+    The environment is a class, or a function that makes an object.
 
     Raises:
       UserError: the name is already registered, or contains a colon (reserved for files and modules), or the class
@@ -42,7 +44,7 @@ def register_environment(name: str) -> Callable[[_F], _F]:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Returns the environment for a name from the configuration, after a check of its class.
+    """Returns the environment for a name from the configuration, and checks its class.
 
     Args:
       name: a registered name, `path/to/file.py:Class`, or `package.module:Class`.
@@ -65,7 +67,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def resolve_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """Returns the functions for the names of `environment.tools`, after a check that they can be tools.
+    """Returns the functions for the names of `environment.tools`, and checks that they can be tools.
 
     Raises:
       UserError: a file, module or function is missing or fails to load, or a function cannot be a tool (see

@@ -18,22 +18,21 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 500_000
 """Maximum number of characters of an observation that are kept. This is over 100,000 tokens of usual text, which is
-more than any `max_observation_tokens` in use; the caller applies that limit. Longer text would be encoded and then
-dropped."""
+more than any `max_observation_tokens` in use. The training process applies `max_observation_tokens` later."""
 
 MOST_MESSAGES = 1_000
-"""Largest number of messages of one observation."""
+"""Maximum number of messages of one observation."""
 
 MOST_INFO = 100
-"""Maximum number of entries of `info` that are kept, and maximum number of characters of their names."""
+"""Maximum number of entries of `info` that are kept, and maximum number of characters of the name of an entry."""
 
 
 def checked_step(value: Any, where: str) -> EnvStepResult:
-    """Returns the result of a step that a user's method returned; its `info` has only numbers.
+    """Checks and converts the value that a user's method returned for a step. Only the numbers in its `info` are kept.
 
     Args:
       value: an `EnvStepResult`, a tuple `(observation, reward, done)` or `(observation, reward, done, info)`, or an
-        object with these attributes.
+        object with attributes of these names.
       where: class and method, for error messages, e.g. `MyEnv.step`.
 
     Raises:
@@ -59,12 +58,12 @@ def checked_step(value: Any, where: str) -> EnvStepResult:
 
 
 def checked_observation(value: Any, where: str) -> str | Sequence[Message] | None:
-    """Returns a text, a list of messages or None, cut to `MOST_CHARACTERS` in total.
+    """Checks an observation: a text, a list of messages or None. Text is cut to `MOST_CHARACTERS` characters in total.
 
-    Messages keep their entries that are strings. Characters that UTF-8 cannot represent become "?".
+    Only entries of messages that are strings are kept. Characters that UTF-8 cannot represent become "?".
 
     Raises:
-      UserError: the value is none of these.
+      UserError: the value is not a text, a list of messages or None.
     """
     if value is None:
         return None
@@ -83,8 +82,8 @@ def checked_observation(value: Any, where: str) -> str | Sequence[Message] | Non
         valid = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
         if not valid:
             raise UserError(
-                f"{where}: the observation contains {show(message)}, which is no message; write "
-                '{"role": "user", "content": "..."}, both strings.'
+                f"{where}: the observation contains {show(message)}, which is not a message; write "
+                '{"role": "user", "content": "..."} with both values as strings.'
             )
         part = {_text(k, 100): _text(v, room) for k, v in message.items() if isinstance(k, str) and isinstance(v, str)}
         room -= len(part["content"])
@@ -93,14 +92,14 @@ def checked_observation(value: Any, where: str) -> str | Sequence[Message] | Non
 
 
 def checked_number(value: Any, where: str) -> float:
-    """Returns a finite number of at most `LARGEST` in absolute value.
+    """Converts a value to a float, and checks that it is finite and at most `LARGEST` in absolute value.
 
     Raises:
-      UserError: the value is something else.
+      UserError: the value is not such a number.
     """
     number = _number(value)
     if number is None:
-        raise UserError(f"{where} {show(value)} is not a number; return a float, 0.0 for no reward.")
+        raise UserError(f"{where} {show(value)} is not a number; return a float (0.0 means no reward).")
     if not abs(number) <= LARGEST:  # also true for NaN
         raise UserError(f"{where} {show(value)} is not a finite number within +-{LARGEST:.0e}.")
     return number
@@ -127,7 +126,7 @@ def _checked_flag(value: Any, where: str) -> bool:
 
 
 def _checked_info(value: Any, where: str) -> dict[str, float]:
-    """Returns the finite numbers of `info`, without flags and texts."""
+    """Returns the finite numbers of `info`. Other values are left out."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -150,6 +149,6 @@ def show(value: Any) -> str:
     """Formats a value for a message, in at most 200 characters."""
     try:
         text = repr(value[:200] if isinstance(value, str | bytes) else value)
-    except Exception:  # the user's own __repr__
+    except Exception:  # raised by the user's __repr__
         text = f"an object of type {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."

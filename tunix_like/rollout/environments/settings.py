@@ -1,4 +1,4 @@
-"""Checks that settings of environments have an effect if the environments are given in Python."""
+"""Checks that settings of environments have an effect. This concerns environments that are given in Python."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tunix_like.rollout.environments.pool import EnvironmentPool
 
 
 def check_effect(config: EnvironmentConfig, environments: Environments, made: bool) -> None:
-    """Checks that the set keys of a config have an effect on the environments.
+    """Checks that all keys that are set in a config have an effect on the environments.
 
     Args:
-      made: whether the environments were made here from a class or functions, and not given as `Environments`. (A run
-        from a YAML file gives environments that it made from the same config.)
+      made: whether the learner made the environments itself, from a class or from functions. False if it was given an
+        `Environments` object, as in a run from a YAML file.
 
     Raises:
       UserError: a key has no effect.
     """
     for key in ("name", "tools", "arguments"):
         if made and getattr(config, key) is not None:
-            raise UserError(f"environment_config.{key}: it has no effect beside environment=...; remove it.")
+            raise UserError(f"environment_config.{key}: it has no effect together with environment=...; remove it.")
     pool = environments if isinstance(environments, EnvironmentPool) else None
     for key in ("workers", "timeout_seconds", "memory_gb"):
         value = getattr(config, key)

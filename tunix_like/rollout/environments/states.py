@@ -18,9 +18,9 @@ class State:
     """A trajectory that is being sampled.
 
     Attributes:
-      last: the last token of its current turn.
-      over: whether its environment has failed, or its end has been requested.
-      conversation: None with `environment.history=sampled`.
+      last: id of the last token of the current turn.
+      over: whether the environment has failed, or the end of the trajectory has been requested.
+      conversation: the conversation that is rendered at each turn; None with `environment.history=sampled`.
     """
 
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
@@ -41,7 +41,8 @@ class State:
         return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
     def note(self, observation: Any) -> None:
-        """Adds an observation to the messages. Only turns of the policy have the role assistant in the messages."""
+        """Adds an observation to the messages. Its role is never "assistant", because only turns of the policy have
+        this role."""
         if isinstance(observation, str) and observation:
             self.messages.append({"role": "user", "content": _shown(observation)})
         elif observation:

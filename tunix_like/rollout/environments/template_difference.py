@@ -1,9 +1,9 @@
-"""Finds what a chat template adds after the end of an assistant's turn, by rendering a known conversation.
+"""Finds the text that a chat template adds after the end of an assistant's turn, by rendering a known conversation.
 
 New messages are rendered after a short conversation whose last answer is known. The text after the end of that answer
-is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. A
-template may therefore render earlier turns in another way once messages follow (Qwen3 removes their `<think>` blocks).
-The addition, however, must depend on the new messages only. This is checked once for each role.
+is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. It is
+therefore allowed that a template renders earlier turns differently once messages follow (Qwen3 removes their `<think>`
+blocks). The addition, however, must depend on the new messages only. This is checked once for each role.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ class TemplateDifference:
     """The additions of one chat template.
 
     Attributes:
-      end, end_id: the end-of-sequence token that the template writes at the end of an assistant's turn, and its id;
-        empty and None if it writes none there. The policy samples this token, so it is not part of an addition.
+      end, end_id: the end-of-sequence token that the template writes at the end of an assistant's turn, and its id; an
+        empty text and None if the template writes no such token. The policy samples this token, so it is not part of an
+        addition.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Finds the end of an assistant's turn. Checks the template for user messages and, with tools, for tools and
-        tool messages.
+        """Finds the end of an assistant's turn, and checks that the template supports user messages.
+
+        If there are tools, also checks that it supports tools and tool messages.
 
         Args:
-          eos_ids: ids that end a turn.
-          tools: JSON schemas, passed to the template as `tools`. If there are none, the template gets the variables of
-            the tokenizer only.
+          eos_ids: ids of the tokens that end a turn.
+          tools: JSON schemas, which the template gets as its variable `tools`. Without tools, the template gets only
+            the variables of the tokenizer.
 
         Raises:
-          UserError: there is no chat template; also the errors of `check_tools` and `check`.
+          UserError: there is no chat template, or `check_tools` or `check` raises this error.
         """
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
@@ -63,20 +65,21 @@ class TemplateDifference:
             self.check("tool")
 
     def additions(self, new: Sequence[Sequence[Message]]) -> Iterator[str | UserError]:
-        """Yields what the template adds for new messages and for the start of the next assistant's turn, or the error
-        of these messages. It sends one request to the template process.
+        """Yields the text that the template adds for new messages and for the start of the next assistant's turn.
+        Yields an error for messages on which the template fails. Sends one request to the template process.
 
         Args:
-          new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages become
-            references: encode the results with `Tokenizer.encode_guarded`.
+          new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages are
+            replaced by placeholders, so the results must be encoded with `Tokenizer.encode_guarded`.
         """
         return self._after([((_QUESTION,), _ANSWERS[0], messages) for messages in new], self._variables(True))
 
     def check(self, role: str | None) -> None:
-        """Checks, once for each role, that what the template adds for a message depends on this message only.
+        """Checks, once for each role, that the text which the template adds for a message depends only on this message.
 
         Args:
-          role: one of `ROLES`; None: no message, only the start of the next turn.
+          role: one of `ROLES`. None checks the case without a message, in which only the start of the next turn is
+            added.
 
         Raises:
           UserError: the template fails on the message, ignores it, or adds text that depends on the earlier turns or on
@@ -112,7 +115,8 @@ class TemplateDifference:
         return {"tools": self._tools if with_tools else None} if self._tools else {}
 
     def _end_of_turn(self, ends: Sequence[str]) -> tuple[str, str]:
-        """Returns the end token at the end of an assistant's turn, and the text after the answer up to its end."""
+        """Returns the end-of-sequence token that the template writes after an answer, and the text from the end of the
+        answer to the end of this token. Both are empty if there is no such token."""
         answer: Message = {"role": "assistant", "content": _ANSWERS[0]}
         (text,) = self._tokenizer.render_guarded([[_QUESTION, answer]], False, **self._variables(True))
         if isinstance(text, UserError):
@@ -130,20 +134,20 @@ class TemplateDifference:
     def _after(
         self, cases: Sequence[tuple[Sequence[Message], str, Sequence[Message]]], variables: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields what follows the end of the known answer, for each (history, answer, new messages)."""
+        """Yields the text that follows the end of the known answer's turn, for each (history, answer, new messages)."""
         chats = [[*history, {"role": "assistant", "content": answer}, *new] for history, answer, new in cases]
         rendered = self._tokenizer.render_guarded(chats, True, **variables)
         for (_, answer, _), text in zip(cases, rendered, strict=True):
             if isinstance(text, UserError):
                 yield text
                 continue
-            # The first occurrence is that of the history: new messages, which may repeat the answer, come later.
+            # The first occurrence is the known answer. New messages can repeat its text, but they come later.
             _, found, after = text.partition(answer)
             if found and after.startswith(self._before_addition):
                 yield after[len(self._before_addition) :]
             else:
                 yield UserError(
-                    "The chat template does not end the assistant's turn as it does where no message follows."
+                    "The chat template ends the assistant's turn differently if messages follow."
                     if found
                     else "The chat template does not write the text of the assistant's turn."
                 )

@@ -1,4 +1,4 @@
-"""Reads the tool calls in the text of a turn, in the form of Hermes and Qwen or in that of Llama 3."""
+"""Reads the tool calls in the text of a turn, in the format of Hermes and Qwen or in the format of Llama 3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 MOST_CALLS = 32
-"""Maximum number of tool calls of one turn that are read; all further calls give one error."""
+"""Maximum number of tool calls of one turn that are read. All further calls together give one error."""
 
 
 class ToolCall(NamedTuple):
@@ -38,11 +38,12 @@ def without_thinking(text: str) -> str:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Returns the tool calls in a turn, in their order; empty if it has none. It never raises.
+    """Returns the tool calls in a turn, in their order. The list is empty if there are none. This function never
+    raises.
 
     Two forms are read. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` once per call,
-    anywhere in the turn. Llama 3 writes a turn that consists of `{"name": ..., "parameters": {...}}` once per call,
-    separated by `;` or newlines. The text of a `<think>` block is not searched.
+    anywhere in the turn. In Llama 3, the whole turn consists of one object `{"name": ..., "parameters": {...}}` per
+    call. The objects are separated by `;` or newlines. The text of a `<think>` block is not searched.
     """
     text = without_thinking(text)
     bodies = _HERMES.findall(text)
@@ -72,7 +73,7 @@ def _llama_calls(text: str) -> list[ToolCall]:
         try:
             value, position = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            # a turn that begins with an opening brace may be an answer, such as LaTeX or JSON
+            # a turn that begins with an opening brace is not always a call; it can be an answer in LaTeX or JSON
             if not (calls or marked or _looks_like_call(text)):
                 return []
             return [*calls, ToolCall("", {}, f"the tool call is not valid JSON: {_reason(error)}")]
@@ -99,7 +100,7 @@ def _call_of(value: Any) -> ToolCall:
     if not isinstance(name, str) or not name:
         return ToolCall("", {}, 'the tool call has no "name"')
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # the form of OpenAI, which some models write
+    if isinstance(arguments, str):  # some models write the arguments as text, like OpenAI
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if arguments is None:

@@ -1,4 +1,5 @@
-"""Environments whose turns are tool calls: plain functions as tools, and the objects of TRL's `environment_factory`."""
+"""Environments whose turns are tool calls. The tools are plain functions or methods of objects of TRL's
+`environment_factory`."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Tools:
-    """Functions by name with their schemas; counts the calls of one trajectory."""
+    """Runs and counts the tool calls of one trajectory. The functions and their schemas are given by name."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], schemas: Mapping[str, Mapping[str, Any]]):
         self.functions, self.schemas = functions, schemas
         self.calls, self.errors = 0, 0
 
     def step(self, completion: str) -> EnvStepResult:
-        """Runs the tool calls of a turn in their order and returns one message for each.
+        """Runs the tool calls of a turn in their order, and returns one message for each call.
 
         A turn without a tool call is the final answer. A call that fails gives a message that begins with "error:".
         """
@@ -40,7 +41,7 @@ class Tools:
         return message | ({"name": call.name} if call.name else {})
 
     def _run(self, call: ToolCall) -> tuple[str, bool]:
-        """Returns the result as text, and whether it is an error."""
+        """Runs one tool call. Returns its result as text, and whether the result is an error."""
         if call.error is not None:
             return call.error, True
         if call.name not in self.functions:
@@ -57,7 +58,7 @@ def schemas_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Mapping[str
     """Returns the schemas of functions, by the name of the function.
 
     Raises:
-      UserError: a function cannot be a tool, or two have the same name.
+      UserError: a function cannot be a tool, or two functions have the same name.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for function in functions:
@@ -76,19 +77,20 @@ def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
 
 
 def method_schemas(kind: type) -> dict[str, Mapping[str, Any]]:
-    """Returns the schemas of the tools of a class by name. Errors are those of `schema_of`."""
+    """Returns the schemas of the tools of a class by name. Raises the errors of `schema_of`."""
     return {name: schema_of(method, f"{kind.__name__}.{name}") for name, method in tool_methods(kind).items()}
 
 
 class ToolObject:
-    """One trajectory with an object of TRL's `environment_factory`."""
+    """The environment of one trajectory, for an object of TRL's `environment_factory`."""
 
     def __init__(self, environment: Any, schemas: Mapping[str, Mapping[str, Any]]):
         self.environment, self.name = environment, type(environment).__name__
         self.tools = Tools({name: getattr(environment, name) for name in schemas}, schemas)
 
     def reset(self, columns: Mapping[str, Any]) -> Any:
-        """Resets the object with all columns, as TRL does, or with the columns that its `reset` accepts."""
+        """Resets the object. Its `reset` gets the columns that it accepts; with `**kwargs` it gets all columns, as in
+        TRL."""
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, f"{self.name}.reset")), f"{self.name}.reset")
 
@@ -102,7 +104,8 @@ class ToolObject:
 
 
 class ToolFunctions:
-    """One trajectory with plain functions as tools. Its rewards come from the reward functions of the run."""
+    """The environment of one trajectory with plain functions as tools. Rewards come from the reward functions of the
+    run."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], schemas: Mapping[str, Mapping[str, Any]]):
         self.tools = Tools(functions, schemas)
@@ -118,7 +121,7 @@ class ToolFunctions:
 
 
 def accepted(function: Callable[..., Any], columns: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the columns that are parameters of a method; all columns if it has `**kwargs`.
+    """Returns the columns that a method accepts as arguments. A method with `**kwargs` accepts all columns.
 
     Raises:
       UserError: the method requires a column that the rows do not have.

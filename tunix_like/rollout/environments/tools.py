@@ -26,16 +26,16 @@ _PARAMETER = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
-    """Returns the description of a tool that chat templates take.
+    """Returns the description of a tool in the form that chat templates take.
 
     It has the form `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`, as in
-    `transformers.utils.get_json_schema`. The descriptions are read from the docstring in the style of Google.
+    `transformers.utils.get_json_schema`. The descriptions are read from the docstring, which must be in Google style.
 
     Args:
-      name: the name in messages, e.g. `MyEnv.search`; the function's own name if None.
+      name: the name of the tool in messages, e.g. `MyEnv.search`. If None, the name of the function is used.
 
     Raises:
-      UserError: the docstring, a type hint or the description of a parameter is missing, the type has no JSON form, or
+      UserError: the docstring, a type hint or the description of a parameter is missing, a type has no JSON form, or
         the function is async.
     """
     label = str(name or getattr(function, "__name__", repr(function)))
@@ -78,7 +78,8 @@ def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the arguments of a call, or None; `schema` is from `schema_of`."""
+    """Returns a description of what is wrong with the arguments of a call, or None. `schema` is a result of
+    `schema_of`."""
     parameters = schema["function"]["parameters"]
     known = parameters["properties"]
     for name in parameters.get("required", ()):
@@ -161,7 +162,8 @@ def _union(inner: tuple[Any, ...], label: str, parameter: str) -> dict[str, Any]
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON value has the type of a schema, at the outermost level and in lists."""
+    """Returns whether a JSON value has the type of a schema. Values in lists are checked too, but not values in
+    objects."""
     if value is None:
         untyped = "type" not in schema and "anyOf" not in schema
         return untyped or bool(schema.get("nullable")) or "null" in _listed(schema.get("type", []))
@@ -186,7 +188,8 @@ def _listed(kinds: str | list[str]) -> list[str]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Returns the description and the descriptions of the parameters in a docstring in the style of Google."""
+    """Returns the description of a function and the descriptions of its parameters, from a docstring in Google
+    style."""
     parts = _SECTION.split(f"\n{text.strip()}\n")
     described: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

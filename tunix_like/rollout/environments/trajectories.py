@@ -29,17 +29,19 @@ class Player:
     """Plays trajectories: makes the `Responder` of each rollout of a run.
 
     Args:
-      environments: runs the environments.
-      eos_ids: the ids that end a turn.
+      environments: the object that runs the environments.
+      eos_ids: ids of the tokens that end a turn.
 
     Attributes:
-      seconds: time for which trajectories waited for environments, since it was last set to 0.
+      seconds: time in seconds for which trajectories have waited for environments. The caller sets it to 0.
       playing: the trajectories of the current rollout.
-      overtime: whether a call has exceeded its time limit. A server may still work on it, and have no room for others.
-      conversations: with `environment.history=template`, set by the first call of `bridge`.
+      overtime: whether a call has exceeded its time limit. Its server may still be busy with the call, so a full server
+        does not stop the run from then on.
+      conversations: renders the conversations with `environment.history=template`; None before the first call of
+        `bridge`.
 
     Raises:
-      UserError: the mode is eager in a run of several processes, whose schedules must be equal.
+      UserError: the mode is eager and the run has several processes. Their schedules must be equal.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class Player:
 
     @property
     def rewrites(self) -> bool:
-        """Whether the whole conversation is rendered at each turn, so the chat template may rewrite its history."""
+        """Whether the whole conversation is rendered at each turn. The chat template may then rewrite the history."""
         return self.config.history == "template"
 
     def bridge(self, prompt: Any) -> Bridge:
-        """Returns the bridge for trajectories with this (unrendered) prompt, text or messages.
+        """Returns the bridge for trajectories with this prompt. The prompt is text or messages that are not rendered
+        yet.
 
         Raises:
           UserError: the chat template cannot be used for several turns; see `make_bridge` and `Conversations`.
@@ -86,12 +89,13 @@ class Player:
         return self._bridges[chat]
 
     def check_prompt(self, prompt: Any) -> None:
-        """Checks that trajectories with this prompt can have several turns. Raises UserError as `bridge`."""
+        """Checks that trajectories with this prompt can have several turns. Raises the errors of `bridge`."""
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
-        """Checks that prompts of the form of the first row can have several turns; returns the first observation of
-        this row.
+        """Checks that prompts like that of the first row can have several turns.
+
+        Returns the first observation of this row.
 
         Raises:
           UserError: the chat template cannot be used for several turns, or the environment fails.
@@ -111,9 +115,10 @@ class Player:
 
 
 class Trajectories:
-    """The environments of one rollout; the `Responder` of its completions.
+    """The environments of one rollout. It is the `Responder` for the completions of the rollout.
 
-    With several processes, each process runs the environments of its share of the problems, and replies are exchanged.
+    With several processes, each process runs the environments of its share of the problems, and the processes exchange
+    the replies.
 
     Attributes:
       problems: the problems, with the first observations in their prompts.
@@ -144,8 +149,8 @@ class Trajectories:
         return self._openings[group]
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Decodes the turns and sends them to the environments of this process. A truncated turn ends its trajectory
-        without a step of the environment."""
+        """Decodes the turns and sends their text to the environments of this process. A truncated turn ends its
+        trajectory without a step of the environment."""
         for turn in turns:
             if turn.group not in self._own:
                 continue
@@ -158,7 +163,7 @@ class Trajectories:
                 state.conversation.add_turn(text, turn.tokens)
             if turn.truncated:
                 self._end(number)
-            elif state.failure is not None:  # it failed before its first turn
+            elif state.failure is not None:  # the environment failed before the first turn
                 self._ready.append(Reply(turn.group, turn.sample, None))
             else:
                 state.last = int(turn.tokens[-1])
@@ -186,10 +191,10 @@ class Trajectories:
         return outcomes
 
     def check_rows(self, out: Completions, engine: str) -> None:
-        """Checks that an engine of the user applied `opening` and `Reply.restart` to all rows.
+        """Checks that the user's engine has applied `opening` and `Reply.restart` to all rows.
 
         Raises:
-          UserError: a row has other segments, or does not begin with its opening.
+          UserError: a row does not have the expected number of segments, or does not begin with its opening.
         """
         starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
         for number, state in self._states.items():
@@ -203,10 +208,10 @@ class Trajectories:
                 )
 
     def episodes(self) -> list[Episode]:
-        """Ends all trajectories and returns them, group after group.
+        """Ends all trajectories and returns their episodes, group after group.
 
         Raises:
-          EngineLost: a service of the environments is unavailable for all of them.
+          EngineLost: a service of the environments was unavailable for all trajectories.
         """
         for number in self._states:
             self._end(number)
@@ -251,9 +256,10 @@ class Trajectories:
         return [self._opened(group, first, max_prompt_length) for group in self._own]
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the prompt of a problem with its first observation; None if there is none, or it is too long.
+        """Returns the prompt of a problem with its first observation. Returns None if there is no observation, or if
+        this prompt is too long.
 
-        If it is too long, the trajectories of the problem are unscored.
+        If the prompt is too long, the trajectories of the problem are unscored.
         """
         problem = self._given[group]
         seen = [first[number] for number in self._numbers(group) if number in first]
@@ -278,7 +284,7 @@ class Trajectories:
         return prompt.text, prompt.tokens
 
     def _converse(self) -> None:
-        """Begins the conversations. The end of a prompt that a later turn changes becomes part of the rows."""
+        """Begins the conversations. Tokens at the end of a prompt that later turns change become part of the rows."""
         kept = spread(range(len(self.problems)), self._begun)
         self._openings = [list(each.tokens[size:]) for each, size in zip(self.problems, kept, strict=True)]
         self.problems = [
@@ -286,7 +292,8 @@ class Trajectories:
         ]
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations of these problems; returns the number of tokens that each prompt keeps."""
+        """Begins the conversations of these problems. Returns for each prompt the number of tokens that later turns do
+        not change."""
         for group in groups:
             self.player.bridge(self._given[group].source)
         assert self.player.conversations is not None or not groups, "made with the bridge"
@@ -312,7 +319,7 @@ class Trajectories:
         for outcome in outcomes:
             was_over = self._states[outcome.number].over
             self._record(outcome)
-            if was_over:  # the answer to `finish`
+            if was_over:  # this outcome answers `finish`
                 continue
             state = self._states[outcome.number]
             going_on = outcome.failure is None and not outcome.done
@@ -364,7 +371,7 @@ class Trajectories:
         return Reply(*divmod(number, self.size), None)
 
     def _end(self, number: int) -> None:
-        """Ends a trajectory, once."""
+        """Ends a trajectory if it is not over."""
         state = self._states[number]
         if state.over:
             return

@@ -1,7 +1,8 @@
-"""Environments of the package `verifiers`: their harness asks for completions, and gets turns of the policy.
+"""Plays environments of the package `verifiers`. Their harness sends chat requests, and turns of the policy answer
+them.
 
-The harness decides which conversation the model sees. So a turn is the answer to a request of the harness, and an
-observation is its next request.
+The harness is the code of an environment that decides which conversation the model sees. A turn is therefore the answer
+to a request of the harness, and an observation is the next request.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from tunix_like.rollout.serving.fields import RequestError
 from tunix_like.runtime.verifiers_process import Lost, VerifiersProcess
 
 SECONDS_TO_END = 5.0
-"""Time that the process has to end, and to cancel an episode, before it is killed."""
+"""Time in seconds that the process has to end or to cancel an episode. After this time it is killed."""
 
 FULL = "the limit of tokens or turns of this trajectory is reached"
 
 
 @dataclasses.dataclass
 class _Episode:
-    """An episode that is played.
+    """An episode that is running.
 
     Attributes:
-      id: its number in the process; numbers of trajectories are used again.
-      calls: the requests that are not answered. The policy answers the first.
-      deadline: when the next request or the end must have come; None while the policy is sampling.
+      id: number of the episode in the process. It is used only once, but numbers of trajectories are reused.
+      calls: the unanswered requests. The policy answers the first of them.
+      deadline: time by which the next request or the end must arrive; None while the policy is sampling.
       closing: whether further requests are refused.
-      end: the end of an episode that ended while the policy was sampling.
+      end: the outcome of an episode that ended while the policy was sampling; otherwise None.
     """
 
     id: int
@@ -50,18 +51,20 @@ class _Episode:
 
 
 class VerifiersEnvironments:
-    """Plays episodes of one environment in a process of its own. Implements `Environments`.
+    """Implements `Environments` with episodes of one environment of `verifiers`. They run in a separate process.
 
-    The observation of an outcome is the messages of a request. The whole request is in `calls`.
+    The observation of an outcome has the new messages of a request. The whole request is in `calls`.
 
     Args:
       settings: see `verifiers_worker.load`.
-      timeout_seconds: time until the first request of an episode, and from an answer to the next request or the end.
+      timeout_seconds: maximum time from the start of an episode to its first request, and from an answer to the next
+        request or to the end of the episode.
       workers: maximum number of episodes that have not sent their first request.
 
     Attributes:
-      calls: the request that a trajectory waits for, by number.
-      tokens: number of tokens of the prompt and of the turn, by number; for the answer of the next `step`.
+      calls: the latest request of each trajectory, by number of the trajectory.
+      tokens: number of tokens of the prompt and of the turn, by number of the trajectory. The next `step` sends them
+        with its answer.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -83,7 +86,7 @@ class VerifiersEnvironments:
         self._ready: list[Outcome] = []
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Queues an episode with the task in the column `task`. Its observation is the first request."""
+        """Queues an episode with the task in the column `task`. The observation of its outcome is the first request."""
         self.calls.pop(number, None)
         task = columns.get(TASK_COLUMN)
         if isinstance(task, Mapping):
@@ -95,7 +98,7 @@ class VerifiersEnvironments:
         """Answers the request of a trajectory.
 
         Args:
-          reason: "stop", or "length" for a turn that the limit of tokens ended; later requests are then refused.
+          reason: "stop", or "length" if the token limit ended the turn. After "length", later requests are refused.
         """
         episode = self._episodes.get(number)
         if episode is None:
@@ -114,7 +117,7 @@ class VerifiersEnvironments:
             episode.deadline = time.monotonic() + self.timeout_seconds
 
     def finish(self, number: int) -> None:
-        """Refuses further requests of a trajectory; the outcome is its end with its reward."""
+        """Ends a trajectory and refuses its further requests. The outcome has the reward of the episode."""
         episode = self._episodes.get(number)
         if episode is None:
             self._ready.append(Outcome(number))
@@ -157,13 +160,13 @@ class VerifiersEnvironments:
         return [each.deadline for each in self._episodes.values() if each.deadline is not None]
 
     def _settle(self) -> None:
-        """Waits until the process has cancelled the late episodes, so that no new one waits behind them."""
+        """Waits until the process has cancelled the late episodes, so that new episodes do not wait for them."""
         while self._cancelled:
             self._take(max(0.0, min(self._cancelled.values()) - time.monotonic()))
             self._expire()
 
     def _start(self) -> None:
-        """Starts queued episodes, up to `workers` that have not sent a request."""
+        """Starts queued episodes. At most `workers` started episodes have not sent their first request."""
         while self._waiting and len(self._starting) < self.workers:
             if self._process is None:
                 self._process = VerifiersProcess(self.settings)
@@ -176,7 +179,7 @@ class VerifiersEnvironments:
             self._send({"kind": "run", "episode": episode.id, "task": task})
 
     def _take(self, seconds: float) -> None:
-        """Takes the messages that have arrived; waits up to `seconds` for the first one."""
+        """Processes the messages that have arrived. Waits up to `seconds` for the first message."""
         try:
             while self._process is not None and (message := self._process.next(seconds)) is not None:
                 seconds = 0.0
@@ -215,13 +218,13 @@ class VerifiersEnvironments:
         self._ready.append(Outcome(number, observation=call.latest))
 
     def _refuse(self, episode: _Episode) -> None:
-        """Stops an episode, which is scored as it is."""
+        """Stops an episode and refuses its unanswered requests. The episode is scored in its current state."""
         self._send({"kind": "stop", "episode": episode.id})
         while episode.calls:
             self._send(refusal_of(episode.calls.popleft().id, 400, FULL))
 
     def _end(self, number: int, message: Mapping[str, Any]) -> None:
-        """Takes the end of an episode."""
+        """Records the end of an episode."""
         episode = self._episodes[number]
         outcome = Outcome(number, reward=message["reward"] or 0.0, done=not episode.closing, info=message["metrics"])
         if (problem := message.get("error")) is not None:
@@ -233,7 +236,7 @@ class VerifiersEnvironments:
             self._drop(number)
 
     def _expire(self) -> None:
-        """Cancels the episodes that are too late. A process that does not cancel them is killed."""
+        """Cancels the episodes whose deadline has passed. A process that does not cancel them in time is killed."""
         now = time.monotonic()
         for number, episode in list(self._episodes.items()):
             if episode.deadline is not None and episode.deadline <= now:
@@ -245,7 +248,7 @@ class VerifiersEnvironments:
             self._lose("its process does not answer, so it was started again")
 
     def _lose(self, why: str) -> None:
-        """Gives up the process and all its episodes."""
+        """Kills the process. All its episodes fail."""
         process, self._process = self._process, None
         if process is not None:
             _kill(process)

@@ -1,4 +1,7 @@
-"""Reads the requests of a harness of `verifiers`, and writes the answers, in the form of OpenAI's chat completions."""
+"""Reads the requests of a harness of `verifiers`, and writes the answers, in the format of OpenAI's chat completions.
+
+A harness is the code of an environment that sends chat requests to the model.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
     "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
 }  # fmt: skip
-"""Fields that would change what a turn is, and their values without an effect. The sampling parameters of a request are
-not read: those of `rollout` apply."""
+"""Fields that are not supported in training. A request may set them only to the listed values, which have no effect.
+The sampling parameters of a request are ignored; the settings in `rollout` apply."""
 
 
 class Call(NamedTuple):
     """A request of a harness.
 
     Attributes:
-      id: its number.
-      variables: of the chat template, `tools` included.
-      stream: whether the answer is written as events.
+      id: number of the request.
+      variables: variables of the chat template, including `tools`.
+      stream: whether the answer is sent as a stream of events.
     """
 
     id: int
@@ -35,7 +38,7 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(id: int, body: Mapping[str, Any]) -> Call:
-        """Checks a request. Raises RequestError if training cannot answer it."""
+        """Makes a call from the body of a request. Raises RequestError if the request is not supported in training."""
         for name, values in NEUTRAL.items():
             if body.get(name) not in values:
                 raise RequestError(f"{name}: got {str(body[name])[:80]}; it is not supported in training", name)
@@ -48,7 +51,7 @@ class Call(NamedTuple):
 
     @property
     def latest(self) -> list[dict[str, Any]]:
-        """The messages after the last one of the role assistant."""
+        """The messages after the last message with the role assistant."""
         places = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[places[-1] + 1 if places else 0 :]
 

@@ -1,8 +1,9 @@
-"""Plays trajectories of `verifiers`: the requests of a harness become tokens, and the turns answer them.
+"""Plays trajectories of `verifiers`: converts the requests of a harness to tokens, and answers them with turns of the
+policy.
 
-At each turn the model sees exactly what the chat template renders for the request. If that begins with the tokens that
-the model has seen and sampled, the rest is appended to the row. Otherwise the row gets a new segment, as with
-`environment.history=template`. Sampled tokens are never encoded again.
+At each turn the model sees exactly what the chat template renders for the request. If the rendering begins with the
+tokens that the model has seen and sampled so far, only the remaining tokens are appended to the row. Otherwise the row
+gets a new segment, as with `environment.history=template`. Sampled tokens are never encoded again.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class VerifiersPlayer(Player):
         return True
 
     def check_prompt(self, prompt: Any) -> None:
-        """Does nothing: the harness writes the messages after a turn."""
+        """Does nothing, because the harness writes the messages after a turn."""
 
     def check(self, rows: Any) -> None:
-        """Plays the first row up to the first request of its harness.
+        """Checks that the first row can be played, by running it up to the first request of its harness.
 
         Raises:
-          UserError: there is none, or it cannot be rendered.
+          UserError: there is no request, or the request cannot be rendered.
         """
         if not len(rows):
             return
@@ -80,7 +81,10 @@ class VerifiersPlayer(Player):
         return VerifiersTrajectories(self, problems, size, max_prompt_length)
 
     def tokens(self, calls: Sequence[Call], further: Sequence[Message] = ()) -> list[list[int] | str]:
-        """Renders requests, each with `further` messages; returns their token ids, or why there are none."""
+        """Renders requests, each followed by the messages `further`.
+
+        Returns the token ids of each request, or the reason why it cannot be rendered.
+        """
         found: dict[int, list[int] | str] = {}
         by_variables: dict[str, list[int]] = {}
         for place, call in enumerate(calls):
@@ -107,7 +111,8 @@ class VerifiersTrajectories(Trajectories):
     _environments: VerifiersEnvironments
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Answers the requests. The harness gets a truncated turn too, and later requests are refused."""
+        """Answers the requests with turns. The harness also gets a truncated turn, and its later requests are
+        refused."""
         for turn in turns:
             number = turn.group * self.size + turn.sample
             if turn.group in self._own:
@@ -119,9 +124,11 @@ class VerifiersTrajectories(Trajectories):
         super().submit(turns)
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the first request of a problem; None if there is none, or it is too long.
+        """Returns the first request of a problem as text and tokens. Returns None if there is no request, or if it is
+        too long.
 
-        Trajectories with another first request, or one that is too long, are unscored.
+        A trajectory is unscored if its first request is too long, or differs from the first request of the other
+        trajectories.
         """
         for number in first:
             if number in self._numbers(group) and number not in self._environments.calls:
@@ -152,7 +159,7 @@ class VerifiersTrajectories(Trajectories):
         self._states[number].failure = Failure("error", reason)
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations; returns the number of tokens that each prompt keeps with later turns."""
+        """Begins the conversations. Returns for each prompt the number of tokens that later turns do not change."""
         calls: dict[int, Call] = {}
         for group in groups:
             good = [number for number in self._numbers(group) if self._states[number].failure is None]
@@ -167,7 +174,7 @@ class VerifiersTrajectories(Trajectories):
         return kept
 
     def _bridged(self, outcomes: Sequence[Outcome]) -> list[Reply]:
-        """Returns how rows continue with the requests of their harnesses."""
+        """Returns replies that append the next requests of the harnesses to the rows."""
         replies = []
         rendered = self.player.tokens([self._environments.calls[outcome.number] for outcome in outcomes])
         for outcome, ids in zip(outcomes, rendered, strict=True):
@@ -184,7 +191,10 @@ class VerifiersTrajectories(Trajectories):
 
 
 def _common(tokens: Sequence[int], later: Sequence[int] | str) -> int:
-    """Returns how many tokens of a prompt a later turn keeps; all if that is not known, or none would be kept."""
+    """Returns the number of tokens that a prompt and the rendering `later` have in common at their start.
+
+    Returns the length of the prompt if this number is 0 or not known.
+    """
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, later, strict=False))
     return sum(1 for _ in same) or len(tokens)
 

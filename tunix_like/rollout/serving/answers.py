@@ -1,4 +1,4 @@
-"""Builds the answers of the routes that sample, whole or as a stream of events."""
+"""Builds the answers of the routes that sample. An answer is sent whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tunix_like.rollout.serving.text import TextStream
 
 
 class Choice:
-    """One completion of a request while it grows.
+    """One completion of a request, to which tokens are added.
 
     Attributes:
-      tokens, logprobs: the tokens so far and their log-probabilities; with a stop string, up to the token that
-        completes it.
-      text: the final part of the text so far.
+      tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, they end
+        with the token that completes the stop string.
+      text: the text so far, without text at its end that later tokens can still change.
       reason: "stop" or "length"; None if the completion has not ended.
-      stopped_by: the stop string or the further stop id that ended it.
+      stopped_by: the stop string or the id of `stop_token_ids` that ended the completion; None if there is none.
     """
 
     def __init__(self, index: int, job: Job, request: Request, tokenizer: Tokenizer):
@@ -36,11 +36,11 @@ class Choice:
         self.reason: str | None = None
         self.stopped_by: str | int | None = None
         self._decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=not request.special)
-        # A whole answer without stop strings is decoded once, at its end.
+        # Without a stream and without stop strings, the text is decoded once, when the completion has ended.
         self._stream = TextStream(self._decode, request.stops) if request.stream or request.stops else None
 
     def add(self, part: Part) -> str:
-        """Adds a part; returns the text that it adds."""
+        """Adds a part of the completion; returns the new text."""
         text, used = "", len(part.tokens)
         self.reason, self.stopped_by = part.reason, part.stop_id
         if self._stream is not None:
@@ -56,9 +56,9 @@ class Choice:
 
 
 class Answer(abc.ABC):
-    """The answer to one request: its completions, and how its route writes them.
+    """The answer to one request. It holds the completions, and formats them for its route.
 
-    Subclasses write the choices.
+    Subclasses implement `choice`.
     """
 
     kind, prefix = "", ""
@@ -75,18 +75,18 @@ class Answer(abc.ABC):
         return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Returns the fields before the choices."""
+        """Returns the fields of the answer that precede the choices."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
 
     def usage(self) -> dict[str, int]:
-        """Returns the numbers of tokens; each prompt counts once."""
+        """Returns the numbers of prompt and completion tokens. Each prompt counts once."""
         prompt = sum(len(job.prompt) for job in self.request.jobs)
         completion = sum(len(choice.tokens) for choice in self.choices.values())
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     @abc.abstractmethod
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """Returns a completion that has ended."""
+        """Returns the JSON object of a completion that has ended."""
 
     def token_text(self, token: int) -> str:
         """Returns the text of one token."""
@@ -97,7 +97,7 @@ class StreamedAnswer(Answer):
     """An answer that may also be a stream of events."""
 
     def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
-        """Yields the events of a further part of a completion.
+        """Yields the events for new tokens of a completion.
 
         Args:
           tokens: the indices of the new tokens.
@@ -107,19 +107,19 @@ class StreamedAnswer(Answer):
             yield event(body | ({"usage": None} if self.request.usage_in_stream else {}))
 
     def last_events(self) -> Iterator[str]:
-        """Yields the events after all completions have ended."""
+        """Yields the events that follow the last completion."""
         if self.request.usage_in_stream:
             yield event({**self.head(self.streamed_kind), "choices": [], "usage": self.usage()})
         yield "data: [DONE]\n\n"
 
     @property
     def streamed_kind(self) -> str:
-        """The `object` of an event."""
+        """The value of the field `object` in an event."""
         return self.kind
 
     @abc.abstractmethod
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """Yields further parts of a completion."""
+        """Yields the choices of the events for new tokens of a completion."""
 
 
 class CompletionAnswer(StreamedAnswer):
@@ -129,7 +129,7 @@ class CompletionAnswer(StreamedAnswer):
 
     def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
-        self._offsets: dict[Choice, int] = {}  # characters of the tokens whose log-probabilities were returned
+        self._offsets: dict[Choice, int] = {}  # number of characters of the tokens that were returned
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """See `Answer`."""
@@ -154,7 +154,7 @@ class CompletionAnswer(StreamedAnswer):
         return found
 
     def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
-        """Returns the tokens that follow those of the last call, with their log-probabilities."""
+        """Returns the tokens of a slice with their log-probabilities. The slice follows that of the previous call."""
         texts = [self.token_text(token) for token in choice.tokens[tokens]]
         *offsets, self._offsets[choice] = itertools.accumulate(map(len, texts), initial=self._offsets.get(choice, 0))
         return {
@@ -213,7 +213,7 @@ class ChatAnswer(StreamedAnswer):
             yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
 
     def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
-        """Returns the fields of a choice after its message."""
+        """Returns the fields of a choice that follow its message."""
         logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
         found: dict[str, Any] = {
             "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
@@ -226,7 +226,7 @@ class ChatAnswer(StreamedAnswer):
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.token_text(token)
-        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
+        known = None if "\ufffd" in text else list(text.encode())  # an incomplete character has no bytes
         return {"token": text, "logprob": logprob, "bytes": known, "top_logprobs": []}
 
 
@@ -254,7 +254,8 @@ class GenerateAnswer(Answer):
         }
 
     def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
-        """Returns the tokens with their log-probabilities; some clients read `token`, others `token_id`."""
+        """Returns the tokens with their log-probabilities. There are two fields for a token, because some clients read
+        `token` and others `token_id`."""
         return [
             {
                 "token": f"token_id:{token}",

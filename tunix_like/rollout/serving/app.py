@@ -1,4 +1,4 @@
-"""The HTTP interface of the server: routes, limits, the API key, and errors in the form of OpenAI."""
+"""The HTTP interface of the server: routes, limits, the API key, and errors in the format of OpenAI."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ OPEN = ("/health",)
 """Routes that need no API key."""
 
 DISCONNECTED = 499
-"""Status in the metrics of requests whose client disconnected."""
+"""HTTP status that the metrics record for a request whose client disconnected."""
 
 Parse = Callable[[Mapping[str, Any], Settings, Tokenizer], Request]
 MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
 
 
 class Failed(Exception):
-    """The batcher could not answer a request."""
+    """Raised if the batcher could not answer a request."""
 
 
 class Server(NamedTuple):
@@ -59,7 +59,7 @@ class Server(NamedTuple):
 
 
 def make_app(server: Server, key: str | None) -> ASGIApp:
-    """Builds the application. With `key`, requests need it as bearer token."""
+    """Builds the ASGI application. If `key` is not None, requests must send it as a bearer token."""
     settings = server.settings
     card = {
         "id": settings.name,
@@ -104,20 +104,20 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
 
 
 async def _http_error(http: Http, error: Exception) -> Response:
-    """Answers requests of unknown routes and methods."""
+    """Returns the error for a request with an unknown route or method."""
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
     return error_response(RequestError(message, http=error.status_code, kind="not_found_error"), error.headers)
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns an error in the form of OpenAI."""
+    """Returns an error in the format of OpenAI."""
     content = {"message": str(error), "type": error.kind, "param": error.param, "code": error.http}
     return JSONResponse({"error": content}, error.http, headers)
 
 
 class _Guard:
-    """Checks the API key, counts and times requests, and answers errors."""
+    """Checks the API key, and counts the requests and measures their times."""
 
     def __init__(self, app: ASGIApp, hub: Hub, key: str | None, paths: set[str]):
         self._app, self._hub, self._paths = app, hub, paths
@@ -158,7 +158,7 @@ class _Guard:
 
 
 class _Events(StreamingResponse):
-    """A stream of events, which is closed at once when the client disconnects."""
+    """A streamed response. Its generator of events is closed at once when the client disconnects."""
 
     def __init__(self, events: AsyncGenerator[str, None]):
         super().__init__(events, media_type="text/event-stream")
@@ -177,7 +177,8 @@ async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) ->
     try:
         body = parse_object(await _body(http))
         server.hub.check_room()
-        # In a thread, because long texts take milliseconds to encode and a chat template may take seconds.
+        # The request is parsed in a thread, because long texts take milliseconds to encode and a chat template can take
+        # seconds.
         request = await run_in_threadpool(parse, body, server.settings, server.tokenizer)
         server.hub.check_room()
         answer = make(request, server.settings, server.tokenizer)
@@ -198,8 +199,9 @@ def _failure() -> RequestError:
 
 
 async def _body(http: Http) -> bytes:
-    """Returns the body. Raises RequestError if it is too large or is not declared as JSON."""
-    # A page in a browser cannot send this type to another origin without the consent of the server.
+    """Reads the body of a request. Raises RequestError if the body is too large or is not declared as JSON."""
+    # This check prevents cross-site requests: a web page cannot send JSON to another origin unless the server allows
+    # it.
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("the content type must be application/json", http=415)
     parts, size = [], 0
@@ -212,7 +214,7 @@ async def _body(http: Http) -> bytes:
 
 
 async def _whole(hub: Hub, http: Http, answer: Answer, began: float) -> Response:
-    """Samples all completions, unless the client disconnects before."""
+    """Samples all completions and returns the whole answer. Stops if the client disconnects."""
     sampling = asyncio.ensure_future(_collect(hub, answer, began))
     gone = asyncio.ensure_future(_disconnected(http))
     try:
@@ -238,7 +240,7 @@ async def _collect(hub: Hub, answer: Answer, began: float) -> None:
 
 
 async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple[Choice, str, slice], None]:
-    """Yields each completion when it has grown, with its new text and the indices of its new tokens.
+    """Yields a completion whenever it gets new tokens, with its new text and the indices of the new tokens.
 
     Raises:
       Failed: the batcher failed.
@@ -256,7 +258,7 @@ async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple
 
 
 async def _events(hub: Hub, answer: StreamedAnswer, began: float) -> AsyncGenerator[str, None]:
-    """Yields the events of a streamed answer. The response closes it when the client disconnects."""
+    """Yields the events of a streamed answer. The response closes this generator when the client disconnects."""
     grown = _grown(hub, answer, began)
     try:
         async for choice, text, tokens in grown:

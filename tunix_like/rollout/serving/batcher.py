@@ -1,7 +1,7 @@
 """Continuous batching: jobs of any number of callers share the rows of one decoder.
 
 A thread alternates between two things: it starts waiting completions in free slots, and it samples some tokens of all
-rows. There is no HTTP in this file.
+rows. This file is independent of HTTP.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ SECONDS_OF_CALL = 0.04
 started."""
 
 FEWEST_STEPS = 4
-"""Minimum number of steps of a call, even above the target time, because each call copies the caches and waits for the
-host."""
+"""Minimum number of steps of a call, even if they take longer than the target time. Each call copies the caches and
+waits for the host, so very short calls are inefficient."""
 
 STEPS_BESIDE_WAITING = 4
-"""Number of steps of a call if free slots and waiting jobs are left because the limit `PREFILL_TOKENS` was reached."""
+"""Maximum number of steps of a call if completions wait although slots are free. This happens if `PREFILL_TOKENS` was
+reached."""
 
 PREFILL_TOKENS = 2048
 """Maximum number of prompt tokens, padding included, that are computed between two calls while completions are
@@ -42,18 +43,18 @@ Deliver = Callable[[Sequence[tuple[Job, Part]]], None]
 
 
 class _Row(NamedTuple):
-    """A completion in a slot."""
+    """The completion that is in a slot."""
 
     job: Job
     sample: int
 
 
 class Batcher:
-    """Samples the completions of jobs in a thread of its own.
+    """Samples the completions of jobs in a separate thread.
 
     Args:
-      slots: the arrays on the device, used only by the thread after `start`.
-      deliver: gets the parts of all completions, in order. There are no further parts of cancelled completions.
+      slots: the arrays on the device. After `start`, only the thread uses them.
+      deliver: gets the parts of all completions, in order. A cancelled completion gets no further parts.
     """
 
     def __init__(self, slots: Slots, deliver: Deliver):
@@ -71,7 +72,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs. May be called from any thread."""
+        """Queues jobs. This method can be called from any thread."""
         with self._changed:
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -91,7 +92,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of completions that were submitted and not started."""
+        """Number of completions that were submitted and are not started yet."""
         with self._changed:
             return sum(job.count - job.started for job in self._waiting)
 
@@ -105,12 +106,12 @@ class Batcher:
             while self._wait():
                 try:
                     self._step()
-                except Exception:  # e.g. not enough memory: the requests fail, the server continues
+                except Exception:  # e.g. lack of memory: the requests fail and the server continues
                     _LOG.exception("the batcher failed; all requests are answered with an error")
                     self._fail()
 
     def _wait(self) -> bool:
-        """Waits for something to do. Returns False after `close`."""
+        """Waits until a job waits, runs or was cancelled. Returns False after `close`."""
         with self._changed:
             while not (self._closed or self._waiting or self._cancelled or self.running):
                 self._changed.wait()
@@ -147,7 +148,7 @@ class Batcher:
         self.slots.fit(max([prompt, *prompts]), int(self.slots.ages[self._occupied()].max(initial=0)) + 1)
 
     def _cancel(self) -> None:
-        """Frees the rows of cancelled completions, and drops those that wait."""
+        """Frees the rows of cancelled completions, and drops cancelled jobs that wait."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
             for job, sample in cancelled:
@@ -160,7 +161,7 @@ class Batcher:
                 self._rows[slot], self._keep[slot] = None, False
 
     def _start(self) -> None:
-        """Starts waiting completions in free slots, in the order of their arrival."""
+        """Starts waiting completions in free slots, in the order in which the jobs arrived."""
         computed, beside = 0, bool(self.running)
         while free := [slot for slot, row in enumerate(self._rows) if row is None]:
             jobs = self._next_jobs(len(free))
@@ -179,8 +180,8 @@ class Batcher:
             self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Returns the first waiting job. If its prompt is not computed yet, also returns the jobs that follow it, as
-        many as fit into one prefill and `most` slots."""
+        """Returns the first waiting job. If its prompt is not computed yet, also returns the next jobs, up to the
+        number that fits into one prefill and into `most` slots."""
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
         if not jobs or jobs[0].prefilled is not None:
@@ -191,12 +192,13 @@ class Batcher:
             if len(chosen) >= prompts_at_once(width) or job.prefilled is not None:
                 break
             chosen.append(job)
-        # A prefill of several prompts always computes as many as it has places; with few of them, single ones are less.
+        # A prefill of several prompts is padded to a fixed number of prompts. For few prompts, single prefills are
+        # faster.
         width = self.slots.prompt_width(max(len(job.prompt) for job in chosen))
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
-        """Assigns completions of jobs, whose prompts are of one prefill, to free slots and starts them."""
+        """Assigns completions to free slots and starts them. One prefill has computed the prompts of all `jobs`."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:
@@ -214,7 +216,7 @@ class Batcher:
                         self._waiting.remove(job)
 
     def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
-        """Returns the new tokens of all completions; frees the rows of those that have ended."""
+        """Returns the new tokens of all completions, and frees the rows of completions that have ended."""
         parts = []
         for slot in self._occupied():
             row, count = self._rows[slot], int(sampled.counts[slot])

@@ -14,14 +14,15 @@ from tunix_like.rollout.serving.fields import RequestError
 
 _CALL, _THOUGHT = "<tool_call>", "</think>"
 _STARTS_OF_ANSWER = ("{", "<|python_tag|>")
-"""An answer that begins with one of these may be a tool call in the form of Llama 3."""
+"""An answer that begins with one of these texts may be a tool call in the format of Llama 3."""
 
 _FIXED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token")
 MOST_MESSAGES, MOST_TOOLS = 4096, 512
 
 
 def checked_messages(given: Any) -> list[dict[str, Any]]:
-    """Returns messages for the chat template: contents are texts, arguments of tool calls are objects.
+    """Checks messages and converts them for the chat template: contents become texts, and arguments of tool calls
+    become objects.
 
     Raises:
       RequestError: the value is not a list of messages, or a part of a content is not text.
@@ -56,7 +57,7 @@ def _checked_message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _checked_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Parses the arguments of calls, since chat templates write them as JSON."""
+    """Checks tool calls and parses their arguments, because chat templates write the arguments as JSON themselves."""
     if not isinstance(calls, list):
         raise RequestError(f"{name}: it must be a list", name)
     found = []
@@ -94,10 +95,10 @@ def chat_tokens(
     variables: Mapping[str, Any],
     most: int,
 ) -> list[int]:
-    """Returns the token ids of a conversation and the start of an answer.
+    """Returns the token ids of a conversation, followed by those of the start of an answer.
 
-    Control tokens that are written in messages are plain text. If a conversation has more than `most` tokens, the
-    result may contain only its beginning.
+    Control tokens that are written in messages are encoded as plain text. If a conversation has more than `most`
+    tokens, the result may contain only its beginning.
 
     Raises:
       RequestError: there is no chat template, or the template fails.
@@ -121,7 +122,7 @@ def chat_tokens(
 
 
 def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the text before the tool calls of an answer, and the calls in the form of OpenAI.
+    """Returns the text before the tool calls of an answer, and the calls in the format of OpenAI.
 
     If a call is malformed, the whole text is the content and there are no calls.
     """
@@ -142,13 +143,13 @@ def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 class CallStream:
-    """Separates the streamed text of an answer with tools into content and possible tool calls."""
+    """Separates the streamed text of an answer into content and tool calls."""
 
     def __init__(self) -> None:
         self._text, self._sent = "", 0
 
     def add(self, text: str) -> str:
-        """Adds text; returns content that certainly is not part of a tool call."""
+        """Adds text; returns the new content that is certainly not part of a tool call."""
         self._text += text
         first = self._text.rfind(_THOUGHT)
         first = 0 if first < 0 else first + len(_THOUGHT)

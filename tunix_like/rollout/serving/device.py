@@ -1,4 +1,4 @@
-"""The device side of the batcher: slots with completions, and the programs that act on them."""
+"""The part of the batcher that runs on the device: the arrays of the slots, and calls of the compiled programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 
     Attributes:
       graphdef: graph of a `Decoder`.
-      params: its weights.
+      params: the weights.
       eos_ids: token ids that end a completion.
       mesh: the mesh that the weights are on; None means a single device.
     """
@@ -38,10 +38,10 @@ class Weights(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What one call of `Slots.advance` sampled; row `a` has the first `counts[a]` of its tokens.
+    """The tokens that one call of `Slots.advance` sampled. The first `counts[a]` tokens of row `a` are valid.
 
     Attributes:
-      live: False if the row has ended: by an end-of-sequence token if `ended` is True, else by its limit.
+      live: False if the row has ended: by an end-of-sequence token if `ended` is True, otherwise by its token limit.
     """
 
     counts: Int[np.ndarray, "A"]
@@ -52,7 +52,7 @@ class Sampled(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """A computed prompt, which is one of a batch of prompts."""
+    """A computed prompt: row `row` of a batch of prompts that were padded to `width`."""
 
     prompts: decoding.Prompts
     row: int
@@ -63,7 +63,7 @@ class Slots:
     """The arrays of the slots on the device.
 
     Args:
-      rows: number of slots: the number of completions that are sampled at the same time.
+      rows: number of slots. This is the maximum number of completions that are sampled at the same time.
       longest: maximum number of tokens of prompt and completion together.
     """
 
@@ -73,7 +73,7 @@ class Slots:
         self.graphdef, self.eos_ids, self.mesh = weights.graphdef, weights.eos_ids, weights.mesh
         self.count, self.longest = rows, longest
         self.widths, self.prompt_widths = programs.widths_of(longest), programs.prompt_widths_of(longest)
-        # Not compiled, so that weights which are in the compute dtype already are not copied.
+        # Not jitted, because a jitted function would copy weights that already have the compute dtype.
         self.params = jax.tree.map(jnp.asarray, decoding.cast_params(weights.graphdef, weights.params))
         self.head = nnx.merge(self.graphdef, self.params).head()
         self.vocab_size = self.head.shape[1]
@@ -83,11 +83,12 @@ class Slots:
 
     def reset(self) -> None:
         """Allocates empty slots. The previous arrays are lost."""
-        self.__dict__.pop("state", None)  # before the new ones are allocated, for the memory
+        self.__dict__.pop("state", None)  # frees the memory before the new arrays are allocated
         with scope(self.mesh):
             state = programs.empty_state(self.graphdef, self.params, self.count, self.widths[0])
             if self.mesh is None:
-                # Bound to its device, as the results of the other programs are; otherwise `start` is compiled twice.
+                # Commits the arrays to their device, like the results of the other programs. Otherwise `start` is
+                # compiled twice.
                 state = jax.device_put(state, next(iter(self.head.devices())))
             self.state = self._placed(state)
         self.ages, self._steps = np.zeros(self.count, np.int64), 0
@@ -102,8 +103,8 @@ class Slots:
     def fit(self, prompt: int, needed: int) -> None:
         """Resizes the caches for prompts of `prompt` columns, padding included, and completions of `needed` columns.
 
-        The caches shrink only if half of the smaller width suffices. The cache of completions is at least as wide as
-        the cache of prompts, which bounds the number of shapes.
+        A cache shrinks only if at most half of the smaller width is needed. The cache of completions is at least as
+        wide as the cache of prompts, which bounds the number of shapes.
         """
         prompt_width = self._fitting(prompt, self.state.prompt_width)
         width = self._fitting(max(needed, prompt_width), self.state.width)
@@ -116,7 +117,7 @@ class Slots:
         return wanted if wanted > current or 2 * needed <= wanted else current
 
     def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
-        """Computes one or several prompts, padded to `width`; at most `programs.prompts_at_once(width)`."""
+        """Computes prompts, padded to `width`. At most `programs.prompts_at_once(width)` prompts are allowed."""
         count = 1 if len(prompts) == 1 else programs.prompts_at_once(width)
         tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
         for row, prompt in enumerate(prompts):
@@ -126,8 +127,8 @@ class Slots:
         return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
-        """Starts completions `(slot, job, sample)`, whose prompts are all of one prefill. The caches must be wide
-        enough."""
+        """Starts completions, given as `(slot, job, sample)`. One prefill must have computed all their prompts, and the
+        caches must be wide enough."""
         if not places:
             return
         starts = no_starts(self.count)
@@ -146,7 +147,7 @@ class Slots:
         self.state = self._placed(programs.start(self.state, fresh.prompts, starts))
 
     def advance(self, keep: Bool[np.ndarray, "A"], stop_at: int, steps: int) -> Sampled:
-        """Samples up to `steps` tokens of each row; rows where `keep` is False are cancelled."""
+        """Samples up to `steps` tokens of each row; rows for which `keep` is False are cancelled."""
         until, began = np.array([stop_at, steps], np.int32), time.perf_counter()
         state = programs.advance(self.graphdef, self.params, self.head, self.state, keep, until, self.eos_ids)
         self.state = state = self._placed(state)
@@ -178,7 +179,8 @@ class Slots:
                 for (padded, _), prompts in fresh.items():
                     if padded <= columns:
                         self.state = self._placed(programs.start(self.state, prompts, no_starts(self.count)))
-                # Two steps of live rows, since a loop without steps shows neither the memory nor the time.
+                # Runs steps with live rows, because only these show whether the memory suffices and how long a step
+                # takes.
                 everything = no_starts(self.count)
                 everything.take[:], everything.limits[:] = True, 3
                 for _ in range(2):
@@ -192,7 +194,7 @@ class Slots:
 
 
 def no_starts(count: int) -> programs.Starts:
-    """Returns arrays on the host that start nothing; the caller sets the entries of slots."""
+    """Returns arrays on the host that start no completion. The caller sets the entries of the slots to start."""
     return programs.Starts(
         take=np.zeros(count, bool),
         source=np.zeros(count, np.int32),

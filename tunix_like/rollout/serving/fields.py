@@ -1,4 +1,4 @@
-"""Reads the fields of a request; every problem is an error that names the field."""
+"""Reads and checks the fields of a request. Every error names the field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RequestError(UserError):
       message: what is wrong.
       param: the field.
       http: HTTP status.
-      kind: type of the error in the answer.
+      kind: the field `type` of the error in the answer.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class RequestError(UserError):
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parses the JSON object of a body. Raises RequestError if the body is not a JSON object."""
+    """Parses a request body as a JSON object. Raises RequestError if the body is not a JSON object."""
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
@@ -44,7 +44,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of a request or of an object in it. Fields that are null count as absent.
+    """The fields of a request or of an object in it. Fields with the value null count as absent.
 
     Args:
       body: the object.
@@ -65,7 +65,8 @@ class Fields:
         return self._left.pop(name, None)
 
     def number(self, name: str, default: float, low: float, high: float = math.inf, above: bool = False) -> float:
-        """Returns a number from `low` to `high`; with `above` it must be greater than `low`."""
+        """Returns a number from `low` to `high`, or `default`. If `above` is True, the number must be greater than
+        `low`."""
         value = self._of_type(name, (int, float), "a number")
         if value is None:
             return default
@@ -110,8 +111,8 @@ class Fields:
         return value
 
     def neutral(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Refuses parameters that are not supported, unless their value is one of the listed values without an
-        effect."""
+        """Checks parameters that are not supported. Raises RequestError if a value is not one of the listed values,
+        which have no effect."""
         for name, allowed in values.items():
             value = self.take(name)
             same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
@@ -119,7 +120,7 @@ class Fields:
                 raise self.error(name, "this parameter is not supported")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Refuses fields that were not read, except fields without an effect on the answer."""
+        """Raises RequestError if a field was not read, except for the fields in `ignored`."""
         for name in self._left:
             if name not in ignored:
                 raise self.error(name[:64], "there is no such parameter")

@@ -16,10 +16,10 @@ from tunix_like.rollout.serving.metrics import Metrics
 
 
 class Hub:
-    """The interface of the batcher for the event loop.
+    """The interface between the event loop and the batcher.
 
     Args:
-      max_waiting: number of waiting completions above which requests are refused.
+      max_waiting: requests are refused if this many completions wait, or more.
     """
 
     def __init__(self, slots: Slots, metrics: Metrics, max_waiting: int):
@@ -37,7 +37,7 @@ class Hub:
         """Raises RequestError with the status 429 if too many completions wait."""
         waiting = self.batcher.waiting
         if waiting >= self._max_waiting:
-            message = f"{waiting} completions are waiting, and at most {self._max_waiting} may; try again later"
+            message = f"{waiting} completions are waiting, and the limit is {self._max_waiting}; try again later"
             raise RequestError(message, http=429, kind="rate_limit_error")
 
     def retry_after(self) -> int:
@@ -50,7 +50,7 @@ class Hub:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._deliver, parts)
-        except RuntimeError:  # the loop has ended, and with it all requests
+        except RuntimeError:  # the loop has ended, so there are no requests
             return
 
     def _deliver(self, parts: Sequence[tuple[Job, Part]]) -> None:
@@ -61,9 +61,9 @@ class Hub:
 
 
 class Exchange:
-    """The jobs of one request, from submission to their last part.
+    """Submits the jobs of one request and receives the parts of their completions.
 
-    At the end of the context, completions that have not ended are cancelled.
+    On exit from the context manager, completions that have not ended are cancelled.
     """
 
     def __init__(self, hub: Hub, jobs: Sequence[Job], began: float):

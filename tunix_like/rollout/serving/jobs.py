@@ -16,7 +16,7 @@ class JobSampling:
 
     Attributes:
       max_tokens: maximum number of tokens of a completion, end-of-sequence token included.
-      top_k: None keeps every token.
+      top_k: number of most probable tokens that are kept; None keeps every token.
       seed: from 0 to 2**64 - 1.
       stop_ids: token ids that end a completion, in addition to the ids of the model.
     """
@@ -30,7 +30,7 @@ class JobSampling:
 
 
 class Part(NamedTuple):
-    """Further tokens of a completion.
+    """New tokens of a completion.
 
     Attributes:
       sample: index of the completion in its job.
@@ -52,12 +52,12 @@ class Job:
     Args:
       prompt: token ids, at least one.
       count: number of completions.
-      number: index of the prompt in its request. The random numbers of a completion depend only on the seed, on
-        `number`, on its index among the completions and on the position of the token.
+      number: index of the prompt in its request. The random numbers of a completion depend only on the seed of the job,
+        on `number`, on the index of the completion in the job and on the position of the token.
 
     Attributes:
       started: number of completions that were started.
-      prefilled: the computed prompt, until all completions are started.
+      prefilled: the computed prompt; None before it is computed and after all completions are started.
     """
 
     def __init__(self, prompt: Sequence[int], count: int, sampling: JobSampling, number: int = 0):

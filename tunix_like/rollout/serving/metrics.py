@@ -7,13 +7,13 @@ import collections
 from collections.abc import Mapping, Sequence
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Upper bounds of the buckets of a histogram."""
+"""Upper bounds of the buckets of a histogram, in seconds."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts times by bucket."""
+    """Counts times in buckets."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
@@ -34,7 +34,7 @@ class Histogram:
 
 
 class Metrics:
-    """The metrics of a server; changed by the thread of its event loop only."""
+    """The metrics of a server. Only the thread of the event loop changes them."""
 
     def __init__(self) -> None:
         self.requests: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -42,7 +42,8 @@ class Metrics:
         self.latency, self.first_token = Histogram(), Histogram()
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Returns all metrics; `gauges` has the description and value of the metrics that are measured now."""
+        """Returns all metrics as text. `gauges` has the description and the current value of further metrics, by
+        name."""
         lines: list[str] = []
 
         def metric(name: str, kind: str, what: str, values: Sequence[str]) -> None:

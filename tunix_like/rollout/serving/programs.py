@@ -1,7 +1,8 @@
 """The compiled programs of the server: start rows, sample tokens of all rows, resize the caches.
 
 They work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one completion. All
-requests share these programs, since the sampling parameters are arrays. Shapes are bounded by `widths_of`.
+requests share these programs, because the sampling parameters are arrays. `widths_of` bounds the number of array
+shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOKENS_OF_PREFILL, PROMPTS_OF_PREFILL = 1024, 8
 
 
 class State(NamedTuple):
-    """The prompts and completions of all slots, `A` of them.
+    """The prompts and completions of all `A` slots.
 
     Attributes:
       limits: maximum number of tokens of each completion.
@@ -57,12 +58,13 @@ class State(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """What starts in each slot; slots where `take` is False are not changed.
+    """The completions to start in slots. Slots for which `take` is False are not changed.
 
     Attributes:
-      source: index of the prompt among the new ones.
+      source: index of the prompt among the newly computed prompts.
       seed: high and low word of the seed.
-      number, sample: index of the prompt in its request, and of the completion among those of the prompt.
+      number, sample: index of the prompt in its request, and index of the completion among the completions of the
+        prompt.
     """
 
     take: Bool[AnyArray, "A"]
@@ -75,7 +77,7 @@ class Starts(NamedTuple):
 
 
 def widths_of(longest: int) -> list[int]:
-    """Returns the widths of the caches, ascending; the last one is `longest`."""
+    """Returns the possible widths of the caches in ascending order. The last width is `longest`."""
     widths = []
     width = FIRST_WIDTH
     while width < longest:
@@ -85,7 +87,7 @@ def widths_of(longest: int) -> list[int]:
 
 
 def prompt_widths_of(longest: int) -> list[int]:
-    """Returns the widths to which prompts are padded, ascending."""
+    """Returns the widths to which prompts can be padded, in ascending order."""
     widths = []
     width = SHORTEST_PROMPT
     while width < longest:
@@ -95,7 +97,8 @@ def prompt_widths_of(longest: int) -> list[int]:
 
 
 def prompts_at_once(width: int) -> int:
-    """Returns how many prompts of this width one prefill may have; it has either one or this many."""
+    """Returns the maximum number of prompts of this width in one prefill. A prefill has either one prompt or this
+    many."""
     return PROMPTS_OF_PREFILL if width * PROMPTS_OF_PREFILL <= TOKENS_OF_PREFILL else 1
 
 
@@ -105,7 +108,8 @@ def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
     tokens, lengths = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
     shapes = jax.eval_shape(functools.partial(prefill, graphdef), params, tokens, lengths)
     prompts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    # A row without a completion is computed too, and its prompt has a token, since attention to nothing is not defined.
+    # Rows without a completion are computed too. Their prompts have one token, because attention over no tokens is
+    # undefined.
     prompts = prompts._replace(lengths=jnp.ones(slots, jnp.int32))
     rows = empty_rows(prompts, 1, MOST_STEPS, width, KEY_WORDS)
     sampling = RowSampling(jnp.zeros(slots), jnp.ones(slots), jnp.ones(slots, jnp.int32))
@@ -113,14 +117,14 @@ def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
 
 
 def start(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Places new prompts in slots and starts a completion in each of these. The arrays of `state` are donated.
+    """Places new prompts in slots and starts a completion in each of these slots. The arrays of `state` are donated.
 
-    A prompt that is the source of several slots was computed once. The random numbers of a completion depend only on
-    its seed, `number` and `sample`, as those of the sampler with the key of this seed.
+    Several slots can use the same computed prompt. The random numbers of a completion depend only on its seed, `number`
+    and `sample`. The sampler uses the same random numbers if its key is made from this seed.
     """
     caches = state.prompts.cache, state.rows.cache
     placed = _place(caches[0], fresh.cache, starts.take, starts.source)
-    # Apart from the caches, whose shapes vary, because random keys take long to compile.
+    # `_begin` does not get the caches: their shapes vary, and random keys take long to compile for each shape.
     rest = state._replace(prompts=state.prompts._replace(cache=[]), rows=state.rows._replace(cache=[]))
     rest = _begin(rest, fresh._replace(cache=[]), starts)
     return rest._replace(prompts=rest.prompts._replace(cache=placed), rows=rest.rows._replace(cache=caches[1]))
@@ -130,7 +134,7 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
 def _place(
     cache: list[KeyValue], fresh: list[KeyValue], take: Bool[Array, "A"], source: Int[Array, "A"]
 ) -> list[KeyValue]:
-    """Writes the keys and values of new prompts to the first columns of the slots `take`."""
+    """Writes the keys and values of new prompts to the first columns of the slots for which `take` is True."""
 
     def placed(old: Array, new: Array, axis: int) -> Array:
         here = take.reshape(-1, *(1,) * (old.ndim - 1))
@@ -142,7 +146,7 @@ def _place(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Does the rest of `start`; the caches of its arguments are empty."""
+    """Does everything of `start` except the caches. The lists of caches in its arguments are empty."""
     take, rows = starts.take, state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
@@ -185,15 +189,15 @@ def advance(
         a row has filled the cache.
 
     Returns:
-      the state. `rows.tokens[:, 0, i]` and `rows.logprobs` are those of step `i`; a row has the first of them, as many
-      as its age increased.
+      the new state. `rows.tokens[:, 0, i]` and `rows.logprobs[:, 0, i]` are the results of step `i`. If the age of a
+      row has increased by `n`, the first `n` results belong to the row.
     """
     model = nnx.merge(graphdef, params)
     prompts = state.prompts
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, state.prompt_width)
     live_at_start = state.rows.live & keep[:, None]
-    # The parameters of rows without a completion must not add work.
+    # Rows without a completion are sampled greedily, because their top-k and top-p would add work.
     idle = ~live_at_start[:, 0]
     sampling = state.sampling._replace(temperature=jnp.where(idle, 0.0, state.sampling.temperature))
 
@@ -227,7 +231,7 @@ def advance(
 def resized(state: State, prompt_width: int, width: int) -> State:
     """Changes the number of columns of the caches of prompts and of completions.
 
-    No running completion may have more tokens, nor its prompt, than these widths.
+    All running completions and their prompts must fit into the new widths.
     """
     prompts, rows = state.prompts, state.rows
     if prompt_width != state.prompt_width:
@@ -248,7 +252,7 @@ def _resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
 def _resized_rows(
     cache: list[KeyValue], positions: Int[Array, "A 1 U"], column: Int[Array, ""], width: int
 ) -> dict[str, Any]:
-    """Unrolls the ring buffer (oldest column first); drops the oldest columns, or appends empty ones.
+    """Unrolls the ring buffer (oldest column first); then drops the oldest columns or appends empty columns.
 
     Returns:
       the fields of `Rows` that change.
@@ -267,7 +271,7 @@ def _resized_rows(
 
 
 def _fitted(x: Array, axis: int, width: int, empty: int = 0) -> Array:
-    """Appends columns with the value `empty`, or drops the last ones."""
+    """Appends columns with the value `empty`, or drops the last columns."""
     if width <= x.shape[axis]:
         return jax.lax.slice_in_dim(x, 0, width, axis=axis)
     padding = [(0, 0)] * x.ndim

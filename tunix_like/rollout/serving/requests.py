@@ -18,20 +18,20 @@ MOST_COMPLETIONS = 128
 
 MOST_STOPS, MOST_STOP_IDS = 16, 1024
 LOWEST_TEMPERATURE = 1e-3
-"""A lower temperature above 0 would overflow float32."""
+"""Lowest temperature above 0. A lower one would overflow float32."""
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt",
     "prompt_cache_retention", "spaces_between_special_tokens", "detokenize",
 }  # fmt: skip
-"""Parameters without an effect on the tokens."""
+"""Parameters that are accepted and ignored, because they have no effect on the tokens."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
     "min_tokens": (0,), "ignore_eos": (False,), "include_stop_str_in_output": (False,), "prompt_logprobs": (),
     "bad_words": ([],), "allowed_token_ids": (), "priority": (0,), "structured_outputs": (), "logits_processors": (),
 }  # fmt: skip
-"""Parameters that are not supported, and their values without an effect."""
+"""Parameters that are not supported. A request may set them only to the listed values, which have no effect."""
 
 OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
 OF_CHAT: dict[str, tuple[Any, ...]] = {
@@ -56,7 +56,7 @@ class Settings:
       vocab_size: number of token ids of the model.
       longest: maximum number of tokens of prompt and completion together.
       max_tokens, temperature, top_p, top_k: defaults of requests.
-      max_waiting: number of waiting completions above which requests are refused.
+      max_waiting: requests are refused if this many completions wait, or more.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Request:
       jobs: one per prompt, each with `n` completions.
       stops: strings that end a completion.
       logprobs: whether the log-probabilities of the sampled tokens are returned.
-      special: whether the text has the special tokens.
+      special: whether the text includes special tokens.
       tools: whether tool calls in the text are parsed.
     """
 
@@ -154,7 +154,7 @@ def _check_model(fields: Fields, settings: Settings) -> None:
 
 
 def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_tokens: int | None) -> Request:
-    """Reads the parameters that all routes have, and refuses unknown ones."""
+    """Reads the parameters that all routes have, and refuses unknown parameters."""
     temperature = fields.number("temperature", settings.temperature, 0, 100)
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise fields.error(
@@ -163,9 +163,7 @@ def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_t
     top_k = fields.integer("top_k", settings.top_k, -1)
     n = fields.integer("n", 1, 1, MOST_COMPLETIONS)
     if n * len(prompts) > MOST_COMPLETIONS:
-        raise fields.error(
-            "n", f"{len(prompts)} prompts x {n} completions are over {MOST_COMPLETIONS}, the most allowed"
-        )
+        raise fields.error("n", f"{len(prompts)} prompts x {n} completions exceed the limit of {MOST_COMPLETIONS}")
     seed = fields.integer("seed", None, -(1 << 63), (1 << 64) - 1)
     stop_ids = fields.list_of("stop_token_ids", _is_int, "token ids", MOST_STOP_IDS)
     sampling = JobSampling(
@@ -179,7 +177,7 @@ def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_t
     stops = fields.take("stop")
     stops = [stops] if isinstance(stops, str) and stops else stops or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops) or len(stops) > MOST_STOPS:
-        raise fields.error("stop", f"it must be a text, or a list of at most {MOST_STOPS}")
+        raise fields.error("stop", f"it must be a text, or a list of at most {MOST_STOPS} texts")
     if "" in stops:
         raise fields.error("stop", "a stop string is empty; remove it")
     stream, options = fields.flag("stream"), Fields(fields.mapping("stream_options"), "stream_options.")
@@ -211,8 +209,8 @@ def _room(fields: Fields, settings: Settings, prompt: int, max_tokens: int | Non
     if prompt + max_tokens > longest:
         raise fields.error(
             "max_tokens",
-            f"the prompt has {prompt} tokens, and with max_tokens={max_tokens} that is {prompt + max_tokens}; prompt "
-            f"and completion have at most {longest}",
+            f"the prompt has {prompt} tokens, and with max_tokens={max_tokens} the total is {prompt + max_tokens}; "
+            f"prompt and completion have at most {longest}",
         )
     return max_tokens
 
@@ -225,7 +223,7 @@ def _checked_tokens(fields: Fields, name: str, tokens: list[int], settings: Sett
     if not tokens:
         raise fields.error(name, "the prompt has no tokens")
     if wrong := next((token for token in tokens if not 0 <= token < settings.vocab_size), None):
-        raise fields.error(name, f"{str(wrong)[:24]} is no token id; they are 0 to {settings.vocab_size - 1}")
+        raise fields.error(name, f"{str(wrong)[:24]} is not a token id; valid: 0 to {settings.vocab_size - 1}")
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""Turns tokens into text as the tokens arrive, and finds stop strings."""
+"""Converts tokens to text as the tokens arrive, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Added(NamedTuple):
-    """The text of further tokens.
+    """The text that new tokens add to a completion.
 
     Attributes:
-      text: text that is final; the rest is returned later.
+      text: new text that later tokens cannot change. The remaining text is returned later.
       used: number of tokens that belong to the completion. Tokens after a stop string do not belong to it.
-      stop: the stop string that ended the completion. It is not part of the text.
+      stop: the stop string that ended the completion; None if there is none. It is not part of the text.
     """
 
     text: str
@@ -25,22 +25,23 @@ class Added(NamedTuple):
 class TextStream:
     """The text of one completion, decoded from a window of its last tokens.
 
-    The beginning of a character or of a stop string is kept back until it is complete. The parts together are
-    `decode(all tokens)`, up to the stop string.
+    An incomplete character is returned only when it is complete. Text that may be the beginning of a stop string is
+    held until it is clear that it is not. All returned texts together are `decode(all tokens)`, up to the stop string.
 
     Args:
-      decode: tokens to text.
+      decode: function that converts token ids to text.
       stops: strings that end the completion.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()):
         self._decode, self._stops = decode, [stop for stop in stops if stop]
-        self._window: list[int] = []  # tokens of which the first `_read` are in the text
+        self._window: list[int] = []  # the last tokens; the first `_read` are decoded already
         self._read = 0
         self._held = ""
 
     def add(self, tokens: Sequence[int], last: bool) -> Added:
-        """Adds tokens; `last` is True if no more tokens follow. With stop strings, tokens are decoded one by one."""
+        """Adds tokens; `last` is True if no more tokens follow. If there are stop strings, tokens are decoded one by
+        one."""
         if not self._stops:
             return Added(self._decoded(tokens, last), len(tokens), None)
         text = ""
@@ -58,18 +59,19 @@ class TextStream:
         return Added(text, len(tokens), None)
 
     def _beginning(self) -> int:
-        """Returns the length of the longest end of the held text that a stop string begins with."""
+        """Returns the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(map(len, self._stops)) - 1)
         sizes = range(longest, 0, -1)
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
 
     def _decoded(self, tokens: Sequence[int], last: bool) -> str:
-        """Returns the text that further tokens add."""
+        """Returns the text that new tokens add."""
         self._window += tokens
         before, after = self._decode(self._window[: self._read]), self._decode(self._window)
-        if not last and after.endswith("\ufffd"):  # probably a character of which bytes are missing
+        if not last and after.endswith("\ufffd"):  # probably an incomplete character
             return ""
-        # The next text is decoded after the tokens of this one, because a space may depend on the text before.
+        # The next tokens are decoded together with these tokens, because a leading space can depend on the text before
+        # it.
         if len(after) > len(before):
             self._window = self._window[self._read :]
         self._read = len(self._window)
