@@ -3,6 +3,9 @@
 NF4 is the 4-bit type of QLoRA (arXiv 2305.14314, appendix E): its 16 values are quantiles of a normal distribution, and
 the scale of each block is its largest absolute value. Each matrix product dequantises the codes that it uses.
 Embedding, head, norms and biases are not quantised.
+
+The order of the codes and the form of the product were chosen so that XLA fuses the dequantisation into the product.
+Decoding then reads each weight from memory as 4 or 8 bits.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ LEAVES = ("kernel_codes", "kernel_scale")
 """Names of the two arrays of a quantised kernel."""
 
 Codes = Int8[Array, "I O"] | UInt8[Array, "J O"]
-"""int8 values, or bytes with two NF4 codes each (`I = 2 J`). The low half of a byte is the code of an even row, and the
-high half is the code of the next odd row."""
+"""int8 values, or bytes with two NF4 codes each (`I = 2 J`). A block has 32 bytes per output: their low halves are the
+codes of its first 32 inputs, and their high halves are the codes of its other 32 inputs."""
 
 
 def check_kind(kind: str) -> None:
@@ -71,32 +74,62 @@ def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array
     scale = jnp.abs(blocks).max(axis=1, keepdims=True)
     shares = (blocks / _not_zero(scale)).reshape(inputs, outputs)
     codes = sum((shares > (low + high) / 2).astype(jnp.uint8) for low, high in itertools.pairwise(NF4))
-    pairs = jnp.asarray(codes).reshape(-1, 2, outputs)
-    return pairs[:, 0] | (pairs[:, 1] << 4), scale[:, 0]
+    halves = jnp.asarray(codes).reshape(-1, 2, BLOCK // 2, outputs)
+    return (halves[:, 0] | (halves[:, 1] << 4)).reshape(-1, outputs), scale[:, 0]
 
 
 def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
     """Returns the matrix that codes and scales represent, in float32."""
     if codes.dtype == jnp.int8:
         return codes.astype(jnp.float32) * jnp.broadcast_to(scale, codes.shape)
-    outputs = codes.shape[1]
-    both = jnp.stack([codes & 15, codes >> 4], axis=1).reshape(-1, BLOCK, outputs)
-    return (_nf4(both) * jnp.broadcast_to(scale[:, None], both.shape)).reshape(-1, outputs)
+    low, high = (half.reshape(-1, BLOCK // 2, codes.shape[1]) for half in _halves(codes, scale))
+    return jnp.stack([low, high], axis=1).reshape(-1, codes.shape[1])
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def quantized_product(
     x: Float[Array, "... I"], codes: Codes, scale: Float[Array, "B O"], dtype: Any
 ) -> Float[Array, "... O"]:
-    """Dequantises W and computes `x W`. An optimization barrier makes the dequantisation depend on `x`, so the compiler
-    cannot move it out of a loop. The backward pass dequantises W again, so W is not stored."""
+    """Dequantises W and computes `x W` in `dtype`, with sums in float32. Only `x` has a gradient.
 
-    def product(x: Array, codes: Array, scale: Array) -> Array:
-        x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
-        # The derivative of the barrier needs a tangent of every operand, so the gradient of the scales is stopped
-        # here. This gradient would cost the product `x^T dy`.
-        return x @ dequantize(codes, jax.lax.stop_gradient(scale)).astype(dtype)
+    For int8, `x` is multiplied by the codes, which are exact in bfloat16, and the product by the scales. For nf4, there
+    is a product for each half of the blocks. An optimization barrier makes the dequantisation depend on `x`, so the
+    compiler cannot move it out of a loop. The backward pass dequantises W again, so W is not stored.
+    """
+    x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
+    if codes.dtype == jnp.int8:
+        out = _wide_product(x, codes.astype(dtype))
+        return (out * jnp.broadcast_to(scale[0], out.shape)).astype(dtype)
+    low, high = (half.astype(dtype) for half in _halves(codes, scale))
+    blocks = x.reshape(*x.shape[:-1], -1, 2, BLOCK // 2)
+    first, second = (blocks[..., half, :].reshape(*x.shape[:-1], -1) for half in (0, 1))
+    return (_wide_product(first, low) + _wide_product(second, high)).astype(dtype)
 
-    return jax.checkpoint(product)(x, codes, scale)
+
+def _product_forward(x: Array, codes: Array, scale: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    return quantized_product(x, codes, scale, dtype), (codes, scale)
+
+
+def _product_backward(dtype: Any, kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None, None]:
+    gradient, codes, scale = jax.lax.optimization_barrier((gradient, *kept))
+    if codes.dtype == jnp.int8:
+        scaled = (gradient * jnp.broadcast_to(scale[0], gradient.shape)).astype(dtype)
+        return _wide_product(scaled, codes.astype(dtype).T).astype(dtype), None, None
+    halves = [_wide_product(gradient, half.astype(dtype).T).astype(dtype) for half in _halves(codes, scale)]
+    blocks = [half.reshape(*half.shape[:-1], -1, BLOCK // 2) for half in halves]
+    return jnp.stack(blocks, axis=-2).reshape(*gradient.shape[:-1], -1), None, None
+
+
+quantized_product.defvjp(_product_forward, _product_backward)
+
+_wide_product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+
+def _halves(codes: UInt8[Array, "J O"], scale: Float[Array, "B O"]) -> tuple[Array, Array]:
+    """Returns the weights of the first and of the second half of the inputs of each block, both `[J, O]` in float32."""
+    outputs = codes.shape[1]
+    scales = jnp.broadcast_to(scale[:, None], (len(scale), BLOCK // 2, outputs)).reshape(-1, outputs)
+    return _nf4(codes & 15) * scales, _nf4(codes >> 4) * scales
 
 
 def quantize_base(model: Decoder, kind: str | None) -> Decoder:
