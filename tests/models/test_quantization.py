@@ -3,6 +3,7 @@ keep them small."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -14,10 +15,10 @@ from flax import nnx
 from tests.models.test_lora import HF
 from tests.parameters import others_slow
 from tunix_like import LoraConfig, UserError, add_lora, load_model, merge_lora
-from tunix_like.models import weights
+from tunix_like.models import quantization, weights
 from tunix_like.models.loading import load_abstract, save_model
 from tunix_like.models.lora import split_params
-from tunix_like.models.quantization import BLOCK, NF4, dequantize, quantize, quantized_product
+from tunix_like.models.quantization import BLOCK, NF4, dequantize, fused_product, quantize, quantized_product
 from tunix_like.rollout.decoding import _merge
 
 RNG = np.random.default_rng(0)
@@ -62,21 +63,29 @@ def test_the_table_is_the_published_one():
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize("lead", [(3,), (2, 3), ()])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_product_and_its_gradient(kind, lead, dtype):
-    """Against products in float64 with the matrix that the codes represent; the backward pass keeps no matrix."""
+@pytest.mark.parametrize("form", ["of the platform", "many rows", "fused"])
+def test_the_product_and_its_gradient(monkeypatch, kind, lead, dtype, form):
+    """Against products in float64 with the matrix that the codes represent."""
+    monkeypatch.setattr(quantization, "FEW_ROWS", 0 if form == "many rows" else 3)
     codes, scale = quantize(jnp.asarray(KERNEL), kind)
     x = jnp.asarray(RNG.standard_normal((*lead, len(KERNEL))), dtype)
     gradient = jnp.asarray(RNG.standard_normal((*lead, KERNEL.shape[1])), dtype)
-    matrix = np.asarray(dequantize(codes, scale), np.float64)
-    out, pull = jax.vjp(jax.jit(lambda x: quantized_product(x, codes, scale, dtype)), x)
-    (found,) = jax.jit(pull)(gradient)
+    fused = functools.partial(fused_product, dtype, codes=codes, scale=scale)
+    out, pull = jax.vjp(fused if form == "fused" else lambda x: quantized_product(x, codes, scale, dtype), x)
+    (found,) = pull(gradient)
     assert out.dtype == found.dtype == dtype
-    rounding = jnp.finfo(dtype).eps * 4
+    matrix, rounding = np.asarray(dequantize(codes, scale), np.float64), jnp.finfo(dtype).eps * 4
     for result, left, right in ((out, x, matrix), (found, gradient, matrix.T)):
         left = np.asarray(left, np.float64)
         np.testing.assert_array_less(np.abs(result - left @ right), rounding * (np.abs(left) @ np.abs(right) + 1e-9))
-    kept = jax.tree.leaves(pull)
-    assert sum(leaf.nbytes for leaf in kept) <= codes.nbytes + scale.nbytes, "the backward pass dequantises again"
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_backward_pass_dequantises_again(kind):
+    codes, scale = quantize(jnp.asarray(KERNEL), kind)
+    x = jnp.ones((3, len(KERNEL)))
+    _, kept = jax.vjp(lambda x: quantized_product(x, codes, scale, jnp.float32), x)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(kept)) <= codes.nbytes + scale.nbytes + x.nbytes
 
 
 @pytest.mark.parametrize("kind", others_slow(["int8", "nf4"], "nf4"))
