@@ -192,8 +192,10 @@ def test_a_layout_uses_what_it_is_given():
         if parts == 1 and size > 1:
             assert 2 * layout.lanes * layout.bins > min(asked, layout.prompts * size)
             assert layout.prompts == prompts or (layout.prompts + 1) * width > micro * steps
-        if layout.own_lanes:
-            assert layout.bins == size or layout.prompts * (layout.bins + 1) > asked
+        if layout.own_lanes:  # of the numbers above half of those that fit, none leaves fewer bins empty
+            most = max(1, min(asked // layout.prompts, size))
+            slots = {bins: bins * math.ceil(size / bins) for bins in range(most // 2 + 1, most + 1)}
+            assert slots[layout.bins] == min(slots.values())
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,7 @@ def test_a_layout_uses_what_it_is_given():
         ((1, 6, (64, 64), 4), Layout(4, 4, 1, True)),  # one completion a prompt
         ((8, 6, (64, 64), 16, 4), Layout(8, 8, 2, True)),  # a multiple of the devices
         ((8, 6, (512, 64), 2, 4), Layout(4, 4, 1, True)),
+        ((16, 64, (384, 768), 1023, 64), Layout(64, 64, 8, True)),  # not 15, which would leave 14 of 30 bins empty
     ],
 )
 def test_layouts(asked, expected):

@@ -88,11 +88,21 @@ def choose_layout(
         if device_parts > 1:  # sets of equal size, so that the last one is not mostly padding
             prompts = -(-most_prompts // -(-most_prompts // prompts))
         prompts = -(-prompts // device_parts) * device_parts
-        return Layout(prompts, prompts, max(1, min(size // prompts, num_generations)), True)
+        return Layout(prompts, prompts, _bins_per_lane(max(1, size // prompts), num_generations), True)
     if prompts == 1:
-        return Layout(1, 1, min(size, num_generations), False)
+        return Layout(1, 1, _bins_per_lane(size, num_generations), False)
     bins = min(size, num_generations, max(1, width // (2 * steps)))
     return Layout(prompts, max(1, min(size // bins, prompts * math.ceil(num_generations / bins))), bins, False)
+
+
+def _bins_per_lane(most: int, num_generations: int) -> int:
+    """Returns the number of bins that leaves the fewest bins empty if all completions of a group have the full width.
+
+    The number is above `most / 2` and at most `most`. For example, 16 completions in chunks of 15 bins leave 14 bins
+    empty; with 8 bins, none is empty.
+    """
+    most = min(most, num_generations)
+    return min(range(most, most // 2, -1), key=lambda bins: bins * math.ceil(num_generations / bins))
 
 
 def pack(
