@@ -46,7 +46,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Reads runs; their names are the shortest ends of their paths that are unique.
+    """Reads runs. The name of a run is the shortest end of its path that differs from those of the other runs.
 
     Raises:
       UserError: a folder is not a run or has no metrics yet, a folder is given twice, or a file cannot be read.
