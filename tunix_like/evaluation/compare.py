@@ -22,7 +22,7 @@ _SETTINGS = ("samples", "temperature", "top_p")
 
 
 class Difference(NamedTuple):
-    """The comparison of one metric of evaluations A and B, over the problems that have a value of it in both.
+    """The comparison of one metric of evaluations A and B, over the problems that have a value in both.
 
     Attributes:
       a, b: means of the metric in A and in B.
@@ -67,7 +67,7 @@ def read_settings(file: Path) -> dict[str, Any] | None:
 
 
 def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns a text with the sampling settings that differ between A and B; empty if none differ or are known."""
+    """Returns the sampling settings that differ between A and B as text. It is empty if they are equal or not known."""
     if a is None or b is None:
         return ""
     names = [name for name in _SETTINGS if a[name] != b[name]]

@@ -162,7 +162,8 @@ class Evaluator:
 
         Args:
           params: the weights.
-          rollouts, step: the folder for completions that cannot be scored, and their step.
+          rollouts: the folder for completions that cannot be scored.
+          step: the step of the weights.
 
         Raises:
           UserError: at step 0, a reward function failed for the whole first batch, or no completion could be scored. At
@@ -269,7 +270,7 @@ def _answer_function(rewards: Sequence[WeightedReward], problem: Problem) -> Cal
     """Returns the function that extracts answers for a problem, or None."""
     for name, function, _ in rewards:
         if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
-            continue  # the user's own function with the name of a registered one
+            continue  # a function of the user with the name of a registered function
         reward = problem.columns.get(REWARD_COLUMN) if name == "by_source" else name
         if reward in ANSWERS:
             return ANSWERS[reward]

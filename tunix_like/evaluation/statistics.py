@@ -129,12 +129,13 @@ def intervals(
 ) -> dict[str, tuple[float, float]]:
     """Computes 95 % confidence intervals of means over problems. They are also valid for rare events and few problems.
 
-    For the low end, the lowest value of the range is added to the values. Their weighted mean is computed with random
-    weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 % quantile of this mean.
-    For the high end, the highest value of the range is added instead, and the quantile is 97.5 % (Gaffke, Mathematical
-    Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values are at the ends of the
-    range, the result is the Clopper-Pearson interval. It is computed exactly, and its coverage is at least 95 %. For
-    other values, these authors conjecture that the coverage is at least 95 %, and the tests simulate it.
+    For the low end, the lowest value of the range is added to the values. The weighted mean of all these values is
+    computed with random weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 %
+    quantile of this mean. For the high end, the highest value of the range is added instead, and the quantile is 97.5 %
+    (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values
+    are at the ends of the range, the result is the Clopper-Pearson interval. It is computed exactly, and its coverage
+    is at least 95 %. For other values, these authors conjecture that the coverage is at least 95 %. The tests check it
+    by simulation.
 
     Args:
       values: value of each problem, by name; NaN is ignored. The weights are the same for all names and calls.

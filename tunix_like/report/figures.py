@@ -150,7 +150,7 @@ def _pass_rates(runs: Sequence[Run], name: str, label: str) -> Figure:
 
 
 def _advantage(runs: Sequence[Run]) -> Figure:
-    """Draws, by pass rate and over the whole training, the share of |advantage| and the mean |advantage| per prompt."""
+    """Draws the share of |advantage| and the mean |advantage| per prompt by pass rate, over the whole training."""
     figure = _new(columns=2)
     left, right = figure.subplots(1, 2)
     positions, colours = np.arange(len(_BINS)), _colours(len(runs))

@@ -45,7 +45,7 @@ def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def _chosen(sizes: Sequence[int], most: int) -> list[int]:
-    """Returns indices of the most evenly spread files, including both ends, that fit into `most` bytes.
+    """Returns the indices of as many evenly spread files, including both ends, as fit into `most` bytes.
 
     If no two files fit, returns the last file only.
     """

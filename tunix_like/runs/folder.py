@@ -65,7 +65,7 @@ def claim(folder: Path, parts: Parts) -> None:
 
     Raises:
       UserError: the folder belongs to a run with another config, or it is not empty and is not a run folder. In the
-        first case, the message lists the keys that must not differ, and those that may.
+        first case, the message lists the keys that differ: first those that must be equal, then those that may differ.
     """
     begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
@@ -93,7 +93,7 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
 
 
 def newest_checkpoints(run: Path) -> Path | None:
-    """Returns the checkpoint folder of a run: of RL, or of SFT if RL has no checkpoint, or None if there is none."""
+    """Returns the folder of a run's RL checkpoints. If there are none, returns that of the SFT checkpoints, or None."""
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
         step = checkpoints.latest_step()

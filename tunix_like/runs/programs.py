@@ -1,4 +1,4 @@
-"""Describes the compiled programs of a run: how each program is lowered, how often it runs, and its operations.
+"""Describes the compiled programs of a run: how each program is lowered, how often it runs, and its number of operations.
 
 The programs are built from shapes. No arrays of the size of the model are allocated, and neither data nor weights are
 read. Programs can be built for devices that this machine does not have (`runtime/accelerators.py`).
@@ -71,7 +71,7 @@ class Program:
       operations: multiplications and additions of this program in a training step, on all devices together, for
         completions of full length. Recomputation and padding are not counted.
       calls: number of times that the program runs in a training step.
-      trips: number of iterations of each loop for which this number is an input of the program, for completions of full
+      trips: number of iterations of each loop that depends on the inputs of the program, for completions of full
         length.
       estimate: the phase with the highest memory as estimated by `memory.py`; None if no phase belongs to the program.
       token_loop: name of the loop that samples one token per row in each iteration; None if the program has none.
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def lays_out(self) -> bool:
-        """Whether the weights are laid out for sampling (`Sampler.place`)."""
+        """Whether the weights are converted to another layout for sampling (`Sampler.place`)."""
         return self.sampling_mesh is not None and self.sampling_mesh.size > 1
 
     @functools.cached_property
@@ -142,7 +142,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     """Resolves a config and builds its abstract model and mesh.
 
     Args:
-      device: the backend and memory to plan for; None: the CPU of this machine.
+      device: the backend and memory to plan for; None means the CPU of this machine.
       devices: descriptions of the devices for which programs are compiled; None means a simulation on all devices of
         the current backend.
 
@@ -211,8 +211,8 @@ def update_program(plan: Plan) -> Program:
 def logprobs_program(plan: Plan) -> Program | None:
     """Describes the program of a batch's log-probabilities without a gradient (`training/updates.py`).
 
-    In a step, it runs once if a batch has several updates, once if there is a KL, and once more if the KL is in the
-    reward. Returns None if it does not run.
+    In a step, the program runs once if a batch has several updates, once if there is a KL, and once more if the KL is
+    in the reward. Returns None if it does not run.
     """
     config, algorithm = plan.config, plan.config.algorithm
     calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
@@ -280,7 +280,7 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
 
 
 def _slots(plan: Plan) -> tuple[int, int]:
-    """Returns the number of slots of the sampler and of rows per slot, with all rows active."""
+    """Returns the number of slots of the sampler, and the number of rows per slot, when all rows are active."""
     return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
 
 

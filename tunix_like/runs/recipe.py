@@ -45,8 +45,8 @@ def run(
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
-      overrides: `key=value` strings, e.g. `["training.seed=1"]`; only with a file.
-      on_row: called with every row of metrics as it is logged.
+      overrides: `key=value` strings, e.g. `["training.seed=1"]`; allowed only if `config` is a file.
+      on_row: called with every row of metrics when the row is logged.
 
     Returns:
       the last row of metrics.

@@ -121,7 +121,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
 
 
 def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
-    """Returns the checkpoint of a run with the best `training.best_metric`, as set in its config or in the overrides.
+    """Returns the checkpoint of a run with the best value of `training.best_metric` (from the config or overrides).
 
     Raises:
       UserError: no metric is set, or no checkpoint belongs to a step with this metric.

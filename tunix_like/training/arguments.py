@@ -35,7 +35,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "success_threshold": ((int, float, np.number), "give a number"),
     "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
 }
-"""Maps the name of an argument of a learner to its type and to the remedy in the error message."""
+"""Maps the name of an argument of a learner to its type and to the advice in the error message."""
 
 
 def check_arguments(**arguments: Any) -> None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SHARE = {"cpu": 0.8}
 ACCELERATOR_SHARE = 0.9
-"""Fraction of a device's memory that a size `auto` may use: `SHARE` by backend, and `ACCELERATOR_SHARE` for all other
-backends.
+"""Fraction of a device's memory that sizes chosen by `auto` may use: `SHARE` by backend, and `ACCELERATOR_SHARE` for
+all other backends.
 
 The estimated memory of an update is accurate to about 20 % on a CPU. For most programs that are compiled for
 accelerators, it is accurate to 8 %. On a CPU, other programs use the memory too."""
@@ -57,7 +57,7 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes that a size `auto` may use."""
+        """Bytes that sizes chosen by `auto` may use."""
         return usable_share(self.backend) * self.memory
 
 
@@ -90,7 +90,7 @@ def _reported_memory() -> int | None:
 
 
 def usable_share(backend: str) -> float:
-    """Returns the fraction of a device's memory that a size `auto` may use."""
+    """Returns the fraction of a device's memory that sizes chosen by `auto` may use."""
     return SHARE.get(backend, ACCELERATOR_SHARE)
 
 

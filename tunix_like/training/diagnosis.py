@@ -246,7 +246,7 @@ def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
 
 
 def _without_answer(task: Task, rollout: Rollout) -> np.ndarray | None:
-    """Returns a mask of the completions without an answer, or None if no reward extracts the answers of a problem."""
+    """Returns a mask of the completions without an answer, or None if a problem's answers cannot be extracted."""
     size = rollout.completions.lengths.shape[1]
     texts = [rollout.texts[i : i + size] for i in range(0, len(rollout.texts), size)]
     answers = extract_answers(task.rewards, rollout.problems, texts)

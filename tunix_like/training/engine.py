@@ -50,7 +50,7 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
 def training_devices(rollout: RolloutConfig) -> list[Any] | None:
     """Returns the devices for training, or None if all devices are used for training.
 
-    Some devices are not used for training if `rollout.devices` reserves them for sampling.
+    If `rollout.devices` is set, the devices that it reserves for sampling are not used for training.
 
     Raises:
       UserError: no device is left for the training.
@@ -146,7 +146,7 @@ class CheckedEngine(WrappedEngine):
         given = params, requests, key, sampling
         name = f"engine {type(self.engine).__name__}"
         missing = {(i, j) for i, request in enumerate(requests) for j in range(request.samples)}
-        # An engine that does not support several turns may have no parameter `responder`.
+        # An engine that does not support several turns does not need the parameter `responder`.
         samples: Iterator[Any] = self.engine.generate(*given, *(() if responder is None else (responder,)))
         for sample in samples:
             if not isinstance(sample, Sample):

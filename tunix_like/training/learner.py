@@ -95,9 +95,9 @@ class Learner(Trainer):
         `tunix_like.rewards.pooled` run in worker processes, with a time limit.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
-      ref_model: reference model of the KL if `beta > 0`; it can be quantised. Weights are copied only if they are also
-        trained weights. Defaults to a copy of the initial weights. If the adapters are newly initialised, it defaults
-        to the frozen weights, which are not copied.
+      ref_model: reference model of the KL if `beta > 0`; it can be quantised. Weights are copied only if they share
+        memory with trained weights. Defaults to a copy of the initial weights. If the adapters are newly initialised,
+        it defaults to the frozen weights, which are not copied.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) if its total reward is at least this value.
@@ -198,12 +198,12 @@ class Learner(Trainer):
           train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one
             epoch; an incomplete last batch is dropped.
           eval_ds: held-out rows, evaluated before and after training, and every `eval_every_n_steps`.
-          batch_size: prompts per step; reduced to the size of a smaller dataset, with a warning.
+          batch_size: prompts per step. If the dataset is smaller, its size is used, and a warning is logged.
           shuffle: shuffles a sequence or a grain `MapDataset` in every epoch; other data keep their order.
           overlong_prompts: what to do with rows whose prompt is empty or longer than `max_prompt_length`: "skip" drops
             these rows and warns of their number; "error" raises. The evaluated rows of `eval_ds` and the first 20,000
-            rows of `train_ds` are checked before training, other rows when they are read. If the data is an iterable,
-            such rows are always dropped.
+            rows of `train_ds` are checked before training, other rows when they are read. With an iterable, rows
+            with such prompts are always dropped.
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written to
@@ -352,7 +352,9 @@ class Learner(Trainer):
     def _reference_logprobs(
         self, updates: Updates, batch: GroupBatch, clock: Clock
     ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
-        """Computes the log-probabilities of the reference, if there is one. Adds the KL to the rewards if set."""
+        """Computes the log-probabilities of the reference model, if there is one.
+
+        With `kl_in_reward`, also puts the KL into the rewards."""
         if self.reference is None:
             return batch, None, {}
         ref, metrics = updates.logprobs(*self.reference, batch), {}

@@ -141,10 +141,11 @@ class MaxPOLearner(Learner):
 
 
 class PKPOLearner(Learner):
-    """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`, G times s_loo-1 of the paper.
+    """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`.
 
-    Unbiased for max@k, as MaxPO is. Unlike with MaxPO, the advantages of a group do not sum to 0. A completion that
-    does not raise the maximum of any subset has the advantage 0 and is skipped. Needs `1 <= k <= G`.
+    This is G times the advantage that the paper names s_loo-1. It is unbiased for max@k, as in MaxPO. In contrast to
+    MaxPO, the advantages of a group do not sum to 0. A completion that does not raise the maximum of any subset has the
+    advantage 0 and is skipped. Needs `1 <= k <= G`.
     """
 
     config_class = PKPOConfig
@@ -164,9 +165,9 @@ class OPOLearner(Learner):
     """On-Policy RL with Optimal reward baseline (arXiv 2505.23585): `A_i = r_i - sum_j l_j r_j / sum_j l_j`.
 
     `l_j` are the lengths of the completions. The baseline assumes that the variance of a completion's gradient grows
-    with its length, and it includes the completion's own reward. With equal lengths, the expected gradient is therefore
-    exactly `(G-1)/G` times the gradient of the expected reward. Unequal lengths add a term of order 1/G in another
-    direction.
+    with its length. The baseline includes the completion's own reward. With equal lengths, the expected gradient is
+    therefore exactly `(G-1)/G` times the gradient of the expected reward. Unequal lengths add a term of order 1/G in
+    another direction.
     """
 
     config_class = OPOConfig

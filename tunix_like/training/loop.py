@@ -72,8 +72,9 @@ def run(
     Args:
       on_row: called with each row after the row is written.
       before_save: called before each checkpoint. An error that it raises prevents the checkpoint and ends the run.
-      another_follows: whether another trainer runs after this one. If True, a signal in the last step raises as in
-        other steps. If False, a signal in the last step is ignored, because the run ends after this step anyway.
+      another_follows: whether another trainer runs after this one. If True, a signal in the last step raises an
+        exception, as in other steps. If False, a signal in the last step is ignored, because the run ends after this
+        step anyway.
 
     Raises:
       UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
@@ -153,7 +154,7 @@ class _Files:
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, row: dict[str, Any]) -> bool:
-        """Writes a row, with arrays converted to numbers. Returns True if its step is the best so far (to save)."""
+        """Writes a row, with arrays converted to numbers. Returns whether the step of the row is the best so far."""
         row |= {name: float(value) for name, value in row.items() if isinstance(value, np.generic | jax.Array)}
         self.log.write(row)
         self.last_row.update(row)

@@ -2,7 +2,7 @@
 
 The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
 peak, for rows of full length. The constants below were measured from XLA's buffer assignment
-(`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time;
+(`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time.
 `tests/training/test_memory.py` compares the sums with the buffer assignment. No weights are needed. `sizes.py` chooses
 sizes with these estimates.
 """
@@ -38,8 +38,8 @@ around a recomputed layer. Common subexpression elimination then keeps most arra
 per token, and all scores). On other backends, a layer saves only its input (`_with_stacked_layers`)."""
 
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
-"""Number of float32 arrays `[heads, queries, keys]` that a layer saves. Plain attention saves the exponentials. They
-were measured as 1.21 times the size of the scores for 96 keys, and 1.03 times for 1056 keys. Blocked attention saves no
+"""Number of float32 arrays `[heads, queries, keys]` that a layer saves. Plain attention saves the exponentials. Their
+measured size is 1.21 times the size of the scores for 96 keys, and 1.03 times for 1056 keys. Blocked attention saves no
 such arrays. However, if all keys are in one block, there is no loop over blocks, and XLA on the CPU keeps the arrays
 instead of recomputing them."""
 
@@ -48,8 +48,8 @@ WORKING_SCORES = 2
 already freed at that time."""
 
 LANE_COPIES = 4
-"""Copies of a prompt's keys and values per lane and layer: the gathered arrays, their gradient, and both in another
-layout."""
+"""Number of copies of a prompt's keys and values per lane and layer: the gathered arrays, their gradient, and both in
+another layout."""
 
 WORKING_INNER = 3
 """Number of temporary arrays of the MLP's width, and also of the model's width, in the backward pass of one layer
@@ -63,9 +63,9 @@ GRADIENT_COPIES = 2
 """Number of arrays of the size of the weights while chunks are processed: the gradient sum and a chunk's gradient."""
 
 ALLOCATED = {"tpu": 1.95, "gpu": 1.25}
-"""Ratio of the bytes that XLA allocates for the temporaries of an update to the bytes that this module counts for them,
-with stacked and recomputed layers. Fitted to compiled programs (jax 0.10.2, libtpu 0.0.42.1): Qwen3-1.7B with 4 and 28
-layers and chunks of 8 and 16 completions per device for v5e-8; Qwen3-1.7B, Llama-3.2-1B and SmolLM2-360M for eight
+"""Ratio of allocated to counted bytes for the temporaries of an update with stacked and recomputed layers. XLA
+allocates more than this module counts. Fitted to compiled programs (jax 0.10.2, libtpu 0.0.42.1): Qwen3-1.7B with 4 and
+28 layers and chunks of 8 and 16 completions per device for v5e-8; Qwen3-1.7B, Llama-3.2-1B and SmolLM2-360M for eight
 H200s. `tests/training/test_memory.py` has the measured bytes."""
 
 LANES = 128
@@ -89,9 +89,9 @@ SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 """Number of float32 arrays `[rows, vocabulary]` while sampling, without (False) and with (True) top-p or top-k."""
 
 LAID_OUT = {"tpu": 1.9, "gpu": 1.2}
-"""Ratio of the peak memory of laying out the sampler's weights to the size of these weights. The peak contains the
-result, and gathered weights before their final layout. Measured from compiled programs: 2.03 (Qwen3-1.7B, v5e-8), 1.67
-(Qwen3-30B-A3B, v5p-64) and 1.19 (Qwen3-1.7B, eight H200s)."""
+"""Peak memory of the conversion of weights to the sampler's layout, relative to the size of the result. The peak
+contains the result, and gathered weights before their final layout. Measured from compiled programs: 2.03 (Qwen3-1.7B,
+v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19 (Qwen3-1.7B, eight H200s)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _stacked_copy(work: Work) -> int:
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:
-    """Returns the bytes of all weights with matrices cast to the compute dtype, except quantised ones and adapters."""
+    """Returns the bytes of all weights. Matrices have the compute dtype, except quantised matrices and adapters."""
     return share.weights - share.plain * (jnp.dtype(work.param_dtype).itemsize - work.size)
 
 
@@ -268,7 +268,9 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
     cast, dequantized, old = _sampled_weights(work), _dequantized(work, backward=False), _room_before(width)
     grown = rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp
-    moved = max(grown, cache // 2 + prompt_cache // (1 if slots < rows else 2))  # fewer rows per slot, or fewer slots
+    moved = max(
+        grown, cache // 2 + prompt_cache // (1 if slots < rows else 2)
+    )  # compaction halves the rows or the slots
     forward = _prompt_forward(work, slots)
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
@@ -322,7 +324,11 @@ def _sampled_weights(work: Work) -> int:
 
 
 def _dequantized(work: Work, backward: bool) -> int:
-    """Returns the bytes of dequantised matrices: of all on the CPU, otherwise of the largest in float32 and cast."""
+    """Returns the bytes of dequantised matrices.
+
+    On the CPU, all matrices exist at the same time. On other backends, only the largest matrix is counted, in float32
+    and in the compute dtype.
+    """
     if work.quantized is None:
         return 0
     sizes = work.share.quantized

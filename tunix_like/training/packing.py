@@ -44,8 +44,8 @@ class Packed(NamedTuple):
     """The position of each completion in `M` sets of `C` chunks. The first `chunks[m]` chunks of set `m` are used.
 
     Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch. `lane` is the
-    index of each lane's prompt in its set; it is None for `Layout.own_lanes`. `start` is the first position of a
-    completion in its bin. Axis `r` is the completions of a bin. Unused entries have length 0.
+    index of each lane's prompt in its set; it is None if `Layout.own_lanes` is True. `start` is the first position of a
+    completion in its bin. Axis `r` has the completions of a bin. Unused entries have length 0.
     """
 
     sets: Int[AnyArray, ""]
@@ -74,11 +74,11 @@ def choose_layout(
       device_parts: number of shards. Prompts per set are a multiple of this number. If it is above 1, each lane belongs
         to one prompt of its set.
 
-    A set has at most as many prompt tokens as `micro_batch_size` completions of full width have tokens, but at least
-    one prompt and at least `device_parts` prompts. The activations of the prompts are kept while their completions are
-    processed; this limit makes them at most as large as the activations of a chunk. If there is one completion per
-    prompt, `micro_batch_size` is a number of examples. Each lane has a copy of its prompt's keys, so lanes have several
-    bins if prompts are long. There are no more lanes than the completions of a whole set can fill.
+    A set has at most `micro_batch_size * T` prompt tokens, but at least one prompt and at least `device_parts` prompts.
+    The activations of the prompts are kept while their completions are processed. With this limit, they are at most as
+    large as the activations of a chunk. If there is one completion per prompt, `micro_batch_size` is a number of
+    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. There are no
+    more lanes than the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)

@@ -51,7 +51,7 @@ def rollout_mesh(
     of devices for which they fit. If they do not fit for any number of devices, they are also split along `fsdp`.
 
     Raises:
-      UserError: `rollout.mesh` does not use every device, or it does not divide the axes of the model.
+      UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by its sizes.
     """
     if rollout.devices is not None:
         own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
@@ -84,7 +84,7 @@ def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
 
 
 def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh | None:
-    """Returns the mesh of a layout, or None if it does not divide the axes of the model."""
+    """Returns the mesh of a layout, or None if the axes of the model are not divisible by its sizes."""
     try:
         return _dividing(mesh, shape, model)
     except UserError:
@@ -92,7 +92,7 @@ def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh |
 
 
 def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
-    """Returns the mesh of a layout. Raises UserError if it does not divide the axes of the model."""
+    """Returns the mesh of a layout. Raises UserError if the axes of the model are not divisible by its sizes."""
     chosen = layout_mesh(mesh, shape)
     check_model(chosen, model.config, _shapes(model))
     return chosen
@@ -126,8 +126,8 @@ def _rollout_work(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, dev
 
 
 def with_layout(work: Work, model: Decoder, chosen: Mesh | None) -> Work:
-    """Returns `work` with the layout of the sampler's mesh. It is unchanged for a single device, which needs no copy of
-    the weights."""
+    """Returns `work` with the layout of the sampler's mesh. For a single device, `work` is unchanged, because the
+    weights are not copied."""
     if chosen is None or chosen.size == 1:
         return work
     parts = prompt_parts(chosen), chosen.shape.get("tp", 1)

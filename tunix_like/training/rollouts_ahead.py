@@ -92,7 +92,7 @@ class RolloutsAhead:
 
         Args:
           params: the weights before the update of this step.
-          last: whether no step follows.
+          last: whether this is the last step.
 
         Raises:
           The errors of `Collector`. After `EngineLost`, the data is at the position before the step.
@@ -129,7 +129,7 @@ class RolloutsAhead:
         return self.collector.drawn if self._ahead is None else self._position.drawn
 
     def resume(self, drawn: int) -> None:
-        """Continues after the first `drawn` prompts. If the iterator cannot save its position, reads and drops them."""
+        """Continues after the first `drawn` prompts. Reads and drops them if the iterator has no saved position."""
         self.collector.drawn, self.collector.started = drawn, True
         if self._iterator is None:
             read = drawn // self.collector.batch_size

@@ -115,8 +115,8 @@ class SFTTrainer(Trainer):
         last row of metrics (`sft/...`). Raises the errors of `Learner.train`.
 
         Args:
-          another_follows: whether more training follows in the same process. If so, a stop signal in the last step also
-            raises. Otherwise a signal in the last step is ignored.
+          another_follows: whether more training follows in the same process. If True, a stop signal in the last step
+            raises an exception, as in other steps. If False, a signal in the last step is ignored.
         """
         with owned(self.training.output_dir) as check_owner:
             self._begin()

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 512
 """Maximum completion tokens of a chunk on the CPU with `auto`. An update of 4096 tokens of a model with 42 M parameters
-was measured with chunks of 256, 512, 1024 and 2048 tokens. It took 5.1, 5.1, 5.7 and 6.0 s, and 2.1, 2.3, 2.8 and
-3.4 GB. Larger temporary arrays are slower because they cause page faults."""
+was measured with chunks of 256, 512, 1024 and 2048 tokens. It took 5.1, 5.1, 5.7 and 6.0 s, and needed 2.1, 2.3,
+2.8 and 3.4 GB. Larger temporary arrays are slower because they cause page faults."""
 
 ACCELERATOR_CHUNK_TOKENS = 16384
 """Maximum completion tokens of a chunk on an accelerator. A matrix product with this number of rows does about 8,000
@@ -88,7 +88,7 @@ def update_work(
 def _chunk_size(setting: int | str, work: Work, device: Device) -> int:
     if isinstance(setting, int):
         return setting
-    width = work.widths[1] if work.group > 1 else sum(work.widths)  # without groups, a prompt is part of its row
+    width = work.widths[1] if work.group > 1 else sum(work.widths)  # in groups of 1, the prompt is included
     top = min(micro_batch_size(width, work.backend) * work.parts, work.prompts * work.group)
 
     def needed(size: int) -> int:

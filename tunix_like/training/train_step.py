@@ -237,7 +237,7 @@ def gradient(
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
     }
-    # Constrained, because the compiler may otherwise replicate the sum of the gradients on every device.
+    # The sum of the gradients is constrained, because the compiler could otherwise replicate it on every device.
     start = constrain_working(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), working))
     with jax.named_scope(SETS):
         sums, totals = jax.lax.fori_loop(0, sets, one_set, (start, totals))
@@ -287,7 +287,7 @@ def train_step(
     empty = ~((weights > 0) & (lengths > 0)).any()
     new = TrainState(optax.apply_updates(state.params, updates), opt_state)
     state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, state)
-    means = {name: total / tokens for name, total in totals["sums"].items()}  # NaN without tokens, written as null
+    means = {name: total / tokens for name, total in totals["sums"].items()}  # NaN if no tokens; written as null
     metrics = finish_metrics(means)
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
