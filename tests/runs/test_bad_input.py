@@ -465,7 +465,7 @@ MISTAKES = {
     ),
     "no tokenizer": (
         (*REVERSED, "data.name=jsonl", "data.path=good.jsonl", "model.config.vocab_size=13"),
-        ["model.config: it has no tokenizer", "nor has data.name=jsonl", "set model.path to a folder with a tokenizer"],
+        ["config: it has no tokenizer", "data.name=jsonl has none", "set model.path to a folder with a tokenizer"],
     ),
     "no model folder": ((*OWN, "model.path=./nowhere"), ["nowhere: no such folder", "Give a model folder, or a hub"]),
     "no config.json": ((*OWN, "model.path=no_config"), ["no_config/config.json: no such file"]),

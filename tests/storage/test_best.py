@@ -302,7 +302,7 @@ def test_a_best_that_is_damaged_or_unknown_is_said(place, call):
     said = call("eval", "whole", "--best", status=2)
     assert f"whole/checkpoints/{best}: this checkpoint is damaged" in said.replace("\n", "")
     file.write_bytes(whole)
-    assert "training.best_metric is unset there" in call("eval", "plain", "--best", status=2)
+    assert "training.best_metric is unset in its config" in call("eval", "plain", "--best", status=2)
     assert "plain/checkpoints/5" in call("eval", "plain", "--best", "training.best_metric=eval/pass@2")
     assert "no checkpoint has a value of eval/pass@9" in call(
         "export", "whole", "x", "--best", "training.best_metric=eval/pass@9", status=2

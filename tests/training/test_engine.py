@@ -88,7 +88,7 @@ WRONG = {
     ),
     "a segment that starts later": (
         with_fields(segment_start=lambda sample: np.ones(len(sample.tokens), int)),
-        "`segment_start` must be indices from 0 to that of the token; token 0 has 1",
+        "`segment_start` must be indices from 0 to the token's index; token 0 has 1",
     ),
     "a short list of segments": (
         with_fields(tokens=long(int, 2), logprobs=long(float, 2), segment_start=long(int, 3)),
@@ -131,5 +131,5 @@ def test_log_probabilities_of_other_weights(most):
     if most is None:
         assert learner.train(ROWS, batch_size=4)["train/logprob_gap/mean"] == pytest.approx(0.5, abs=1e-4)
         return
-    with pytest.raises(UserError, match="under its argument `params`.*max_logprob_gap=None.*set model.attention=plain"):
+    with pytest.raises(UserError, match="in its argument `params`.*max_logprob_gap=None.*set model.attention=plain"):
         learner.train(ROWS, batch_size=4)

@@ -1,6 +1,6 @@
 """Compares two evaluations of the same problems: the paired difference of every metric, with its interval.
 
-It reads the files of `eval --out` and does not sample.
+This module reads files that `tunix-like eval --out` wrote. It does not sample completions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SETTINGS = ("samples", "temperature", "top_p")
 
 
 class Difference(NamedTuple):
-    """The comparison of one metric over the problems that have it in both evaluations.
+    """The comparison of one metric of evaluations A and B, over the problems that have a value in both.
 
     Attributes:
-      a, b: the two means.
+      a, b: means of the metric in A and in B.
       difference, low, high: mean of B - A, and its 95 % confidence interval.
       won, lost: number of problems on which B is higher and lower than A.
     """
@@ -44,7 +44,8 @@ def read_problems(file: Path) -> list[dict[str, Any]]:
     """Reads the rows of a file written by `eval --out`.
 
     Raises:
-      UserError: the file cannot be read or is empty, or a line is not a row of an evaluation (names file and line).
+      UserError: the file cannot be read or is empty, or a line is not a row of an evaluation. The message names the
+        file and the line.
     """
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -56,7 +57,7 @@ def read_problems(file: Path) -> list[dict[str, Any]]:
 
 
 def read_settings(file: Path) -> dict[str, Any] | None:
-    """Reads the sampling settings from the summary that `eval --out` writes; None if they are not known."""
+    """Reads the summary of `eval --out`. Returns None if it cannot be read or does not have the sampling settings."""
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -66,7 +67,7 @@ def read_settings(file: Path) -> dict[str, Any] | None:
 
 
 def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns the sampling settings in which A and B differ; empty if they are equal or not known."""
+    """Returns the sampling settings that differ between A and B as text. It is empty if they are equal or not known."""
     if a is None or b is None:
         return ""
     names = [name for name in _SETTINGS if a[name] != b[name]]
@@ -75,13 +76,13 @@ def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> s
 
 
 def threshold_of(settings: Iterable[Mapping[str, Any] | None]) -> float:
-    """Returns the largest known `success_threshold` of the summaries, or its default."""
+    """Returns the largest known `success_threshold` of the summaries, or the default 1."""
     thresholds = [summary.get("success_threshold") for summary in settings if summary is not None]
     return max((float(value) for value in thresholds if isinstance(value, int | float)), default=1.0)
 
 
 def skipped_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns a note on the prompts that A and B skipped; empty if neither is known to have skipped any."""
+    """Returns a note with the numbers of prompts that A and B skipped; empty if no skipped prompts are known."""
     counts = [summary.get("skipped_prompts") if summary else None for summary in (a, b)]
     if not any(counts):
         return ""
@@ -110,11 +111,11 @@ def _row(line: str, where: str) -> dict[str, Any]:
 def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> None:
     """Checks that A and B have the same problems in the same order.
 
-    Two problems are the same if their row numbers and columns are equal. Without columns the prompts must be equal;
-    with columns they may differ, because two models may use different chat templates.
+    Two problems are the same if their row numbers and columns are equal. If they have no columns, their prompts must be
+    equal too. If they have columns, their prompts can differ, because two models can use different chat templates.
 
     Raises:
-      UserError: names the first problem that differs, or the numbers of problems.
+      UserError: the problems differ. The message names the first problem that differs, or the numbers of problems.
     """
     cure = "Evaluate both on the same data, with prompts that fit into rollout.max_prompt_length of both."
     for one, other in zip(a, b, strict=False):
@@ -140,10 +141,10 @@ def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], n
 def differences(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], threshold: float = 1.0
 ) -> list[Difference]:
-    """Computes B - A of each metric that both have, with the interval of the mean of the paired differences.
+    """Computes B - A of each metric that A and B both have, with the interval of the mean of the paired differences.
 
-    `threshold` is the reward of a success. The interval of avg@n assumes that a difference is at most as large as the
-    range of the values of A and B, 0 and the threshold.
+    `threshold` is the reward of a success. The interval of avg@n needs the largest possible difference. This is assumed
+    to be the range of all values of A and B, 0 and `threshold`.
     """
     names = [name for name in a[0]["values"] if name in b[0]["values"]]
     left, right = (

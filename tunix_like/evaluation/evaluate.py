@@ -38,7 +38,7 @@ from tunix_like.runtime import progress
 from tunix_like.types import Engine, Problem, SamplingParams
 
 EVAL_KEY = 2
-"""Folded into the run's random key for evaluation."""
+"""Number that is folded into the run's random key for evaluations."""
 
 
 class Evaluation(NamedTuple):
@@ -46,7 +46,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
       metrics: `eval/<name>`, and the ends of the 95 % intervals of means, `eval/low/<name>` and `eval/high/<name>`.
-      values: per problem, the values whose means are the metrics (`pass@1`, ...); NaN if not known.
+      values: values of each problem, by name (`pass@1`, ...); NaN if not known. The metrics are means of these values.
       texts: per problem, the sampled completions.
       rewards: rewards of the completions; NaN if unscored.
       succeeded: whether each completion succeeds.
@@ -70,7 +70,10 @@ class Evaluation(NamedTuple):
 
 
 def ks_of(config: EvalConfig) -> list[int]:
-    """Returns the k of pass@k and maj@k: `eval.k`, or by default 1, 2, 4, ... up to the number of samples."""
+    """Returns the values of k for pass@k and maj@k: `eval.k`, or by default 1, 2, 4, ... up to the number of samples.
+
+    Raises UserError if a value of `eval.k` is out of range.
+    """
     if config.k is None:
         return [2**i for i in range(config.samples.bit_length())]
     if bad := [k for k in config.k if not 1 <= k <= config.samples]:
@@ -85,15 +88,17 @@ def eval_problems(
     max_problems: int | None,
     overlong: str = "skip",
 ) -> tuple[list[Problem], Skipped]:
-    """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and how many it skipped.
+    """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and counts skipped rows.
 
-    The number of a problem is the index of its row (from 0), so evaluations that skip different rows can be detected.
+    The number of a problem is the index of its row (from 0). With these numbers, a comparison can detect evaluations
+    that skipped different rows.
 
     Args:
       overlong: `data.overlong_prompts`; "skip" drops empty and overlong prompts, "error" raises.
 
     Raises:
-      UserError: no prompt is usable, a prompt cannot be rendered, or a prompt is overlong with "error" (names the row).
+      UserError: no prompt is usable, a prompt cannot be rendered, or a prompt is empty or overlong and `overlong` is
+        "error". The message names the row.
     """
     check_overlong(overlong)
     problems: list[Problem] = []
@@ -120,14 +125,15 @@ def eval_problems(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluates weights on a fixed set of problems; call it with the weights.
+    """Evaluates weights on a fixed set of problems. An instance is called with the weights.
 
-    A completion succeeds when its total reward reaches `success_threshold`. Unscored completions are excluded from the
-    counts of their problem and reported as `eval/unscored_frac`; timeouts and errors of reward functions are also
+    A completion succeeds if its total reward is at least `success_threshold`. Unscored completions are excluded from
+    the counts of their problem and reported as `eval/unscored_frac`. Timeouts and errors of reward functions are also
     reported as `eval/timeout_frac` and `eval/error_frac`. A problem with fewer than k scored completions is excluded
     from pass@k and maj@k. Rows with an empty or overlong prompt are excluded and counted in `eval/skipped_prompts`.
-    maj@k needs a reward that extracts answers (`rewards.ANSWERS`); the first such reward is used. With several data
-    sources there is also `eval/pass@<k>/<source>`. The same `key` gives the same random numbers in every call.
+    maj@k needs a reward that extracts answers (`rewards.ANSWERS`). If there are several such rewards, the first is
+    used. With several data sources, there are also metrics `eval/pass@<k>/<source>`. The same `key` gives the same
+    random numbers in every call.
     """
 
     engine: Engine
@@ -143,7 +149,7 @@ class Evaluator:
 
     @property
     def skipped_prompts(self) -> int:
-        """Number of rows up to the last problem that were skipped because their prompt is empty or overlong."""
+        """Number of rows before the last problem that were skipped because their prompt is empty or overlong."""
         return 0 if self.skipped is None else self.skipped.prompts
 
     def __call__(
@@ -156,7 +162,8 @@ class Evaluator:
 
         Args:
           params: the weights.
-          rollouts, step: the folder for completions that cannot be scored, and their step.
+          rollouts: the folder for completions that cannot be scored.
+          step: the step of the weights.
 
         Raises:
           UserError: at step 0, a reward function failed for the whole first batch, or no completion could be scored. At
@@ -174,9 +181,10 @@ class Evaluator:
         unused = 1 + max(problem.number for problem in problems)
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
-            # The same shape for all batches, to compile once; environments are not played twice.
+            # All batches are padded to one shape, so that the sampler is compiled once. With environments, there is no
+            # padding, because the environment of a padded problem would run a second time.
             padded = part + [part[-1]] * (size - len(part) if self.player is None else 0)
-            # Each problem of a call needs a number of its own.
+            # Each problem of a call must have a unique number.
             padded[len(part) :] = [dataclasses.replace(p, number=unused + i) for i, p in enumerate(padded[len(part) :])]
             given = self.engine, self.player, params, padded, config.samples, self.key, sampling
             padded, out, trajectories = generate(*given)
@@ -204,7 +212,7 @@ class Evaluator:
             self.player.environments.close()
 
     def objectives(self) -> list[str]:
-        """Returns the names of the metrics for which higher is better, without sampling."""
+        """Returns the names of the metrics for which a higher value is better. Does not sample completions."""
         has_answers = any(_answer_function(self.rewards, problem) is not None for problem in self.problems)
         samples = self.config.samples
         none = np.zeros((1, samples))
@@ -247,9 +255,9 @@ class Evaluator:
 def extract_answers(
     rewards: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[Sequence[str]]
 ) -> list[list[Hashable] | None]:
-    """Extracts the answer of each completion, by the first reward that extracts answers (`rewards.ANSWERS`).
+    """Extracts the answer of each completion, with the first reward that extracts answers (`rewards.ANSWERS`).
 
-    An answer is None if none is found. The list of a problem is None if no reward extracts answers.
+    An answer is None if a completion has no answer. The list of a problem is None if no reward extracts answers.
     """
     functions = (_answer_function(rewards, problem) for problem in problems)
     return [
@@ -262,7 +270,7 @@ def _answer_function(rewards: Sequence[WeightedReward], problem: Problem) -> Cal
     """Returns the function that extracts answers for a problem, or None."""
     for name, function, _ in rewards:
         if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
-            continue  # the user's own function with the name of a registered one
+            continue  # a function of the user with the name of a registered function
         reward = problem.columns.get(REWARD_COLUMN) if name == "by_source" else name
         if reward in ANSWERS:
             return ANSWERS[reward]
@@ -274,7 +282,7 @@ def _passes(names: Iterable[str]) -> list[str]:
 
 
 def check_best_metric(training: RLTrainingConfig, evaluator: Evaluator | None) -> None:
-    """Raises UserError if no evaluation of the run will have `training.best_metric`; lists the possible metrics."""
+    """Raises UserError if no evaluation of the run will compute `training.best_metric`."""
     name = training.best_metric
     if name is None:
         return

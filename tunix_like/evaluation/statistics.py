@@ -15,13 +15,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 SUBSETS = 1000
-"""maj@k is computed over all subsets of k completions if there are at most this many, else over this many samples."""
+"""Maximum number of subsets of k completions for maj@k. If there are more, this many random subsets are used."""
 
 DRAWS = 10_000
-"""Number of weight samples of an interval; the standard error of the level 2.5 % of an end is 0.16 %."""
+"""Number of random weight vectors per interval. The level of an end, 2.5 %, then has a standard error of 0.16 %."""
 
 _TAIL = 0.025
-_CELLS = 1 << 22  # weights per block (32 MB)
+_CELLS = 1 << 22  # maximum number of weights per block (32 MB)
 
 
 def pass_at_k(samples: Int[np.ndarray, "N"], successes: Int[np.ndarray, "N"], k: int) -> Float[np.ndarray, "N"]:
@@ -38,14 +38,14 @@ def pass_at_k(samples: Int[np.ndarray, "N"], successes: Int[np.ndarray, "N"], k:
 def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: int) -> float:
     """Computes the expected success of a majority vote among `k` of a problem's completions.
 
-    The most frequent answer wins. Its success is the fraction of the completions with that answer that succeed. Tied
-    answers win with equal probability, which equals taking the first one in random order. None is not a vote; a vote
-    without any answer fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random subsets,
-    which are the same in every call.
+    The most frequent answer wins. The success of an answer is the fraction of successful completions among all
+    completions with this answer. Tied answers win with equal probability. A completion without an answer has no vote,
+    and a subset without votes fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random
+    subsets, which are the same in every call.
 
     Args:
       votes: the answer of each completion, or None.
-      successes: 1 for completions that succeed, else 0.
+      successes: 1 for each completion that succeeds, otherwise 0.
 
     Returns:
       a number between 0 and 1; NaN for fewer than `k` completions.
@@ -83,8 +83,9 @@ def problem_values(
 ) -> dict[str, Float[np.ndarray, "N"]]:
     """Computes `pass@k` and `maj@k` for each k, and `avg@n` (the mean reward), of each problem.
 
-    Unscored completions (NaN) are excluded. A value is NaN if no completion, or fewer than k, are left; maj@k is also
-    NaN for a problem without votes (None).
+    Unscored completions (NaN) are excluded. pass@k and maj@k are NaN if fewer than k completions are left, and avg@n is
+    NaN if none are left. maj@k is also NaN for a problem whose votes are None. If all votes are None, there is no
+    maj@k.
     """
     known = ~np.isnan(rewards)
     scored, hits = known.sum(axis=1), (known & successes).sum(axis=1)
@@ -126,21 +127,22 @@ def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tupl
 def intervals(
     values: Mapping[str, Float[np.ndarray, "N"]], ranges: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """Computes 95 % confidence intervals of means over problems, also valid for rare events and few problems.
+    """Computes 95 % confidence intervals of means over problems. They are also valid for rare events and few problems.
 
-    For the low end, the lowest value of the range is added to the values. Their weighted mean is computed with random
-    weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 % quantile of this mean.
-    For the high end, the highest value of the range is added instead, and the quantile is 97.5 % (Gaffke, Mathematical
-    Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values are at the ends of the
-    range, this is the Clopper-Pearson interval, which is computed exactly and whose coverage is at least nominal. For
-    other values the coverage is a conjecture of these authors; the tests simulate it.
+    For the low end, the lowest value of the range is added to the values. The weighted mean of all these values is
+    computed with random weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 %
+    quantile of this mean. For the high end, the highest value of the range is added instead, and the quantile is 97.5 %
+    (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values
+    are at the ends of the range, the result is the Clopper-Pearson interval. It is computed exactly, and its coverage
+    is at least 95 %. For other values, these authors conjecture that the coverage is at least 95 %. The tests check it
+    by simulation.
 
     Args:
       values: value of each problem, by name; NaN is ignored. The weights are the same for all names and calls.
       ranges: the smallest and the largest possible value of a problem, by name.
 
     Returns:
-      low and high end by name; NaN if fewer than two problems have a value.
+      the low and the high end, by name. Both are NaN if fewer than two problems have a value.
     """
     out: dict[str, tuple[float, float]] = {}
     for name, per_problem in values.items():
@@ -159,7 +161,7 @@ def intervals(
 
 
 def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray, "2 M"]) -> Float[np.ndarray, "2 M"]:
-    """Computes the ends of `M` intervals by `DRAWS` samples of weights; `ends` are the ranges of the values."""
+    """Computes the ends of `M` intervals from `DRAWS` random weight vectors. `ends` are the ranges of the values."""
     known = ~np.isnan(table)
     values, size, rng = np.where(known, table, 0.0), len(table), np.random.default_rng(0)
     means: list[Float[np.ndarray, "2 rows M"]] = []
@@ -174,7 +176,7 @@ def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray,
 
 def _clopper_pearson(ones: int, number: int) -> tuple[float, float]:
     """Returns the exact (Clopper-Pearson) interval of a proportion, given `ones` successes in `number` trials."""
-    from scipy.special import betaincinv  # here, because its import takes 0.15 s
+    from scipy.special import betaincinv  # imported here, because the import takes 0.15 s
 
     low = betaincinv(ones, number - ones + 1, _TAIL) if ones else 0.0
     high = betaincinv(ones + 1, number - ones, 1 - _TAIL) if ones < number else 1.0

@@ -1,4 +1,4 @@
-"""The command `report`: reads runs, writes the page and the figures."""
+"""Implements the command `report`: reads runs, and writes the page and the figures."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
     Args:
       folders: run folders.
       out: file of the page; defaults to `report.html` in the first run's folder.
-      png: folder of the figures; None writes none.
-      batches: number of batches of prompts for gradient norms; None measures none.
+      png: folder of the figures; None writes no figures.
+      batches: number of batches of prompts for which gradient norms are measured; None measures no gradient norms.
 
     Raises:
       UserError: `batches` is below 1, a folder is not a run, or a file cannot be read or written.

@@ -1,6 +1,6 @@
-"""The contents of a report: curves, summary, facts and config differences of its runs.
+"""Computes the contents of a report: curves, summary, facts and config differences of its runs.
 
-Titles and order of the curves are defined here, for the page and for the figures.
+This module defines the titles and the order of the curves, for the page and for the figures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tunix_like.report.reading import Run, Table
 
 ENDS = 10
-"""Number of steps at each end of a run that the summary averages, because single steps of RL are noisy."""
+"""Number of steps over which the summary averages at each end of a run. Single steps of RL are noisy."""
 
 
 class Curve(NamedTuple):
@@ -53,7 +53,7 @@ _AFTER = (
 
 
 def curves(runs: Sequence[Run]) -> list[Curve]:
-    """Returns the charts of metrics that at least one run recorded, with held-out pass@k after the rewards."""
+    """Returns the charts of metrics that at least one run recorded. Charts of held-out pass@k follow the rewards."""
     recorded = {(phase, name) for run in runs for phase in ("rl", "sft") for name in getattr(run, phase).columns}
     return [curve for curve in (*_BEFORE, *_held_out(runs), *_AFTER) if (curve.phase, curve.key) in recorded]
 
@@ -68,7 +68,7 @@ def _held_out(runs: Sequence[Run]) -> Iterator[Curve]:
 
 
 def others(runs: Sequence[Run]) -> list[Curve]:
-    """Returns the charts of all other metrics, with their names as titles."""
+    """Returns the charts of all metrics that `curves` leaves out. Their titles are the names of the metrics."""
     shown = {curve.key for curve in curves(runs)} | {"seconds"}
     names = {("rl", name) for run in runs for name in run.rl.columns}
     names |= {("sft", name) for run in runs for name in run.sft.columns}
@@ -91,9 +91,9 @@ def missing(runs: Sequence[Run]) -> list[str]:
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns rows `{title, unit, cells}`, with a cell `{first, last, best, step}` per run.
 
-    A cell is None if the metric is not recorded, and has only `last` for a single value. Held-out metrics come from the
-    first, the last and the best evaluation. Training metrics are means over the first and the last `ENDS` steps; they
-    have a best value if higher is better.
+    A cell is None if the metric is not recorded. If there is a single value, the cell has only `last`. Held-out metrics
+    are those of the first, the last and the best evaluation. Training metrics are means over the first and the last
+    `ENDS` steps. A cell has `best` only if a higher value of the metric is better.
     """
     wanted = [curve for curve in curves(runs) if curve.phase == "rl" and _summarised(curve.key)]
     return [

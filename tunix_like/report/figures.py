@@ -1,6 +1,6 @@
 """Writes the report's figures as PNG files for papers: one file per chart, with the data of the page.
 
-It uses matplotlib without pyplot, so there is no global state, window or display.
+This module uses matplotlib without pyplot, so there is no global state, window or display.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4558f", "#b8860b", "#2f4b7c", "#8
 """Colours of the runs, in order; the same as on the page in light mode."""
 
 SMOOTHING = 0.6
-"""Weight of the past in the exponential moving average that is drawn over the values of single steps."""
+"""Weight of past values in the exponential moving average. The average is drawn over the values of single steps."""
 
 _BINS = ("0", "1/8", "1/4", "3/8", "1/2", "5/8", "3/4", "7/8", "<1", "1")
 _WINDOWS = 48
@@ -110,7 +110,7 @@ def _curve(runs: Sequence[Run], curve: Curve) -> Figure:
 
 
 def smoothed(values: Float[np.ndarray, "N"], weight: float) -> Float[np.ndarray, "N"]:
-    """Computes the bias-corrected exponential moving average; NaN values are skipped and stay NaN."""
+    """Computes the bias-corrected exponential moving average. NaN values are skipped and stay NaN."""
     out, total, mass = np.full_like(values, np.nan), 0.0, 0.0
     for i in np.flatnonzero(np.isfinite(values)):
         total, mass = weight * total + (1 - weight) * values[i], weight * mass + (1 - weight)
@@ -150,7 +150,7 @@ def _pass_rates(runs: Sequence[Run], name: str, label: str) -> Figure:
 
 
 def _advantage(runs: Sequence[Run]) -> Figure:
-    """Draws the share of |advantage| by pass rate over the whole training, and its mean per prompt."""
+    """Draws the share of |advantage| and the mean |advantage| per prompt by pass rate, over the whole training."""
     figure = _new(columns=2)
     left, right = figure.subplots(1, 2)
     positions, colours = np.arange(len(_BINS)), _colours(len(runs))
@@ -171,7 +171,7 @@ def _advantage(runs: Sequence[Run]) -> Figure:
 
 
 def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
-    """Draws a point per prompt, and the mean of each bin at the mean pass rate of its prompts."""
+    """Draws a point per prompt. The mean of each bin is drawn at the mean pass rate of the prompts in the bin."""
     figure = _new()
     axes = figure.subplots()
     for run, measured, colour in zip(runs, gradients, _colours(len(runs)), strict=True):
@@ -186,7 +186,7 @@ def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
 
 
 def time_parts(table: Table) -> dict[str, float]:
-    """Returns the seconds of a run by part of a step, largest first."""
+    """Returns the total seconds of each part of a step in a run. The largest part comes first."""
     sums = {
         name.removeprefix("train/time/"): sum(value or 0.0 for value in values)
         for name, values in table.columns.items()

@@ -1,8 +1,8 @@
-"""Measures gradient norms of single prompts by pass rate, at a run's newest checkpoint (as shown in 2602.02710).
+"""Measures gradient norms of single prompts by pass rate, at a run's newest checkpoint (as in arXiv 2602.02710).
 
-A training step computes only the sum over its prompts. Here batches of training prompts are sampled and scored as in a
-step, and the gradient of each prompt is computed separately, with its weight in the batch. Nothing is trained or
-written.
+A training step computes only the sum of the gradients of its prompts. This module samples and scores completions of
+training prompts as in a step. Then it computes the gradient of each prompt separately, with the prompt's weight in the
+batch. The weights and the run folder are not changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tunix_like.training.guards import Skipped
 from tunix_like.types import Problem, SamplingParams
 
 GRADIENT_KEY = 3
-"""Folded into the run's random key; training uses `collection.TRAIN_KEY`, evaluation `evaluate.EVAL_KEY`."""
+"""Number that is folded into the run's random key. Training uses `collection.TRAIN_KEY`, and evaluation uses
+`evaluate.EVAL_KEY`."""
 
 
 class Gradients(NamedTuple):
@@ -57,7 +58,7 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
     The KL term is left out, because it needs the reference model. Prompts without a scored completion are excluded.
 
     Args:
-      on_progress: called with the number of prompts just done.
+      on_progress: called with the number of prompts that were just measured.
 
     Raises:
       UserError: the folder has no config or checkpoint, or the training data of its config cannot be loaded.

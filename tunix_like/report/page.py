@@ -1,7 +1,8 @@
-"""Builds the report page: one HTML file with its style, script and data, without network access.
+"""Builds the report page: one HTML file that contains its style, script and data and needs no network access.
 
-The data is embedded as escaped JSON in a non-script block, so no text can end the block, and the script inserts it as
-text nodes only. A content security policy forbids all connections, and all scripts except the page's own (by hash).
+The data is embedded as escaped JSON in a block that is not a script, so no text can end the block. The script of the
+page inserts the data as text nodes only. A content security policy forbids all connections. It also forbids all scripts
+except the script of the page, which it identifies by a hash.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
 
 SCRIPTS = ("charts.js", "sections.js", "rollouts.js", "main.js")
-"""Concatenated in this order to one script."""
+"""Files that are concatenated, in this order, to the script of the page."""
 
 
 def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
-    """Builds the page of the runs; `gradients` has one entry per run, or is empty if no gradients were measured.
+    """Builds the page of the runs. `gradients` has one entry per run, or is empty if no gradients were measured.
 
     Raises UserError if a file of completions cannot be read (the message names it).
     """

@@ -17,7 +17,7 @@ HISTOGRAMS = ("drawn", "trained", "advantage")
 """Names of the histograms `train/pass_rate/<name>`, ten numbers per step (`algorithms/pass_rates.py`)."""
 
 MOST_STEPS = 2000
-"""Maximum number of steps per phase. Of a longer phase, evenly spread steps and steps with an evaluation are kept."""
+"""Maximum number of steps per phase. Of a phase with more steps, evenly spread steps and evaluated steps are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run folder. `config` has flat keys (`optimizer.learning_rate`); it is empty for a Python-interface run."""
+    """One run folder. `config` has flat keys (`optimizer.learning_rate`); it is empty if there is no `config.yaml`."""
 
     name: str
     folder: Path
@@ -46,7 +46,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Reads runs; their names are the shortest ends of their paths that are unique.
+    """Reads runs. The name of a run is the shortest end of its path that differs from those of the other runs.
 
     Raises:
       UserError: a folder is not a run or has no metrics yet, a folder is given twice, or a file cannot be read.

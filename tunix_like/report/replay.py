@@ -1,4 +1,4 @@
-"""Replays a skipped update, to find the completions whose loss or gradient is non-finite. Nothing is changed."""
+"""Replays a skipped update, to find the completions whose loss or gradient is non-finite. The run is not changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Traine
     """
     skipped, run = read_skipped(file), file.parent.parent
     if file.parent.name != FOLDER:
-        raise UserError(f"{file}: give a file in the folder of its run, RUN/{FOLDER}/..., with its checkpoints.")
+        raise UserError(f"{file}: give a file in RUN/{FOLDER}/, where RUN is the run folder with the checkpoints.")
     with Checkpoints(run / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
     if not steps:
@@ -112,7 +112,7 @@ def norms_of(
     """Computes loss and gradient norm of the completions of each mask, with their advantages and weights in the update.
 
     Args:
-      program: a function of `program_of`.
+      program: a function that `program_of` returned.
       masks: one mask of completions per result.
       on_progress: called with 1 after each mask.
     """

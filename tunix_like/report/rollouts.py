@@ -1,4 +1,4 @@
-"""Reads the completions of a run (`rollouts/step_*.jsonl`) as groups for the page, limited to a size."""
+"""Reads the completions of a run (`rollouts/step_*.jsonl`) as groups for the page, up to a maximum size."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def _chosen(sizes: Sequence[int], most: int) -> list[int]:
-    """Returns indices of the most evenly spread files, including both ends, that fit into `most` bytes.
+    """Returns the indices of as many evenly spread files, including both ends, as fit into `most` bytes.
 
-    If even two do not fit, returns the last file only.
+    If no two files fit, returns the last file only.
     """
     for count in range(len(sizes), 1, -1):
         indices = [round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)]
@@ -93,7 +93,7 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a row; keys with a missing or default value are left out. A trajectory has `turns` instead of `text`."""
+    """Converts a row. Keys with a missing or default value are left out. A trajectory has `turns` instead of `text`."""
     text = _text(row["completion"])
     out: dict[str, Any] = {"text": text} if row.get("turns") is None else {"turns": [_turn(t) for t in row["turns"]]}
     for name in ("reward", "advantage"):

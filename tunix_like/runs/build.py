@@ -40,8 +40,8 @@ from tunix_like.types import Engine
 class Parts(NamedTuple):
     """The loaded parts of a run.
 
-    For an abstract model (shapes only), `weights` describes the weights that the shapes were compared with.
-    `first_observation` is what the environment adds to the prompt of the first row.
+    For an abstract model (shapes only), `weights` describes the weights with which the shapes were compared.
+    `first_observation` is the text that the environment adds to the prompt of the first row.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
     first_observation: Any = None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
-        """Builds an evaluator for the run's held-out problems, with `settings` instead of its `eval` section."""
+        """Builds an evaluator for the held-out problems of the run. `settings` replaces the `eval` section."""
         graphdef = nnx.split(self.model)[0]
         engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh)
         given = self.tokenizer, self.source, self.rewards, self.environments
@@ -64,12 +64,14 @@ class Parts(NamedTuple):
 
     @property
     def source_estimators(self) -> dict[str, dict[str, Any]]:
-        """The estimators of data sources of a mix, by label, as the learner takes them."""
+        """The estimators of the data sources of a mix, by label. This is an argument of the learner."""
         return source_estimators(self.config.data, self.config.algorithm)
 
 
 def check_config(config: Config) -> tuple[Config, type[Learner]]:
     """Resolves the algorithm's defaults, and runs all checks that need neither data nor model.
+
+    Returns the resolved config and the learner class.
 
     Raises:
       UserError: a key is wrong (the message names it).
@@ -120,7 +122,7 @@ def _check_lora(config: Config) -> None:
 def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Returns the default values of the unset keys that the estimator and the loss read.
 
-    Parameters of the user's own estimator are left out, because one may have the name of an unrelated key.
+    Parameters of an estimator of the user are left out, because such a parameter can have the name of an unrelated key.
     """
     read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
     if algorithm.advantage_estimator in LEARNERS:
@@ -133,9 +135,9 @@ def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def assemble(config: Config, *, abstract: bool = False) -> Parts:
-    """Checks a config and loads its parts, weights last.
+    """Checks a config and loads its parts. Data and rewards are checked before weights are loaded.
 
-    With `abstract`, the model has shapes only, and no weights are read, initialised or downloaded.
+    If `abstract` is True, the model has shapes only, and no weights are read, initialised or downloaded.
     """
     config, learner = check_config(config)
     mesh = build_mesh(config.mesh, training_devices(config.rollout))
@@ -143,7 +145,8 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     source = load_source(config.data)
     rewards = reward_functions(config, source)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
-    # Without functions (of a run with an environment) the key stays unset, since an empty list is refused.
+    # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
+    # invalid.
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))
     model, tokenizer, weights = _load_model(config, source.tokenizer, abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
@@ -220,7 +223,7 @@ def _load_model(
     tokenizer = own or tokenizer
     if tokenizer is None:
         model_key = "model.config: it" if section.path is None else f"model.path: {section.path}"
-        raise UserError(f"{model_key} has no tokenizer, nor has data.name={config.data.name}. {_TOKENIZER}")
+        raise UserError(f"{model_key} has no tokenizer, and data.name={config.data.name} has none. {_TOKENIZER}")
     return model, tokenizer.with_template_variables(template_variables(config.data)), weights
 
 
@@ -231,7 +234,7 @@ def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Token
 
 
 def kinds_of(config: Config) -> dict[str, Any]:
-    """Returns the dtype and attention arguments of `load_model`; an unset compute dtype depends on the device."""
+    """Returns the dtype and attention arguments of `load_model`. A dtype of None means the default of the device."""
     dtype = config.model.dtype
     return {
         "dtype": None if dtype is None else jnp.dtype(dtype),

@@ -49,7 +49,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
 
 
 def _memory_estimate(parts: Parts) -> MemoryEstimate:
-    """Estimates the memory of the run. Sizes that do not fit raise, except for an abstract model (a dry run)."""
+    """Estimates the memory of the run. Raises UserError if a size does not fit, unless this is a dry run."""
     return estimate_memory(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
 
 
@@ -89,14 +89,14 @@ def _describe_reward(reward: WeightedReward) -> str:
 
 
 def describe_devices(mesh: Mesh | None) -> str:
-    """Describes the number of devices along each axis of a mesh, whether `mesh.shape` is `auto` or set."""
+    """Describes the number of devices along each axis of a mesh."""
     if mesh is None:
         return "one device"
     return ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
 
 
 def describe_model(model: Decoder) -> str:
-    """Describes the parameters of a model: their number, and for adapters the trained number and the base's dtype."""
+    """Describes the number of parameters of a model. For adapters, adds the trained number and the base's dtype."""
     text = f"{parameter_count(model.config) / 1e6:.2f} M parameters"
     if model.adapters is None:
         return text

@@ -23,7 +23,7 @@ MOST_WORKERS = 4
 """Default maximum number of worker processes of rewards, and of environment steps that run at the same time."""
 
 MOST_WAITING = 32
-"""Default maximum number of environment steps that wait for a server and need no core of this machine."""
+"""Default maximum number of simultaneous environment steps that run on a server. They need no core of this machine."""
 
 READ_BY_VERIFIERS = ("max_turns", "mode", "workers", "timeout_seconds")
 """Keys of `environment` that have an effect with `data.name: verifiers`."""
@@ -58,9 +58,9 @@ def has_environment(config: Config) -> bool:
 def environments_of(config: Config) -> Environments | None:
     """Returns the environments of a config; None if the config sets no environment.
 
-    Environments run in processes of their own. The environments of this library, except `openenv`, run in this process
-    unless `environment.workers` is set. They neither hang nor crash, and starting a process takes longer than one of
-    their episodes.
+    Each environment runs in its own process. However, if `environment.workers` is unset, the environments of this
+    library except `openenv` run in the training process. These environments do not hang or crash, and starting a
+    process takes longer than one of their episodes.
 
     Raises:
       UserError: the environment or a tool cannot be used, or a limit has no effect.
@@ -107,7 +107,7 @@ def _check_verifiers(section: EnvironmentConfig) -> None:
             read = ", ".join(READ_BY_VERIFIERS)
             raise UserError(
                 f"environment.{field.name}: data.name=verifiers does not read it; it reads {read}. The environment "
-                "itself is set by data.path and data.arguments. Remove it."
+                "itself is set by data.path and data.arguments. Remove this key."
             )
 
 

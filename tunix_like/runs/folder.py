@@ -1,6 +1,6 @@
-"""The run folder: its path, the check that it belongs to the run, and the keys that may change on resume.
+"""Manages the run folder: its path, the check that it belongs to the run, and the keys that may change on resume.
 
-A run is one folder: `config.yaml` (resolved), `model/` (the model's description, without weights), `metrics.jsonl`,
+A run folder contains `config.yaml` (resolved), `model/` (the model's description, without weights), `metrics.jsonl`,
 `checkpoints/`, `sft_checkpoints/`, `rollouts/`.
 """
 
@@ -52,7 +52,7 @@ CHANGEABLE = (
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
     """Returns `training.output_dir`, or `runs/<config>-<kind>-s<seed>`.
 
-    For an estimator given as `FILE.py:function`, the name of the function is used.
+    `kind` is the estimator. If it is given as `FILE.py:function`, the folder has the name of the function.
     """
     if config.training.output_dir is not None:
         return Path(config.training.output_dir)
@@ -65,7 +65,7 @@ def claim(folder: Path, parts: Parts) -> None:
 
     Raises:
       UserError: the folder belongs to a run with another config, or it is not empty and is not a run folder. In the
-        first case, the message lists the keys that differ, and which of them may differ.
+        first case, the message lists the keys that differ: first those that must be equal, then those that may differ.
     """
     begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
@@ -77,7 +77,7 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
         changed = differences(read_yaml(file), as_dict(parts.config))
         fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
         free = [line for line in changed if line.startswith(CHANGEABLE)]
-        if fixed and begun:  # without a checkpoint, nothing is lost by starting again
+        if fixed and begun:  # without a checkpoint, the run can start again without loss
             raise UserError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
                 "Use the same values to resume it, or training.output_dir=<another folder> to start a new run."
@@ -93,7 +93,7 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
 
 
 def newest_checkpoints(run: Path) -> Path | None:
-    """Returns the checkpoint folder of the latest phase of a run that has checkpoints, or None."""
+    """Returns the folder of a run's RL checkpoints. If there are none, returns that of the SFT checkpoints, or None."""
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
         step = checkpoints.latest_step()

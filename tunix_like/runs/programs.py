@@ -1,7 +1,7 @@
-"""Describes the compiled programs of a run by shapes: how each is lowered, how often it runs, and what it needs.
+"""Describes the compiled programs of a run: how each program is lowered, how often it runs, and its number of operations.
 
-No arrays of the size of the model are allocated, and neither data nor weights are read. The devices may be absent and
-only described (`runtime/accelerators.py`).
+The programs are built from shapes. No arrays of the size of the model are allocated, and neither data nor weights are
+read. Programs can be built for devices that this machine does not have (`runtime/accelerators.py`).
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ class Program:
     """A program of a run before it is compiled.
 
     Attributes:
-      lower: lowers it (`jax.stages.Lowered`).
-      mesh: the mesh that it runs on.
+      lower: function that lowers the program and returns a `jax.stages.Lowered`.
+      mesh: the mesh on which the program runs.
       operations: multiplications and additions of this program in a training step, on all devices together, for
         completions of full length. Recomputation and padding are not counted.
-      calls: how often it runs in a training step.
-      trips: number of iterations, for completions of full length, of the loops whose count is an input of the program.
+      calls: number of times that the program runs in a training step.
+      trips: number of iterations of each loop that depends on the inputs of the program, for completions of full
+        length.
       estimate: the phase with the highest memory as estimated by `memory.py`; None if no phase belongs to the program.
-      token_loop: the loop that samples a token of every row in each iteration.
+      token_loop: name of the loop that samples one token per row in each iteration; None if the program has none.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Plan:
 
     @property
     def lays_out(self) -> bool:
-        """Whether the weights are laid out for sampling (`Sampler.place`)."""
+        """Whether the weights are converted to another layout for sampling (`Sampler.place`)."""
         return self.sampling_mesh is not None and self.sampling_mesh.size > 1
 
     @functools.cached_property
@@ -141,8 +142,9 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     """Resolves a config and builds its abstract model and mesh.
 
     Args:
-      device: the backend and memory to plan for; None: the CPU of this machine.
-      devices: described devices to compile for; None: all devices of the current backend, as a simulation.
+      device: the backend and memory to plan for; None means the CPU of this machine.
+      devices: descriptions of the devices for which programs are compiled; None means a simulation on all devices of
+        the current backend.
 
     Raises:
       UserError: a key is invalid, config.json is missing, or the mesh does not fit the devices or parameters.
@@ -173,13 +175,13 @@ def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> str:
     name = "blocked" if devices is None and name in KERNELS else name
     resolved = resolve_attention(name, model.dtype, model.config.head_dim, devices)
     if devices is not None and resolved == "cudnn" and not cudnn_installed():
-        logger.warning("cuDNN is not installed here, so attention in blocks is compiled instead of cudnn's")
+        logger.warning("cuDNN is not installed here, so blocked attention is compiled instead of cudnn")
         return "blocked"
     return resolved
 
 
 def update_program(plan: Plan) -> Program:
-    """Describes one optimizer update as in `training/updates.py`."""
+    """Describes the program of one optimizer update (`training/updates.py`)."""
     config, graphdef = plan.config, plan.split[0]
     params, frozen = split_params(plan.split[1])
     own = source_estimators(config.data, config.algorithm)
@@ -207,9 +209,10 @@ def update_program(plan: Plan) -> Program:
 
 
 def logprobs_program(plan: Plan) -> Program | None:
-    """Describes the log-probabilities of a batch without gradient, as in `training/updates.py`; None if not needed.
+    """Describes the program of a batch's log-probabilities without a gradient (`training/updates.py`).
 
-    These are computed if a batch has several updates, for the KL, and once more for a KL in the reward.
+    In a step, the program runs once if a batch has several updates, once if there is a KL, and once more if the KL is
+    in the reward. Returns None if it does not run.
     """
     config, algorithm = plan.config, plan.config.algorithm
     calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
@@ -228,9 +231,10 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 
 
 def _block_trips(plan: Plan) -> Trips:
-    """Returns the trips of the loops over key blocks: of causal attention on average, else all blocks of a prompt.
+    """Returns the numbers of iterations of the loops over key blocks.
 
-    Windows, which need fewer trips, are ignored.
+    For causal attention, this is the average over query blocks; otherwise it is the number of blocks of a prompt.
+    Windows are ignored, although they reduce the number of iterations.
     """
     return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
 
@@ -276,7 +280,7 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
 
 
 def _slots(plan: Plan) -> tuple[int, int]:
-    """Returns the number of slots of the sampler and of rows per slot, with all rows active."""
+    """Returns the number of slots of the sampler, and the number of rows per slot, when all rows are active."""
     return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
 
 
@@ -287,7 +291,7 @@ def _prompt_inputs(plan: Plan) -> tuple[Any, Any]:
 
 
 def reshard_program(plan: Plan) -> Program | None:
-    """Describes the conversion of the weights to the sampling layout, once per step; None on one device."""
+    """Describes the program that converts the weights to the sampling layout, once per step; None on one device."""
     if plan.sampling_mesh is None or not plan.lays_out:
         return None
     graphdef, params = plan.split
@@ -296,7 +300,7 @@ def reshard_program(plan: Plan) -> Program | None:
 
 
 def prefill_program(plan: Plan) -> Program:
-    """Describes the prefill as in `rollout/sampler.py`, with a prompt in each slot."""
+    """Describes the program that processes prompts (`rollout/sampler.py`), with a prompt in each slot."""
     lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan))
     calls = math.ceil(plan.group[0] / _slots(plan)[0])
     return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), calls, _block_trips(plan))
@@ -308,7 +312,7 @@ def _prompt_operations(plan: Plan) -> float:
 
 
 def decode_program(plan: Plan) -> Program:
-    """Describes decoding as in `rollout/sampler.py`, with all rows active and the cache at its full size."""
+    """Describes the decoding program (`rollout/sampler.py`), with all rows active and the cache at its full size."""
     graphdef, params, (prompts, group), steps = plan.split[0], plan.sampled, plan.group, plan.widths[1]
     slots, size = _slots(plan)
     rollout = plan.config.rollout
@@ -333,8 +337,7 @@ PROGRAMS: tuple[Callable[[Plan], Program | None], ...] = (
     prefill_program,
     decode_program,
 )
-"""The programs of a run, in the order of the report. The description of a program does not need the results of
-others."""
+"""The programs of a run, in the order of the report. No description needs the results of other programs."""
 
 
 def programs_of(plan: Plan) -> list[Program]:

@@ -26,7 +26,7 @@ from tunix_like.training.sft import SFTTrainer
 from tunix_like.types import Engine
 
 OnRow = Callable[[dict[str, Any], int | None], None]
-"""`f(row of metrics, total steps or None)`."""
+"""Function `f(row of metrics, total steps or None)`."""
 
 
 class Trained(NamedTuple):
@@ -45,8 +45,8 @@ def run(
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
-      overrides: `key=value` strings, e.g. `["training.seed=1"]`; only with a file.
-      on_row: called with every row of metrics as it is logged.
+      overrides: `key=value` strings, e.g. `["training.seed=1"]`; allowed only if `config` is a file.
+      on_row: called with every row of metrics when the row is logged.
 
     Returns:
       the last row of metrics.
@@ -77,7 +77,7 @@ def train(
     Args:
       on_row: called with every row of metrics.
       on_samples: see `Learner`.
-      on_claim: called when the folder is claimed by this run.
+      on_claim: called after this run has claimed the folder (`folder.claim`).
     """
     source, data, last = parts.source, parts.config.data, {}
     with owned(folder):
@@ -104,7 +104,7 @@ def train(
 
 @contextlib.contextmanager
 def server_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
-    """Connects to the servers of `rollout.urls` and yields the engine; yields None if this process samples.
+    """Connects to the servers of `rollout.urls` and yields their engine. Yields None if this process samples.
 
     Raises:
       UserError: a server cannot be reached or used, or the package `aiohttp` is missing.
@@ -147,7 +147,7 @@ def make_learner(
     """Builds the learner of the config, which trains the run's model in place.
 
     Args:
-      engine: samples the completions; None: this process.
+      engine: samples the completions; None means that this process samples.
     """
     config = parts.config
     return parts.learner(
@@ -173,7 +173,8 @@ def make_learner(
 def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
     """Runs SFT on the run's model in place, with checkpoints in the run's folder.
 
-    If the last checkpoint cannot be written, the run continues and the error is returned. A signal raises an exception.
+    If the last checkpoint cannot be written, the error is returned, so that the run can continue. A stop signal raises
+    an exception.
     """
     config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval):
@@ -204,5 +205,5 @@ def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) 
         return error
     finally:
         if evaluator is not None:
-            evaluator.close()  # a learner starts its own processes
+            evaluator.close()  # the learner starts its own worker processes
     return None

@@ -41,11 +41,10 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """Returns the reward functions of `rewards`. The default is the data source's function, or none with an
-    environment.
+    """Returns the reward functions of the section `rewards`. Some or all of them run in worker processes.
 
-    The function checks that the source's rows have the columns that the functions need. Some or all functions run in
-    worker processes (`rewards.workers`).
+    The default is the function of the data source. A run with an environment has no default. Raises UserError if the
+    rows of the source do not have the columns that the functions need.
     """
     default = None if has_environment(config) else source.reward  # an environment gives rewards itself
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]
@@ -57,8 +56,8 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
 def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
     """Moves reward functions into worker processes.
 
-    If `rewards.workers` is set, all functions are moved. Else only functions that may hang or crash are moved
-    (math-verify and the user's own).
+    If `rewards.workers` is set, all functions are moved. Otherwise only functions that can hang or crash are moved:
+    functions that use math-verify, and functions of the user.
     """
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:

@@ -1,6 +1,6 @@
 """Opens a trained model: the newest or best checkpoint of a run, one of its steps, a model folder or a hub id.
 
-It also loads the config, the model description and the base of adapters.
+This module also loads the config, the model description and the base model of adapters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.engine import make_engine
 
 BEST = "best"
-"""`RUN/checkpoints/best` means the best checkpoint of a run; it is not an actual folder."""
+"""The path `RUN/checkpoints/best` stands for the best checkpoint of a run. There is no folder with this name."""
 
 
 class Trained(NamedTuple):
@@ -67,7 +67,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
       path: a run folder, a checkpoint of a run, a model folder or a hub id.
       overrides: `key=value` strings for the config.
       need_data: whether to raise if neither the config nor the overrides name the data.
-      whole: load onto a single device instead of the config's mesh.
+      whole: whether to load the model onto a single device instead of the config's mesh.
 
     Raises:
       UserError: the path is none of these, the run has no checkpoint, or the checkpoints are damaged.
@@ -92,7 +92,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
         steps_folder = found
     else:
         return _open_model(path, overrides, need_data, whole)
-    file = place / "config.yaml"  # runs of the Python interface have none
+    file = place / "config.yaml"  # runs of the Python interface have no such file
     adapters = (place / "model" / ADAPTER_CONFIG).is_file()
     if file.is_file():
         read_yaml(file)  # rejects an empty file, which `load` would read as all defaults
@@ -121,7 +121,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
 
 
 def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
-    """Returns the best checkpoint of a run by `training.best_metric` of its config or of the overrides.
+    """Returns the checkpoint of a run with the best value of `training.best_metric` (from the config or overrides).
 
     Raises:
       UserError: no metric is set, or no checkpoint belongs to a step with this metric.
@@ -130,7 +130,7 @@ def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
     metric = load(file if file.is_file() else None, overrides).training.best_metric
     if metric is None:
         raise UserError(
-            f"{run}: the best checkpoint is not known, because training.best_metric is unset there; add e.g. "
+            f"{run}: the best checkpoint is not known, because training.best_metric is unset in its config; add e.g. "
             "training.best_metric=eval/pass@1 to select the best of its checkpoints."
         )
     with Checkpoints(run / "checkpoints") as checkpoints:
@@ -142,17 +142,17 @@ def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def _named_base(run: Path) -> list[str]:
-    """Returns overrides with the base of the adapters of a Python-interface run, from its adapter config."""
+    """Returns overrides with the base model of a run's adapters, read from the adapter config of the run."""
     fields = read_adapter_config(run / "model")
     names = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
     return [f"model.{key}={fields[name]}" for key, name in names.items() if fields.get(name) is not None]
 
 
 def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: Mesh | None) -> Decoder:
-    """Loads the base of a run's adapters, with newly initialised adapters.
+    """Loads the base model of a run's adapters, and adds newly initialised adapters.
 
     Raises:
-      UserError: the run does not name its base, the base cannot be loaded, or the base is another model.
+      UserError: the run does not name its base model, or this model cannot be loaded or is not the described model.
     """
     fields, section = read_adapter_config(run / "model"), config.model
     what = run / "model" if section.init == "random" else section.path
@@ -178,7 +178,7 @@ def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -
 
 
 def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
-    """Builds the evaluator of a trained model's config, with its held-out rows (or its training rows).
+    """Builds the evaluator of a trained model, for the held-out rows (or the training rows) of its config.
 
     Logs a warning if prompts are skipped.
     """

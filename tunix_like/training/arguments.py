@@ -35,11 +35,11 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "success_threshold": ((int, float, np.number), "give a number"),
     "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
 }
-"""Maps the name of an argument of a learner to its type and to the remedy in the error message."""
+"""Maps the name of an argument of a learner to its type and to the advice in the error message."""
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Raises UserError for the first argument of a wrong type; arguments with the default None may be None."""
+    """Raises UserError for the first argument that has a wrong type. Arguments whose default is None can be None."""
     for name, value in arguments.items():
         if value is not None or name in ("metric_fns", "success_threshold"):
             check_type(name, value, *_TYPES[name])
@@ -48,11 +48,11 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -> ForwardOptions:
-    """Returns the options of a computation of log-probabilities at temperature 1.
+    """Returns options for computing log-probabilities at temperature 1.
 
     Args:
-      backend: the jax backend to choose for; defaults to the current one. Layers are stacked except on the CPU, where
-        slices of stacked weights are copies.
+      backend: the JAX backend for which options are chosen; defaults to the current backend. Layers are stacked on all
+        backends except the CPU, because slices of stacked weights are copies on the CPU.
     """
     stacked = (backend or jax.default_backend()) != "cpu"
     return ForwardOptions(1.0, training.logprob_chunk_size, training.remat, stacked=stacked)
@@ -61,7 +61,7 @@ def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -
 def forward_options(
     rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig, backend: str | None = None
 ) -> ForwardOptions:
-    """Returns the options of a learner's log-probability computation; `backend` as in `likelihood_options`."""
+    """Returns the options of a learner's log-probability computation. For `backend`, see `likelihood_options`."""
     options = likelihood_options(training, backend)
     return options._replace(temperature=rollout.temperature, entropy_gradient=algorithm.entropy_coef > 0)
 
@@ -69,7 +69,7 @@ def forward_options(
 def identity_of(learner: Learner) -> dict[str, Any]:
     """Returns the settings that must be equal when a checkpoint is restored.
 
-    They are everything that the next step depends on, except state, data and code.
+    These are all settings on which the next step depends. State, data and code are not included.
     """
     rollout = dataclasses.asdict(learner.rollout_config)
     for name in ("max_concurrent_rows", "mesh", "engine", "urls", "weights_folder", "devices"):
@@ -93,11 +93,11 @@ def identity_of(learner: Learner) -> dict[str, Any]:
 
 
 def _environment_identity(config: EnvironmentConfig) -> dict[str, Any]:
-    """Returns the settings of trajectories that the tokens depend on."""
+    """Returns the environment settings on which the tokens of a trajectory depend."""
     fields = dataclasses.asdict(config)
     for name in ("mode", "workers", "timeout_seconds", "memory_gb"):
         del fields[name]
-    if config.history == "sampled":  # checkpoints of earlier versions have no such field
+    if config.history == "sampled":  # checkpoints of earlier versions do not have this field
         del fields["history"]
     return fields
 
@@ -120,7 +120,7 @@ def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def resolve_algorithm(learner: type[Learner], config: AlgorithmConfig | None) -> AlgorithmConfig:
-    """Fills unset keys with the learner's defaults. Raises UserError for the config of another learner."""
+    """Returns the config with the learner's defaults for unset keys. Raises UserError for another learner's config."""
     config_class = learner.config_class
     config = config_class() if config is None else config
     if type(config) not in (AlgorithmConfig, config_class):

@@ -1,4 +1,4 @@
-"""Describes the device that sizes are chosen for, and the quantities that its memory depends on."""
+"""Describes the device for which batch sizes are chosen, and the quantities on which the memory of a run depends."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ if TYPE_CHECKING:
 
 SHARE = {"cpu": 0.8}
 ACCELERATOR_SHARE = 0.9
-"""Fraction of a device's memory that `auto` may use, by backend; for all other backends it is `ACCELERATOR_SHARE`.
+"""Fraction of a device's memory that sizes chosen by `auto` may use: `SHARE` by backend, and `ACCELERATOR_SHARE` for
+all other backends.
 
-The estimate of an update is accurate to about 20 % on a CPU, and to 8 % on most programs that were compiled for
-accelerators. The memory of a CPU is also used by other programs."""
+The estimated memory of an update is accurate to about 20 % on a CPU. For most programs that are compiled for
+accelerators, it is accurate to 8 %. On a CPU, other programs use the memory too."""
 
 LOWER = {
     "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
     "training": "training.train_micro_batch_size, training.logprob_chunk_size, rollout.max_prompt_length or "
     "rollout.max_tokens_to_generate",
 }
-"""The keys to lower if a phase does not fit into memory."""
+"""The config keys to lower if sampling or training does not fit into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The device that sizes are chosen for.
+    """The device for which batch sizes are chosen.
 
     Attributes:
-      backend: name of the jax backend.
-      memory: bytes of one device.
-      known: False if the device does not report its memory; `memory` is then the memory of the host.
+      backend: name of the JAX backend.
+      memory: memory of one device in bytes.
+      known: False if an accelerator does not report its memory. `memory` is then computed from the memory of the host.
     """
 
     backend: str
@@ -56,17 +57,17 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes that `auto` may use."""
+        """Bytes that sizes chosen by `auto` may use."""
         return usable_share(self.backend) * self.memory
 
 
 @functools.cache
 def device_memory() -> int:
-    """Returns the bytes of one device.
+    """Returns the memory of one device in bytes.
 
-    If the device does not report its memory, this is the host's memory or its cgroup limit, divided by the number of
-    local devices. With several processes, the minimum over all processes is returned, because all must choose the same
-    sizes.
+    If the device does not report its memory, the result is the memory of the host (or its cgroup limit, if this is
+    lower), divided by the number of local devices. With several processes, the result is the minimum over all
+    processes, because all processes must choose the same sizes.
     """
     return min(gather(_own_memory()))
 
@@ -83,13 +84,13 @@ def _own_memory() -> int:
 
 
 def _reported_memory() -> int | None:
-    """Returns the bytes of a device as it reports them, or None."""
+    """Returns the memory in bytes that the device reports, or None if it reports no memory."""
     stats = jax.local_devices()[0].memory_stats()
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def usable_share(backend: str) -> float:
-    """Returns the fraction of a device's memory that `auto` may use."""
+    """Returns the fraction of a device's memory that sizes chosen by `auto` may use."""
     return SHARE.get(backend, ACCELERATOR_SHARE)
 
 
@@ -140,10 +141,10 @@ def too_large(key: str, needed: int, device: Device, what: str) -> UserError:
 
 
 def most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int:
-    """Returns the largest number up to `top` for which `needed` is within the limit; 0 if there is none.
+    """Searches for the largest number up to `top` for which `needed` is at most `limit`. Returns 0 if there is none.
 
-    This is a bisection. `needed` is not strictly monotonic, because the layout of chunks has steps, so the result may
-    be smaller than the maximum.
+    The search is a bisection. `needed` is not exactly monotonic, because the layout of chunks changes in steps. The
+    result can therefore be smaller than the largest possible number.
     """
     if needed(top) <= limit:
         return top

@@ -1,4 +1,7 @@
-"""Explains steps without a training signal: the cause, an example completion and the key to change."""
+"""Explains steps without a training signal (all advantages are 0).
+
+The explanation states the cause, an example completion and the config key to change.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ REPEAT_AFTER = 10
 """The warning is repeated after this many consecutive steps without a signal."""
 
 CAUSE_SHARE = 0.9
-"""A property of the completions is reported as the cause if at least this fraction of them has it."""
+"""A property (for example, truncation) is reported as the cause if at least this fraction of the completions has it."""
 
 
 class Diagnosis(NamedTuple):
-    """The cause of a step in which no trained completion has a non-zero advantage.
+    """The reason why all trained completions of a step have the advantage 0.
 
     Attributes:
       cause: one of `unscored`, `masked`, `estimator`, `solved`, `divided`, `refused`, `truncated`, `unparsable`,
         `wrong`.
       found: a sentence that describes the cause.
       advice: a sentence with the remedy.
-      sample: flat index of an example completion (group after group).
+      sample: index of an example completion in the flat list of completions, which is ordered by group.
     """
 
     cause: str
@@ -42,7 +45,7 @@ class Diagnosis(NamedTuple):
 
 
 class SignalWatch:
-    """Warns of a first step without a signal, and after every `REPEAT_AFTER` consecutive steps without a signal."""
+    """Warns if step 1 has no signal, and after every `REPEAT_AFTER` consecutive steps without a signal."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.steps_without = task, 0
@@ -54,14 +57,14 @@ class SignalWatch:
         try:
             diagnosis = diagnose(self.task, rollout, batch, advantages)
             text = format_diagnosis(diagnosis, step, self.steps_without, rollout)
-        except Exception as error:  # the functions that extract answers may be the user's
+        except Exception as error:  # a function of the user that extracts answers can fail
             text = f"no training signal in {_since(step, self.steps_without)}, and the search for the cause failed "
             text += f"({type(error).__name__}: {_quoted(str(error), 300)})."
         logger.warning("%s", text)
 
 
 def has_signal(batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> bool:
-    """Returns whether a completion that is trained on has a non-zero advantage."""
+    """Returns whether any trained completion has a non-zero advantage."""
     trained = batch.scored if batch.trained is None else batch.scored & batch.trained
     return bool((trained & (advantages != 0)).any())
 
@@ -99,16 +102,19 @@ def _unscored(rollout: Rollout, several: np.ndarray) -> Diagnosis:
     return Diagnosis(
         "unscored",
         f"{compared}; {int((~scores.scored).sum())} of {size} completions have no reward ({causes}).",
-        f"`tunix-like check-rewards CONFIG` shows what they return; for timeouts raise {key}.",
+        f"`tunix-like check-rewards CONFIG` shows what the reward functions return; for timeouts raise {key}.",
         int(np.argmin(scores.scored)),
     )
 
 
 def _failures(rollout: Rollout) -> tuple[str, str]:
-    """Counts the completions whose reward function or environment failed; returns also the keys of the time limits."""
+    """Describes how many completions are unscored because a reward function or the environment failed.
+
+    Also returns the config keys of the time limits.
+    """
     scores, parts = rollout.scores, []
     kinds = np.array([kind or "" for kind in failure_kinds(rollout.episodes or [])] or [""] * len(rollout.texts))
-    outside = kinds == ""  # of the environment
+    outside = kinds == ""  # the environment did not fail
     late, wrong = scores.timeouts & outside, scores.errors & outside
     if rollout.episodes is None or late.any() or wrong.any():
         parts.append(f"{int(late.sum())} because a reward function timed out, {int(wrong.sum())} because one failed")
@@ -191,7 +197,7 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
             "truncated",
             f"no group is solved, and {int(cut.sum())} of {size} completions were truncated at the length "
             f"limit{aside}.",
-            f"Raise rollout.max_tokens_to_generate ({_limit(task)}); if they never end, check "
+            f"Raise rollout.max_tokens_to_generate ({_limit(task)}); if completions never end, check "
             "rollout.eos_tokens and data.apply_chat_template, or fine-tune on answers first (sft.max_steps).",
             int(np.argmax(cut)),
         )
@@ -215,20 +221,23 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
 
 
 def _equal_answers(rollout: Rollout) -> Bool[np.ndarray, "PG"]:
-    """Returns which completions are equal to the row's column `answer`, ignoring surrounding white space."""
+    """Returns a mask of the completions that equal the column `answer` of their row, except for surrounding space."""
     size = rollout.completions.lengths.shape[1]
     answers = (problem.columns.get("answer") for problem in rollout.problems for _ in range(size))
     return np.array([text.strip() == str(answer).strip() for text, answer in zip(rollout.texts, answers, strict=True)])
 
 
 def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None) -> Bool[np.ndarray, "P G"]:
-    """Returns which completions are scored, finished and have an answer; if there are none, those that are scored."""
+    """Returns a mask of the completions that are scored, finished and have an answer.
+
+    If there are no such completions, returns a mask of all scored completions.
+    """
     whole = scored & ~cut if unread is None else scored & ~cut & ~unread
     return whole if whole.any() else scored
 
 
 def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
-    """Returns a note on the number of unscored completions and groups, which the counts exclude."""
+    """Returns a note with the numbers of unscored completions and groups, which the counts of the message exclude."""
     if scored.all():
         return ""
     none = int((~scored.any(axis=1)).sum())
@@ -237,7 +246,7 @@ def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
 
 
 def _without_answer(task: Task, rollout: Rollout) -> np.ndarray | None:
-    """Returns which completions have no answer; None if no reward extracts the answers of all problems."""
+    """Returns a mask of the completions without an answer, or None if a problem's answers cannot be extracted."""
     size = rollout.completions.lengths.shape[1]
     texts = [rollout.texts[i : i + size] for i in range(0, len(rollout.texts), size)]
     answers = extract_answers(task.rewards, rollout.problems, texts)

@@ -1,4 +1,4 @@
-"""Builds the in-process engine that samples completions, and checks the results of an engine of the user."""
+"""Builds the in-process engine that samples completions, and checks the samples of an engine that the user provides."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
       graphdef: graph of a `Decoder` (`nnx.split(model)[0]`).
 
     Raises:
-      UserError: the device memory is too small for a single completion, or `rollout.mesh` does not fit.
+      UserError: the device memory is too small for a single completion, or `rollout.mesh` does not match the devices or
+        the model (see `rollout_mesh`).
     """
-    model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # the module without weights
+    model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
     sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape)
     return Sampler(
         graphdef,
@@ -47,7 +48,9 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
 
 
 def training_devices(rollout: RolloutConfig) -> list[Any] | None:
-    """Returns the devices that train if `rollout.devices` reserves devices for sampling; None: all devices train.
+    """Returns the devices for training, or None if all devices are used for training.
+
+    If `rollout.devices` is set, the devices that it reserves for sampling are not used for training.
 
     Raises:
       UserError: no device is left for the training.
@@ -70,7 +73,8 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
       elsewhere: whether an engine other than the in-process sampler generates the completions.
 
     Raises:
-      UserError: the completions would be sampled on the devices that train, or there are several processes.
+      UserError: the completions would be sampled on the devices that are used for training, or there are several
+        processes.
     """
     if not rollout.max_staleness:
         return
@@ -89,33 +93,36 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
 
 
 class WrappedEngine:
-    """Passes everything on to another engine, except `generate`, which subclasses implement."""
+    """Base class of engines that wrap another engine.
+
+    Subclasses implement `generate`. All other members give the results of the wrapped engine.
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
 
     @property
     def max_prompt_length(self) -> int:
-        """The limit of the wrapped engine."""
+        """`max_prompt_length` of the wrapped engine."""
         return self.engine.max_prompt_length
 
     @property
     def row_steps(self) -> int:
-        """The count of the wrapped engine."""
+        """`row_steps` of the wrapped engine."""
         return self.engine.row_steps
 
     def place(self, params: Any) -> Any:
-        """Returns the result of the wrapped engine."""
+        """Returns the result of `place` of the wrapped engine."""
         return self.engine.place(params)
 
 
 class CheckedEngine(WrappedEngine):
-    """Wraps an engine of the user, and checks its samples.
+    """Wraps an engine that the user provides, and checks its samples.
 
     Args:
       engine: the engine of the user.
-      model: the config of the model, which has the size of the vocabulary.
-      task: the settings of the rollout, with the maximum number of tokens of a completion.
+      model: the config of the model. Its vocabulary size limits the token ids.
+      task: the settings of the rollout. They limit the number of tokens of a completion.
     """
 
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):
@@ -130,15 +137,16 @@ class CheckedEngine(WrappedEngine):
         sampling: SamplingParams,
         responder: Responder | None = None,
     ) -> Iterator[Sample]:
-        """Yields the samples of the checked engine.
+        """Yields the samples of the wrapped engine.
 
         Raises:
-          UserError: a sample has a wrong type, shape or value, or the samples are not one for each completion.
+          UserError: a sample has a wrong type, shape or value, or the engine does not yield exactly one sample for each
+            completion.
         """
         given = params, requests, key, sampling
         name = f"engine {type(self.engine).__name__}"
         missing = {(i, j) for i, request in enumerate(requests) for j in range(request.samples)}
-        # An engine without turns need not have the parameter `responder`.
+        # An engine that does not support several turns does not need the parameter `responder`.
         samples: Iterator[Any] = self.engine.generate(*given, *(() if responder is None else (responder,)))
         for sample in samples:
             if not isinstance(sample, Sample):
@@ -162,7 +170,7 @@ class CheckedEngine(WrappedEngine):
             )
 
     def _checked(self, sample: Sample, several_turns: bool) -> Sample:
-        """Returns the sample with numpy arrays."""
+        """Checks a sample and returns it with NumPy arrays. Raises _WrongSampleError."""
         tokens = _array("tokens", sample.tokens, np.integer, "integers")
         length, most = len(tokens), self.vocab_size - 1
         if length > self.max_tokens:
@@ -181,17 +189,20 @@ class CheckedEngine(WrappedEngine):
         if start is not None:
             start = _array("segment_start", start, np.integer, "integers", length)
             right = (start >= 0) & (start <= np.arange(length))
-            _check_all("segment_start", start, right, "indices from 0 to that of the token")
+            _check_all("segment_start", start, right, "indices from 0 to the token's index")
         checked = sample._replace(tokens=tokens, logprobs=logprobs, finished=bool(sample.finished))
         return checked._replace(token_mask=mask, segment_start=start)
 
 
 class _WrongSampleError(Exception):
-    """A sample has a wrong type, shape or value; the message describes it."""
+    """Raised if a sample has a wrong type, shape or value. The message describes the error."""
 
 
 def _array(field: str, values: Any, kind: type, expected: str, length: int | None = None) -> np.ndarray:
-    """Returns the field as a one-dimensional array of `length` entries."""
+    """Returns the field as a one-dimensional array of `length` entries (None: of any length).
+
+    Raises _WrongSampleError if the values have another shape or dtype.
+    """
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, kind)):
         found = f"it has the shape {list(array.shape)} and the dtype {array.dtype}"

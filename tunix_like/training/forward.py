@@ -1,4 +1,7 @@
-"""Computes log-probabilities of packed completions (`packing.py`): each prompt once, then its completions in chunks."""
+"""Computes log-probabilities of packed completions (`packing.py`).
+
+The model processes each prompt once, and then the completions in chunks.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
 
 
 SETS, CHUNKS = "sets", "chunks"
-"""Names of the loops over sets and chunks in a compiled program. The program does not state how often these loops run,
-so a reader of its text identifies them by their names."""
+"""Names of the loops over sets and chunks in a compiled program. The text of the program does not contain the number of
+iterations of these loops. `runtime/compiled_costs.py` finds the loops by their names."""
 
 
 class ForwardOptions(NamedTuple):
@@ -46,17 +49,25 @@ class ForwardOptions(NamedTuple):
 
 
 class PromptStates(NamedTuple):
-    """Outputs of the prompts: the hidden state that predicts the first token, and the keys and values of each layer (of
-    each stack of layers, if they are stacked)."""
+    """Outputs of the model for the prompts of a set.
+
+    Attributes:
+      hidden: the hidden state from which the first token of a completion is predicted.
+      cache: keys and values of each layer, or of each stack of layers if layers are stacked.
+    """
 
     hidden: Float[Array, "p D"]
     cache: list[KeyValue]
 
 
 class Chunk(NamedTuple):
-    """The completions of one chunk.
+    """The completions of one chunk, with `A` lanes of `b` bins with `r` completions (`packing.py`).
 
-    `group` and `sample` are their indices in the batch; `length` is 0 for unused entries.
+    Attributes:
+      lane: index of each lane's prompt in the set; None if lane `i` belongs to prompt `i`.
+      group, sample: indices of the completions in the batch.
+      start: first position of each completion in its bin.
+      length: tokens of each completion; 0 for unused entries.
     """
 
     lane: Int[AnyArray, "A"] | None
@@ -75,12 +86,12 @@ class Chunk(NamedTuple):
 
 
 def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
-    """Places the packed arrays on the mesh: the prompts of a set and their lanes are sharded over `data` and `fsdp`."""
+    """Places the packed arrays on the mesh. The axes of prompts and of lanes are sharded over `data` and `fsdp`."""
     return _on_mesh(packed, mesh, place_prompts, place_replicated)
 
 
 def packed_shapes(packed: Packed, mesh: Mesh | None) -> Packed:
-    """Returns the result of `place_packed` as shapes."""
+    """Returns the result of `place_packed` as `jax.ShapeDtypeStruct`s."""
     return _on_mesh(packed, mesh, prompt_shapes, replicated_shapes)
 
 
@@ -167,14 +178,15 @@ _picked.defvjp(_picked_forward, _picked_backward)
 
 
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
-    """Returns tokens, their positions after the prompt, and a number for each completion in the bin (-1: none).
+    """Returns the token at each place of the bins, its position after the prompt, and the number of its segment.
 
-    All three are `[A b T]`. `first` is the start of each token's segment in its completion. If it is given, positions
-    count from this start, and each segment has its own number.
+    All three arrays are `[A b T]`. The number of a segment is -1 at unused places. By default, each completion is one
+    segment. If `first` is given, it is the index in the completion at which the segment of each token starts. Positions
+    then count from the start of the segment.
     """
 
     def of_owner(values: Array) -> Array:  # [A b r T] -> [A b T]
-        values = jnp.take_along_axis(values, jnp.maximum(offsets, 0)[:, :, None], axis=-1)  # of every row
+        values = jnp.take_along_axis(values, jnp.maximum(offsets, 0)[:, :, None], axis=-1)  # for every completion
         return jnp.take_along_axis(values, owner[:, :, None], axis=2)[:, :, 0]
 
     slots = jnp.arange(rows.shape[-1])[None, None]
@@ -185,14 +197,14 @@ def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"
     tokens, number = of_owner(rows), owner
     if first is not None:
         own = of_owner(first)
-        number, offsets = slots - offsets + own, offsets - own  # the place in the bin where the segment starts
+        number, offsets = slots - offsets + own, offsets - own  # a segment's number is its start in the bin
     return tuple(jnp.where(real, x, other) for x, other in ((tokens, 0), (offsets, 1), (number, -1)))  # type: ignore[return-value]
 
 
 def batch_logprobs(
     graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
 ) -> Float[Array, "P G T"]:
-    """Computes log-probabilities of all packed completions, without gradient; 0 elsewhere."""
+    """Computes log-probabilities of all packed completions, without a gradient. All other entries are 0."""
     graphdef, params, _, _ = working_weights(graphdef, params, {}, options.stacked)
     shape = batch.completion_tokens.shape
 
@@ -203,7 +215,7 @@ def batch_logprobs(
             chunk = chunk_of(packed, number, index)
             logprobs, _ = chunk_logprobs(graphdef, params, states, batch, chunk, options)
             logprobs = jnp.where(jnp.arange(shape[-1])[None, None, None] < chunk.length[..., None], logprobs, 0.0)
-            group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # out of range: dropped
+            group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # an index out of range is dropped
             return out.at[group, chunk.sample].set(logprobs, mode="drop")
 
         with jax.named_scope(CHUNKS):

@@ -1,4 +1,7 @@
-"""Detects non-finite updates and sampler/trainer mismatch, and saves the inputs of skipped updates for `replay`."""
+"""Detects non-finite updates and differences between sampler and trainer.
+
+The inputs of skipped updates are saved for `tunix-like replay`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class SkipWatch:
     def check(self) -> None:
         """Raises UserError if too many consecutive updates were skipped.
 
-        This is separate from the call, so that the inputs of skipped updates can be saved first.
+        This is a separate method, so that the inputs of skipped updates can be saved before the error is raised.
         """
         if self.in_a_row >= self.most:
             raise UserError(
@@ -61,11 +64,10 @@ class GapWatch:
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
-      own_engine: whether the sampler is an engine of the user. The error message then states what an engine must
-        return.
+      own_engine: whether the user provides the engine. The error message then states what an engine must return.
 
     Raises:
-      UserError: the difference is larger (on call).
+      UserError: the difference is larger than `most` (raised when the object is called).
     """
 
     def __init__(self, most: float | None, own_engine: bool = False):
@@ -81,8 +83,8 @@ class GapWatch:
             fix = "Set model.attention=plain, then model.dtype=float32, to find the cause."
             if self.own_engine:
                 fix = (
-                    "The engine must return log-probabilities under its argument `params`. If it cannot, set "
-                    f"training_config.max_logprob_gap=None. If it does: {fix[0].lower()}{fix[1:]}"
+                    "The engine must return log-probabilities under the weights in its argument `params`. If it cannot "
+                    f"do this, set training_config.max_logprob_gap=None. If it does: {fix[0].lower()}{fix[1:]}"
                 )
             raise UserError(
                 f"sampler and trainer disagree: their log-probabilities of the same tokens differ by {gap:.3g} nats "
@@ -95,7 +97,7 @@ class GapWatch:
 class Skipped(NamedTuple):
     """The inputs of a skipped update, without the weights.
 
-    `live` are the completions that are processed by the model, `in_update` the groups of the update.
+    `live` marks the completions that the model processes. `in_update` marks the groups of the update.
     """
 
     step: int
@@ -108,9 +110,9 @@ class Skipped(NamedTuple):
 
 
 def write_skipped(folder: Path, skipped: Skipped) -> Path:
-    """Writes the inputs of an update, without the weights, to `folder/step_<n>_update_<m>.npz`; returns the file.
+    """Writes the inputs of an update, without the weights, to `folder/step_<n>_update_<m>.npz`. Returns the path.
 
-    Raises OSError if the write fails; no partial file is left.
+    If the write fails, removes the partial file and raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{skipped.step:06d}_update_{skipped.update}.npz"
@@ -132,14 +134,15 @@ def check_updates(
     gap_watch: GapWatch,
     folder: Path | None,
 ) -> None:
-    """Writes the inputs of skipped updates to a run folder (None: nowhere), then runs the checks of both watches.
+    """Writes the inputs of skipped updates to a run folder, then runs the checks of `skip_watch` and `gap_watch`.
 
     Args:
       rows: metrics of each update of a step.
       updates: inputs of each update of the step.
+      folder: the run folder; None writes no files.
 
     Raises:
-      UserError: as `SkipWatch.check` and `GapWatch`.
+      UserError: see `SkipWatch.check` and `GapWatch`.
     """
     for number in skip_watch(rows):
         if folder is None:
@@ -154,13 +157,13 @@ def check_updates(
 
 
 def remove_files_after(folder: Path, step: int) -> None:
-    """Removes the files of completions and skipped updates of steps after `step` from a run folder."""
+    """Removes files of steps after `step` from a run folder: completions and skipped updates."""
     remove_steps_after(folder / "rollouts", step)
     remove_steps_after(folder / FOLDER, step)
 
 
 def read_skipped(file: Path) -> Skipped:
-    """Reads a file that `write_skipped` wrote. Raises UserError if the file is not such a file."""
+    """Reads a file that `write_skipped` wrote. Raises UserError if the file has another format."""
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

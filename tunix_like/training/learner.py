@@ -1,6 +1,6 @@
-"""`Learner`, the base class of all RL algorithms: rollouts, rewards and the compiled training step.
+"""Defines `Learner`, the base class of all RL algorithms: rollouts, rewards and the compiled training step.
 
-The algorithms are declared in `learners.py`.
+`learners.py` declares the algorithms.
 """
 
 from __future__ import annotations
@@ -86,36 +86,36 @@ class Learner(Trainer):
     """Trains a model with reinforcement learning: samples groups of completions, scores them and updates the weights.
 
     Args:
-      model: a `Decoder`. If it has adapters only these are trained, else all weights. The trained weights are donated
-        to the compiled step; `train` writes them back to the model when it ends.
+      model: a `Decoder`. If it has adapters, only the adapters are trained, otherwise all weights. The trained weights
+        are donated to the compiled step; `train` writes them back to the model when it ends.
       tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       reward_fns: one function or several (a mapping gives them names),
         `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum is the reward. None, NaN or an
         exception means that a completion could not be scored. Functions run in this process; functions of
-        `tunix_like.rewards.pooled` run in worker processes, with a deadline.
+        `tunix_like.rewards.pooled` run in worker processes, with a time limit.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
-      rollout_config, training_config, eval_config: lengths and sampling; optimizer, steps and files; evaluation.
-      ref_model: reference model of the KL when `beta > 0`, quantised or not. Only weights that it shares with the
-        trained weights are copied. Defaults to a copy of the initial weights. With newly initialised adapters it is the
-        frozen weights, without a copy.
+      rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
+      ref_model: reference model of the KL if `beta > 0`; it can be quantised. Weights are copied only if they share
+        memory with trained weights. Defaults to a copy of the initial weights. If the adapters are newly initialised,
+        it defaults to the frozen weights, which are not copied.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
-      success_threshold: a completion succeeds (pass@k) when its total reward reaches this value.
+      success_threshold: a completion succeeds (pass@k) if its total reward is at least this value.
       source_estimators: `{data source: {"advantage_estimator": ..., <its parameters>}}`: the estimator of groups with
-        that source in their column `data_source`. Loss and aggregation are the same for all groups.
-      metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called
-        every step; `aggregation` reduces the value over completions.
+        this data source in their column `data_source`. Loss and aggregation are the same for all groups.
+      metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called in
+        every step. `aggregation` is a function that reduces `value` to a number.
       engine: generates completions; defaults to the in-process sampler of this model.
       environment: gives completions several turns. It is a class or factory of `Environment`s (these run in this
-        process), a list of functions that the model may call as tools, or an object that runs environments, such as an
-        `EnvironmentPool`. The rewards of environments are added to those of `reward_fns`, which may then be empty.
-      environment_config: turns, lengths and order of the trajectories.
+        process), a list of functions that the model can call as tools, or an object that runs environments, such as an
+        `EnvironmentPool`. The rewards of environments are added to those of `reward_fns`, which can then be empty.
+      environment_config: settings of the environment, such as the maximum number of turns.
       on_row: `f(row, total steps or None)`, called with every logged row of metrics.
-      on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps` with the best and the worst
-        completion of one prompt, a `tunix_like.rollout.samples.Samples`.
+      on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps`. `samples` is a
+        `tunix_like.rollout.samples.Samples` with the best and the worst completion of one prompt.
 
     Raises:
-      UserError: the config is of another learner, a key is set that nothing reads, or a value is out of range.
+      UserError: the config belongs to another learner, a key is set that has no effect, or a value is out of range.
     """
 
     name, step_key = "train", "step"
@@ -198,23 +198,23 @@ class Learner(Trainer):
           train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one
             epoch; an incomplete last batch is dropped.
           eval_ds: held-out rows, evaluated before and after training, and every `eval_every_n_steps`.
-          batch_size: prompts per step; reduced to the size of a smaller dataset, with a warning.
+          batch_size: prompts per step. If the dataset is smaller, its size is used, and a warning is logged.
           shuffle: shuffles a sequence or a grain `MapDataset` in every epoch; other data keep their order.
           overlong_prompts: what to do with rows whose prompt is empty or longer than `max_prompt_length`: "skip" drops
-            them with a warning that counts them; "error" raises. `eval_ds` (up to the last problem) and the first
-            20,000 rows of `train_ds` are checked before training, other rows when they are reached. Rows of iterables
-            are always dropped.
+            these rows and warns of their number; "error" raises. The evaluated rows of `eval_ds` and the first 20,000
+            rows of `train_ds` are checked before training, other rows when they are read. With an iterable, rows
+            with such prompts are always dropped.
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written to
-          this folder, and a second call resumes the run. Without it, a second call continues after the first for
-          another `max_steps` (or one epoch), with consecutive step numbers, random numbers and optimizer state. On the
-          same data (the same object, batch size and shuffling) it continues with the next prompts. Learners with equal
-          settings, and all calls of one learner, share compiled programs. A `linear` or `cosine` schedule is compiled
-          again when the number of the last step changes.
+          this folder, and a second call resumes the run. Without a folder, a second call runs another `max_steps` steps
+          (or one epoch). Step numbers, random numbers and the optimizer state continue. If the data is the same
+          (object, batch size and shuffling), the second call continues with the next prompts. All calls of a learner,
+          and learners with equal settings, share compiled programs. With a `linear` or `cosine` schedule, the step is
+          compiled again if the number of the last step changes.
 
         Raises:
-          UserError: the data is wrong; the reward functions failed for every completion of the first step (these are
+          UserError: the data is wrong; the reward functions failed for all completions of the first step (which are
             then written to `rollouts/`); another process uses the run folder; or all checkpoints are damaged or belong
             to a run with other settings.
           NotSaved: the training is done, but its last checkpoint could not be written.
@@ -309,7 +309,7 @@ class Learner(Trainer):
         every, evaluator = self.training.eval_every_n_steps, self._call.evaluator
         if evaluator is None or not (step == 0 or last or (every is not None and step % every == 0)):
             return {}
-        self._call.rollouts.wait()  # the engine and the reward functions are used by one caller at a time
+        self._call.rollouts.wait()  # engine and rewards must not be used by two threads at the same time
         files = self._call.files.folder
         return evaluator(self.params, rollouts=None if files is None else files / "eval", step=step).metrics
 
@@ -327,7 +327,7 @@ class Learner(Trainer):
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 prompts = [problem.text for problem in rollout.problems]
                 advantages, update_metrics = call.updates(number, batch, prompts, ref)
-            self.done = number  # before functions of the user, which may fail
+            self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
             metrics |= kl_metrics | update_metrics
             metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
@@ -352,7 +352,9 @@ class Learner(Trainer):
     def _reference_logprobs(
         self, updates: Updates, batch: GroupBatch, clock: Clock
     ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
-        """Returns the reference's log-probabilities if there is one; adds the KL to the rewards if configured."""
+        """Computes the log-probabilities of the reference model, if there is one.
+
+        With `kl_in_reward`, also puts the KL into the rewards."""
         if self.reference is None:
             return batch, None, {}
         ref, metrics = updates.logprobs(*self.reference, batch), {}
@@ -367,7 +369,7 @@ class Learner(Trainer):
         return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
-        """Evaluates the current weights on held-out rows (see `Evaluator`); `overlong_prompts` is as for `train`."""
+        """Evaluates the current weights on held-out rows (see `Evaluator`). For `overlong_prompts`, see `train`."""
         check_rows(eval_ds)
         try:
             return self.evaluator(eval_ds, overlong_prompts)(self.params)

@@ -1,7 +1,9 @@
 """Declares the algorithms: the default estimator, loss, aggregation and KL of each learner.
 
-"Unbiased" refers to the sequence-level estimator, i.e. `loss_agg_mode: seq-mean-token-sum`; the other aggregations
-rescale it by token counts. All statements assume rollouts of the current policy (one update per batch).
+In the formulas, `r_i` are the rewards of a group of `G` completions, `m` is their mean, and `std` is their standard
+deviation. docs/algorithms.md defines `q_i`, `V_k` and `L_k,i`. "Biased" and "unbiased" refer to the gradient estimate
+with `loss_agg_mode: seq-mean-token-sum`. Other aggregations rescale this estimate by token counts. All statements
+assume completions of the current policy (one update per batch).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tunix_like.training.learner import Learner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(AlgorithmConfig):
-    """Defaults of GRPO: clipped ratio, mean over each completion's tokens, k3 in the loss when beta > 0."""
+    """Defaults of GRPO: clipped ratio, mean over each completion's tokens, KL estimate k3 in the loss if beta > 0."""
 
     advantage_estimator: str | None = "grpo"
     policy_loss_fn: str | None = "ppo_clip"
@@ -27,7 +29,7 @@ class GRPOConfig(AlgorithmConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGRPOConfig(GRPOConfig):
-    """Defaults of Dr. GRPO: GRPO without division by the group's standard deviation and by the completion's length."""
+    """Defaults of Dr. GRPO: GRPO without division by the group's standard deviation or by the completion's length."""
 
     advantage_estimator: str | None = "drgrpo"
     loss_agg_mode: str | None = "sequence-mean-token-scale"
@@ -35,7 +37,7 @@ class DrGRPOConfig(GRPOConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLOOConfig(AlgorithmConfig):
-    """Defaults of RLOO: REINFORCE on whole completions, k1 in the reward when beta > 0."""
+    """Defaults of RLOO: REINFORCE, sum over each completion's tokens, KL estimate k1 in the reward if beta > 0."""
 
     advantage_estimator: str | None = "rloo"
     policy_loss_fn: str | None = "reinforce"
@@ -88,7 +90,7 @@ class ReinforcePPConfig(MaxRLConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomConfig(MaxRLConfig):
-    """Defaults for the user's own estimator: those of MaxRL. `advantage_estimator` must be set."""
+    """Defaults for an estimator of the user, equal to those of MaxRL. `advantage_estimator` must be set."""
 
     advantage_estimator: str | None = None
 
@@ -96,15 +98,15 @@ class CustomConfig(MaxRLConfig):
 class GRPOLearner(Learner):
     """Group Relative Policy Optimization (arXiv 2402.03300): `A_i = (r_i - m) / (std + 1e-6)`.
 
-    Biased for the pass rate p: easy and hard prompts get more weight, `1 / sqrt(p (1 - p))` in the limit of large
-    groups.
+    The gradient estimate is biased: it gives more weight to prompts with a pass rate p near 0 or 1. In the limit of
+    large groups, the weight is `1 / sqrt(p (1 - p))`.
     """
 
     config_class = GRPOConfig
 
 
 class DrGRPOLearner(Learner):
-    """Dr. GRPO (arXiv 2503.20783): `A_i = r_i - m`, divided by a constant length.
+    """Dr. GRPO (arXiv 2503.20783): `A_i = r_i - m`. The loss of a completion is divided by a constant length.
 
     The expected gradient is `(G-1)/G` times the gradient of the expected reward.
     """
@@ -121,9 +123,9 @@ class RLOOLearner(Learner):
 class MaxRLLearner(Learner):
     """Maximum Likelihood RL (arXiv 2602.02710): `A_i = (r_i - m) / m`, 0 if no completion succeeds.
 
-    For 0/1 rewards it is unbiased for the log-likelihood of success truncated after order `G - 1`, with population
-    weight `(1 - (1-p)^(G-1)) / p`. With more rollouts per prompt it approaches maximum likelihood. Rewards must be
-    non-negative.
+    For 0/1 rewards, the gradient estimate is unbiased for the log-likelihood of success, expanded in powers of `1 - p`
+    and truncated after order `G - 1`. A prompt with pass rate p has the weight `(1 - (1-p)^(G-1)) / p`. With more
+    completions per prompt, the objective approaches the log-likelihood. Rewards must be non-negative.
     """
 
     config_class = MaxRLConfig
@@ -132,17 +134,18 @@ class MaxRLLearner(Learner):
 class MaxPOLearner(Learner):
     """Max-at-K Policy Optimization (arXiv 2606.06080): `A_i = k L_k,i`, where `L` is the Leave-Two-Out advantage.
 
-    Unbiased for max@k and centred in every group. Needs `1 <= k <= G - 1`.
+    Unbiased for max@k. The advantages of every group sum to 0. Needs `1 <= k <= G - 1`.
     """
 
     config_class = MaxPOConfig
 
 
 class PKPOLearner(Learner):
-    """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`, the paper's s_loo-1.
+    """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`.
 
-    Unbiased for max@k like MaxPO, but not centred: completions that do not raise a maximum get 0 and are skipped. Needs
-    `1 <= k <= G`.
+    This is G times the advantage that the paper names s_loo-1. It is unbiased for max@k, as in MaxPO. In contrast to
+    MaxPO, the advantages of a group do not sum to 0. A completion that does not raise the maximum of any subset has the
+    advantage 0 and is skipped. Needs `1 <= k <= G`.
     """
 
     config_class = PKPOConfig
@@ -151,7 +154,8 @@ class PKPOLearner(Learner):
 class PassKLearner(Learner):
     """Pass@k training (arXiv 2508.10751): `A_i = (q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, for 0/1 rewards only.
 
-    This is the standardised gradient of pass@k; like GRPO it is biased. Needs `1 <= k <= G - 1`.
+    This is the advantage of pass@k, divided by a standard deviation. As in GRPO, this division makes the gradient
+    estimate biased. Needs `1 <= k <= G - 1`.
     """
 
     config_class = PassKConfig
@@ -160,9 +164,10 @@ class PassKLearner(Learner):
 class OPOLearner(Learner):
     """On-Policy RL with Optimal reward baseline (arXiv 2505.23585): `A_i = r_i - sum_j l_j r_j / sum_j l_j`.
 
-    `l_j` are the completions' lengths. It assumes that the variance of a completion's gradient grows with its length.
-    The baseline includes the completion's own reward. With equal lengths the expected gradient is therefore exactly
-    `(G-1)/G` times the gradient of the expected reward. Unequal lengths add a term of order 1/G in another direction.
+    `l_j` are the lengths of the completions. The baseline assumes that the variance of a completion's gradient grows
+    with its length. The baseline includes the completion's own reward. With equal lengths, the expected gradient is
+    therefore exactly `(G-1)/G` times the gradient of the expected reward. Unequal lengths add a term of order 1/G in
+    another direction.
     """
 
     config_class = OPOConfig
@@ -171,15 +176,15 @@ class OPOLearner(Learner):
 class ReinforcePPLearner(Learner):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): `A_i = r_i - m`, whitened over all tokens of the batch.
 
-    Biased, because shift and scale are computed from the same batch. It assumes large batches, for which it is the
-    gradient of the expected reward up to a scale.
+    Whitening shifts and scales the values to mean 0 and variance 1. The gradient estimate is biased, because shift and
+    scale are computed from the same batch. For large batches, it is the gradient of the expected reward up to a scale.
     """
 
     config_class = ReinforcePPConfig
 
 
 class CustomLearner(Learner):
-    """Uses the user's own estimator, registered or given as `FILE.py:function`, with MaxRL's loss and aggregation."""
+    """Uses an estimator of the user, registered or given as `FILE.py:function`, with MaxRL's loss and aggregation."""
 
     config_class = CustomConfig
 
@@ -202,10 +207,11 @@ LEARNERS: dict[str, type[Learner]] = {
 
 
 def find_learner(name: str | None) -> type[Learner]:
-    """Returns the learner class of an estimator's name or of `FILE.py:function`.
+    """Returns the learner class for an estimator, given by its name or as `FILE.py:function`.
 
     Raises:
-      UserError: the name is unknown (the message lists the known names), or the file or module has no such function.
+      UserError: the name is None or unknown (the message lists the known names), or the file or module does not have
+        the function.
     """
     if name is None:
         names = [estimator for estimator in ADVANTAGE_ESTIMATORS if not is_place(estimator)]

@@ -1,4 +1,4 @@
-"""The training loop of supervised fine-tuning and reinforcement learning: steps, signals, checkpoints and metrics."""
+"""Runs the training loop of supervised fine-tuning and reinforcement learning: steps, signals, checkpoints, metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXIT_STOPPED = 75
 
 
 class Stopped(SystemExit):
-    """Raised after SIGTERM or SIGHUP, when the checkpoint is written (if the run has a folder).
+    """Raised after SIGTERM or SIGHUP. If the run has a folder, the checkpoint is written first.
 
     The same command resumes the run.
     """
@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 class Interrupted(KeyboardInterrupt):
     """Raised after SIGINT (Ctrl-C), at the same point as `Stopped`.
 
-    It is a KeyboardInterrupt, so it does not end the process of a notebook.
+    This is a `KeyboardInterrupt`, which does not end the process of a notebook.
     """
 
     def __init__(self, step: int, saved: bool) -> None:
@@ -63,17 +63,18 @@ def run(
     before_save: Callable[[], None] = lambda: None,
     another_follows: bool = False,
 ) -> dict[str, Any]:
-    """Runs the steps of a trainer, from its newest checkpoint if there is one. Returns the last row of metrics.
+    """Runs the steps of a trainer, and returns the last row of metrics. If there is a checkpoint, resumes from it.
 
-    A row of metrics is written before the checkpoint of its step; on resume, rows after the checkpoint are removed. A
-    checkpoint that cannot be written gives a warning, and training continues to the next checkpoint. At the end the
-    weights are written back to the trainer's model.
+    A row of metrics is written before the checkpoint of its step. When a run resumes, rows after the checkpoint are
+    removed. If a checkpoint cannot be written, a warning is logged and training continues to the next checkpoint. At
+    the end, the weights are written back to the trainer's model.
 
     Args:
-      on_row: called with each row after it is written.
-      before_save: called before each checkpoint; raises if no checkpoint may be written.
-      another_follows: whether another trainer runs after this one. If so, a signal in the last step also raises; else
-        the run ends after that step anyway and the signal is ignored.
+      on_row: called with each row after the row is written.
+      before_save: called before each checkpoint. An error that it raises prevents the checkpoint and ends the run.
+      another_follows: whether another trainer runs after this one. If True, a signal in the last step raises an
+        exception, as in other steps. If False, a signal in the last step is ignored, because the run ends after this
+        step anyway.
 
     Raises:
       UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
@@ -100,7 +101,7 @@ def run(
                     advance(1)
                     over = trainer.finished(row)
                     last = over or trainer.complete
-                    stop = max(gather(asked()))  # read once, so that a signal that ends the run also triggers the save
+                    stop = max(gather(asked()))  # read once, so that a signal that ends the run also causes the save
                     skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs this step's checkpoint
                     due = step % trainer.training.checkpoint_every_n_steps == 0
                     if due or last or stop or skipped or better:
@@ -108,9 +109,9 @@ def run(
                     if stop and (another_follows or not last):
                         files.end(stop)
             if not last:  # the data is exhausted, so the last step is known only now
-                evaluated = by_first(lambda: _evaluated(trainer, files.log))  # before this run was resumed
+                evaluated = by_first(lambda: _evaluated(trainer, files.log))  # before the run was resumed
                 if not evaluated and (final := trainer.evaluate_if_due(trainer.done, last=True)):
-                    files.write({trainer.step_key: trainer.done} | final)  # before a save, which may remove the best
+                    files.write({trainer.step_key: trainer.done} | final)  # before a save, which can remove the best
                 if trainer.done and files.latest_step() != trainer.done:
                     files.save(over=False)
         if files.checkpoints is not None:
@@ -123,7 +124,7 @@ def _step(trainer: Trainer, files: _Files) -> dict[str, Any] | None:
     """Runs the next step and the evaluation after it. Returns its row of metrics, or None if the data is exhausted.
 
     Raises:
-      EngineLost: the last complete step is saved, and its row is written.
+      EngineLost: the servers do not answer. Before this is raised, the last complete step and its row are saved.
     """
     step, began = trainer.done + 1, time.perf_counter()
     row: dict[str, Any] = {}
@@ -153,7 +154,7 @@ class _Files:
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, row: dict[str, Any]) -> bool:
-        """Writes a row, with scalars as numbers. Returns whether its step is the best so far and must be saved."""
+        """Writes a row, with arrays converted to numbers. Returns whether the step of the row is the best so far."""
         row |= {name: float(value) for name, value in row.items() if isinstance(value, np.generic | jax.Array)}
         self.log.write(row)
         self.last_row.update(row)
@@ -168,7 +169,7 @@ class _Files:
             self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
 
     def save_done(self) -> None:
-        """Writes a checkpoint of the last complete step, if there is none, and waits for it."""
+        """Writes a checkpoint of the last complete step if it has none, and waits until it is written."""
         if self.checkpoints is not None and self.trainer.done and self.latest_step() != self.trainer.done:
             self.save(over=False)
             self.checkpoints.wait()
@@ -193,9 +194,9 @@ def _opened(
 ) -> Iterator[_Files]:
     """Opens the checkpoints and the log of a trainer, and closes them at the end.
 
-    The weights are back in the model before the checkpoints are closed, because closing may be interrupted. If all
-    processes reach the end, they are synchronised there, because the loggers may keep process 0 busy for longer than
-    the other processes wait for it at their exit.
+    The weights are written back to the model before the checkpoints are closed, because closing can be interrupted. If
+    all processes reach the end, they are synchronised there. Without this, the loggers could keep process 0 busy for
+    longer than the other processes wait for it when they exit.
     """
     checkpoints = trainer.open_checkpoints()
     with checkpoints or contextlib.nullcontext(), trainer.running():
@@ -253,10 +254,10 @@ def _check_same_run(checkpoints: Checkpoints, saved: dict[str, Any], current: di
 def _stop_signals() -> Iterator[Callable[[], int]]:
     """Handles SIGTERM, SIGINT and SIGHUP so that the current step is finished first.
 
-    Yields a function that returns the number of the received signal (0: none); the loop calls it after each step. A
-    second SIGTERM or SIGINT has its usual effect at once. A second SIGHUP has no effect, because a closed terminal
-    sends two, one from its shell and one from the kernel. SIGINT and SIGHUP stay ignored if they are ignored at the
-    start (`nohup`, shell background).
+    Yields a function that returns the number of the received signal, or 0 if there is none. The loop calls this
+    function after each step. A second SIGTERM or SIGINT has its usual effect at once. A second SIGHUP has no effect,
+    because a closed terminal causes two signals, one from its shell and one from the kernel. SIGINT and SIGHUP stay
+    ignored if they are ignored at the start (by `nohup`, or for a background job of a shell).
     """
     received: list[int] = [0]
     previous: dict[int, Any] = {}
@@ -265,8 +266,8 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
         received.append(number)
         if number != signal.SIGHUP:
             signal.signal(number, previous[number])
-        # Does not use a logger: the signal may interrupt it while it holds its lock, which would deadlock. On a
-        # terminal the message overwrites the progress line.
+        # This does not use a logger. The signal can interrupt a logger that holds its lock, and a second use of the
+        # logger would deadlock. On a terminal, the message overwrites the progress line.
         second = "" if number == signal.SIGHUP else "; a second signal ends it at once"
         text = f"{signal.Signals(number).name}: the run stops after the current step{second}\n"
         output.from_handler(f"\r\x1b[2K{text}" if os.isatty(2) else text)

@@ -1,8 +1,8 @@
-"""Estimates peak memory per phase and component from shapes.
+"""Estimates the peak memory of each phase of a run, by component, from shapes.
 
 The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
 peak, for rows of full length. The constants below were measured from XLA's buffer assignment
-(`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time;
+(`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time.
 `tests/training/test_memory.py` compares the sums with the buffer assignment. No weights are needed. `sizes.py` chooses
 sizes with these estimates.
 """
@@ -24,68 +24,74 @@ from tunix_like.training.packing import choose_layout
 from tunix_like.training.phases import Phase
 
 FIRST_CACHE = 128
-"""Initial number of columns of the sampler's cache, which then doubles (`rollout/shapes.py`)."""
+"""Initial number of columns of the sampler's cache. The number doubles when the cache is full (`rollout/shapes.py`)."""
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
-"""Number of arrays per token that a layer saves for its backward pass, for each of four widths: the MLP, the model, all
-query heads, and all key heads. Measured by doubling each width: 4.9, 4.6 (plus 1 that does not grow), 4.7 and 3.1. The
-MLP saves its two products, the sigmoid, the activation and the input of the last product."""
+"""Number of vectors per token that a layer saves for its backward pass, for each of four widths: the width of the MLP,
+of the model, of all query heads, and of all key heads. Doubling each width gave the measurements 4.9, 4.6 (plus 1 that
+does not grow), 4.7 and 3.1. The MLP saves its two products, the sigmoid, the activation and the input of the last
+product."""
 
 KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
-"""As `KEPT_PER_TOKEN`, with recomputation on CPU. There XLA removes the optimization barriers around a recomputed
-layer, and common subexpression elimination then keeps most of its arrays (1224 of 1696 numbers per token, and all
-scores). On other backends a layer saves only its input (`_with_stacked_layers`)."""
+"""The numbers of `KEPT_PER_TOKEN` for recomputed layers on the CPU. On the CPU, XLA removes the optimization barriers
+around a recomputed layer. Common subexpression elimination then keeps most arrays of the layer (1224 of 1696 numbers
+per token, and all scores). On other backends, a layer saves only its input (`_with_stacked_layers`)."""
 
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
-"""Number of float32 arrays `[heads, queries, keys]` that a layer saves: the exponentials (1.21 times the scores at 96
-keys, 1.03 at 1056). Blocked attention saves no such arrays. If all keys are in one block, however, there is no loop
-over blocks, and XLA on CPU keeps the arrays that would be recomputed."""
+"""Number of float32 arrays `[heads, queries, keys]` that a layer saves. Plain attention saves the exponentials. Their
+measured size is 1.21 times the size of the scores for 96 keys, and 1.03 times for 1056 keys. Blocked attention saves no
+such arrays. However, if all keys are in one block, there is no loop over blocks, and XLA on the CPU keeps the arrays
+instead of recomputing them."""
 
 WORKING_SCORES = 2
-"""Number of arrays `[heads, queries, keys]` during attention or its backward pass; the arrays of the layer's MLP are
-freed by then."""
+"""Number of arrays `[heads, queries, keys]` during attention or its backward pass. The arrays of the layer's MLP are
+already freed at that time."""
 
 LANE_COPIES = 4
-"""Copies of a prompt's keys and values per lane and layer: gathered, their gradient, and both in another layout."""
+"""Number of copies of a prompt's keys and values per lane and layer: the gathered arrays, their gradient, and both in
+another layout."""
 
 WORKING_INNER = 3
-"""Numbers of temporary arrays of the MLP's width and of the model's width in the backward pass of one layer (measured
-3.1 and 2.6)."""
+"""Number of temporary arrays of the MLP's width, and also of the model's width, in the backward pass of one layer
+(measured: 3.1 and 2.6)."""
 
 ROUTED_COPIES = 8
-"""Temporary arrays of the model's width with a row per token and chosen expert, in the backward pass of one layer with
-experts. Measured by compiling the update of Qwen3-30B-A3B's shapes for v5p-64."""
+"""Number of temporary arrays in the backward pass of one layer with experts. Each array has the model's width, and one
+row per token and chosen expert. Measured by compiling the update of Qwen3-30B-A3B's shapes for v5p-64."""
 
 GRADIENT_COPIES = 2
-"""Arrays of the size of the weights while chunks are processed: the gradient sum and the gradient of a chunk."""
+"""Number of arrays of the size of the weights while chunks are processed: the gradient sum and a chunk's gradient."""
 
 ALLOCATED = {"tpu": 1.95, "gpu": 1.25}
-"""Bytes that XLA allocates for the temporaries of an update per byte of the arrays that are counted here, with
-stacked and recomputed layers. Fitted to compiled programs (jax 0.10.2, libtpu 0.0.42.1): Qwen3-1.7B with 4 and 28
-layers and chunks of 8 and 16 completions per device for v5e-8; Qwen3-1.7B, Llama-3.2-1B and SmolLM2-360M for eight
+"""Ratio of allocated to counted bytes for the temporaries of an update with stacked and recomputed layers. XLA
+allocates more than this module counts. Fitted to compiled programs (jax 0.10.2, libtpu 0.0.42.1): Qwen3-1.7B with 4 and
+28 layers and chunks of 8 and 16 completions per device for v5e-8; Qwen3-1.7B, Llama-3.2-1B and SmolLM2-360M for eight
 H200s. `tests/training/test_memory.py` has the measured bytes."""
 
 LANES = 128
-"""Multiple to which XLA:TPU pads the last axis of an array, e.g. heads of size 64 of keys and values."""
+"""XLA:TPU pads the last axis of an array to a multiple of this number, e.g. keys and values with heads of size 64."""
 
 STEP_COPIES = {True: 2, False: 3}
-"""Arrays of the size of the weights in the optimizer step, with and without clipping by the global norm. The new
-weights and moments exist beside the old ones until the norm is known to be finite; moments use the donated buffers."""
+"""Number of arrays of the size of the weights in the optimizer step, with (True) and without (False) clipping by the
+global norm. The new weights and moments exist beside the old ones until the norm is known to be finite. The moments use
+the donated buffers."""
 
 DEQUANTIZED_COPIES = {False: 1, True: 2}
-"""Float32 arrays of the size of the quantised matrices on CPU, without and with a backward pass (measured 0.99 and
-1.98). XLA removes the barriers that delay each dequantisation, and dequantises all matrices at the start."""
+"""Number of float32 arrays of the size of the quantised matrices on the CPU, without (False) and with (True) a backward
+pass (measured: 0.99 and 1.98). On the CPU, XLA removes the barriers that delay the dequantisation of each matrix, and
+dequantises all matrices at the start."""
 
 LOGITS_COPIES = 2
-"""Float32 arrays [tokens of a piece, vocabulary] in the forward and backward pass of the log-probabilities."""
+"""Number of float32 arrays `[tokens, vocabulary]` in the forward and backward pass of the log-probabilities, for the
+tokens whose logits are computed at once."""
 
 SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
-"""As `LOGITS_COPIES`, while sampling without and with top-p or top-k."""
+"""Number of float32 arrays `[rows, vocabulary]` while sampling, without (False) and with (True) top-p or top-k."""
 
 LAID_OUT = {"tpu": 1.9, "gpu": 1.2}
-"""Bytes per byte of the sampler's weights while they are laid out: the result, and gathered weights before their final
-layout. Measured from the compiled programs: 2.03 (Qwen3-1.7B, v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19
-(Qwen3-1.7B, eight H200s)."""
+"""Peak memory of the conversion of weights to the sampler's layout, relative to the size of the result. The peak
+contains the result, and gathered weights before their final layout. Measured from compiled programs: 2.03 (Qwen3-1.7B,
+v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19 (Qwen3-1.7B, eight H200s)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +105,20 @@ class Work:
       widths: widths of padded prompts and completions, `(S, T)`.
       update_prompts: prompts of one optimizer update; None means all.
       dtype, param_dtype: dtype of the matrix products and of the stored weights.
-      adapters: adapters, if only these are trained; in float32.
-      quantized: quantisation of the projections beside adapters.
+      adapters: the adapters (float32), if only adapters are trained.
+      quantized: quantisation of the frozen projections of a model with adapters.
       moments: number of optimizer state arrays of the size of the weights; 2 for AdamW.
       clipped: whether the gradient's global norm is clipped.
       reference: whether a second model is held for the KL.
       remat: whether layers are recomputed in the backward pass.
       logits_chunk: number of tokens whose logits are computed at once.
-      attention: as `Decoder.attention`. Plain attention saves its scores for the backward pass.
+      attention: value of `Decoder.attention`. Plain attention saves its scores for the backward pass.
       filtered: whether sampling uses top-p or top-k.
-      backend: the jax backend; the saving of `remat` depends on it.
+      backend: the JAX backend. It determines how much memory `remat` saves.
       parts: number of shards of prompts and lanes.
-      rollout_share: the part of the weights on one device while sampling; None: `share`, without a copy.
-      rollout_parts: number of shards of slots while sampling, and number of devices that share the heads of a slot;
-        None: `parts` and 1.
+      rollout_share: the part of the weights on one device while sampling; None means `share`, without a copy.
+      rollout_parts: number of shards of slots while sampling (a slot is a prompt with its rows), and number of devices
+        that share the heads of a slot; None means `parts` and 1.
     """
 
     model: DecoderConfig
@@ -195,18 +201,18 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
 
 
 def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_tokens: int) -> dict[str, int]:
-    """Returns the components of an update that differ where layers are stacked and recomputed.
+    """Returns the components of an update whose sizes are different if layers are stacked and recomputed.
 
     Args:
       tokens, prompt_tokens: numbers of tokens of a chunk and of a set of prompts.
       lane_tokens: prompt tokens whose keys and values are copied to the lanes of a chunk.
     """
     model = work.model
-    # Of the logits of a piece, 3.2 bytes each are counted here; XLA:TPU has them in float32 and once in bfloat16.
+    # Counts 3.2 bytes per logit, before the factor `ALLOCATED`. XLA:TPU has the logits in float32 and in bfloat16.
     logits = _logits(work, tokens) * 2 // 5
     head = -(-model.head_dim // LANES) * LANES if work.backend == "tpu" else model.head_dim
     hidden, key = model.hidden_size * work.size, 2 * model.num_kv_heads * head * work.size
-    # Keys and values of the prompts, the sum of their gradients in float32, and their gradient by a chunk.
+    # Keys and values of the prompts, the sum of their gradients in float32, and their gradient from one chunk.
     states = key * (2 + 4 // work.size)
     return {
         "gradients": work.trained + work.trained * work.size // 4 + _output_gradient(work),
@@ -218,21 +224,21 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
 
 
 def _stacked_copy(work: Work) -> int:
-    """Returns the bytes of the prepared weights; 0 for a frozen base on one device, which is not stacked."""
+    """Returns the bytes of the stacked weights; 0 for a frozen base on one device, because it is not stacked."""
     if work.adapters is not None and work.parts == 1:
         return 0
     return _in_compute_dtype(work, work.share)
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:
-    """Returns the bytes of all weights with matrices in the compute dtype; quantised ones and adapters as stored."""
+    """Returns the bytes of all weights. Matrices have the compute dtype, except quantised matrices and adapters."""
     return share.weights - share.plain * (jnp.dtype(work.param_dtype).itemsize - work.size)
 
 
 def _layer_working(work: Work, tokens: int) -> int:
     """Returns the bytes of the temporaries of one layer's recomputation and backward pass with an attention kernel.
 
-    Over several shards these include the gathered matrices of the layer and their gradient.
+    With several shards, the temporaries include the gathered matrices of the layer and their gradient.
     """
     model = work.model
     widths = _inner(model) + model.hidden_size + model.num_heads * model.head_dim
@@ -245,12 +251,12 @@ def _layer_working(work: Work, tokens: int) -> int:
 def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None = None) -> Phase:
     """Estimates the peak of sampling with `rows` concurrent completions and the prompts of `slots` slots.
 
-    It is the largest of four: the weights while they are laid out for sampling; the forward pass of the prompts; a
-    decode step with caches of full size; the old and the new cache while it grows, or while live rows are compacted
-    into half as many.
+    The peak is the largest of four estimates: the weights while they are laid out for sampling; the forward pass of the
+    prompts; a decode step with caches of full size; the old and the new cache, while the cache grows or is compacted to
+    half as many rows.
 
     Args:
-      held: bytes by component of the arrays that are held all the time; by default the arrays of a trainer.
+      held: bytes by component of the arrays that are always held; defaults to the arrays of a trainer.
     """
     parts, tp = work.rollout_parts or (work.parts, 1)
     rows, slots = -(-rows // parts), -(-slots // parts)
@@ -262,7 +268,9 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
     cast, dequantized, old = _sampled_weights(work), _dequantized(work, backward=False), _room_before(width)
     grown = rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp
-    moved = max(grown, cache // 2 + prompt_cache // (1 if slots < rows else 2))  # fewer rows per slot, or fewer slots
+    moved = max(
+        grown, cache // 2 + prompt_cache // (1 if slots < rows else 2)
+    )  # compaction halves the rows or the slots
     forward = _prompt_forward(work, slots)
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
@@ -284,9 +292,9 @@ def _prompt_forward(work: Work, slots: int) -> int:
 
 
 def _held(work: Work) -> dict[str, int]:
-    """Returns the bytes by component that a trainer holds all the time."""
+    """Returns the bytes by component of the arrays that a trainer always holds."""
     held = {"weights": work.weights, "optimizer": work.moments * work.trained}
-    # With adapters the reference is the frozen base, which is already counted.
+    # With adapters, the reference is the frozen base, which is already counted as weights.
     return held | ({"reference": work.weights} if work.reference and work.adapters is None else {})
 
 
@@ -296,19 +304,19 @@ def _key_values(work: Work, width: int) -> int:
 
 
 def _cast_weights(work: Work) -> int:
-    """Returns the bytes of the weights cast to the compute dtype; without a cast, those of the transposed embedding."""
+    """Returns the bytes of weights cast to the compute dtype, or of the transposed embedding if nothing is cast."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0
 
 
 def _output_gradient(work: Work) -> int:
-    """Returns the bytes of the gradient of the output matrix, if it is added to that of the embedding at the end."""
+    """Returns the bytes of the output matrix's gradient if it is later added to the embedding's gradient, else 0."""
     return 0 if work.adapters is not None or not work.model.tie_embeddings else 4 * work.share.embedding
 
 
 def _sampled_weights(work: Work) -> int:
-    """Returns the bytes of the weights in the sampler's layout; without one, those of `_cast_weights`."""
+    """Returns the bytes of the weights in the sampler's layout, or `_cast_weights` if the sampler has no own layout."""
     if (share := work.rollout_share) is None:
         return _cast_weights(work)
     transposed = share.embedding * work.size if work.model.tie_embeddings else 0
@@ -316,7 +324,11 @@ def _sampled_weights(work: Work) -> int:
 
 
 def _dequantized(work: Work, backward: bool) -> int:
-    """Returns the bytes of dequantised matrices: on CPU all of them, else the largest one in float32 and cast."""
+    """Returns the bytes of dequantised matrices.
+
+    On the CPU, all matrices exist at the same time. On other backends, only the largest matrix is counted, in float32
+    and in the compute dtype.
+    """
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
@@ -324,7 +336,8 @@ def _dequantized(work: Work, backward: bool) -> int:
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
-    """Returns the bytes that all layers save for the backward pass of `tokens` tokens and `scores` scores per layer."""
+    """Returns the bytes that all layers save for the backward pass, given `tokens` tokens and `scores` attention scores
+    per layer."""
     model = work.model
     widths = {
         "inner": _inner(model),
@@ -354,7 +367,7 @@ def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
 
 
 def _layer_backward(work: Work, rows: int) -> int:
-    """Returns the bytes of the temporaries of one layer's backward pass, with `remat` also its recomputed arrays."""
+    """Returns the bytes of the temporaries of one layer's backward pass, including arrays recomputed with `remat`."""
     model, (prompt_width, width) = work.model, work.widths
     tokens = rows * width
     mlp = WORKING_INNER * tokens * (_inner(model) + model.hidden_size) * work.size

@@ -15,11 +15,11 @@ from tunix_like.errors import UserError
 
 
 def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.Schedule:
-    """Builds the learning rate schedule, a traceable function of the update's number `n` (from 0).
+    """Builds the learning rate schedule, a function of the number `n` of the update (from 0) that JAX can trace.
 
-    During a warm-up of `w` updates the rate is `(n + 1) / w` of the peak, so the first update has a non-zero rate. From
-    update `w` on, `linear` and `cosine` decay from the peak to `end_fraction` times the peak at `n = total_updates`,
-    and then stay constant. If the warm-up is as long as the run, there is no decay.
+    During a warm-up of `w` updates, the rate is `(n + 1) / w` times the peak, so the first update has a non-zero rate.
+    From update `w` on, `linear` and `cosine` schedules decrease from the peak to `end_fraction` times the peak at
+    `n = total_updates`, and then stay constant. If the warm-up is as long as the run, there is no decay.
 
     Raises:
       UserError: the schedule is `linear` or `cosine`, and `total_updates` is None.
@@ -49,11 +49,11 @@ def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax
     """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
 
     Weight decay applies only to arrays of two or more axes. Equal settings return the same object, so that compiled
-    programs are reused. The structure of the state depends only on the parameters, so a resumed run may have another
+    programs are reused. The structure of the state depends only on the parameters, so a resumed run can have another
     `total_updates`.
 
     Raises:
-      UserError: as `build_schedule`.
+      UserError: see `build_schedule`.
     """
     return _adamw(config, None if config.schedule == "constant" else total_updates)
 
@@ -73,7 +73,7 @@ def _adamw(config: OptimizerConfig, total_updates: int | None) -> optax.Gradient
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """Initialises the optimizer state; moments get the shardings of their parameters."""
+    """Initialises the optimizer state. Moments get the shardings of their parameters."""
     sharding = jax.tree.leaves(params)[0].sharding
     if not isinstance(sharding, NamedSharding):
         return jax.device_put(jax.jit(optimizer.init)(params), sharding)  # committed to the device of the parameters
@@ -82,7 +82,7 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params
 
 
 def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """Returns the state of `init_optimizer` as `jax.ShapeDtypeStruct`s; the parameters may be these as well."""
+    """Returns the state of `init_optimizer` as `jax.ShapeDtypeStruct`s; `params` can be arrays or such structs."""
     state = jax.eval_shape(optimizer.init, params)
     first = jax.tree.leaves(params)[0].sharding
     if not isinstance(first, NamedSharding):
@@ -95,7 +95,7 @@ def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) 
 
 
 def updates_done(state: optax.OptState) -> int:
-    """Returns the number of updates of the state of a `build_optimizer`, without skipped and empty updates."""
+    """Returns the number of updates that an optimizer state counts; skipped and empty updates are not counted."""
     return int(optax.tree.get_all_with_path(state, "count")[0][1])
 
 

@@ -1,11 +1,11 @@
 """Packs the completions of one update into sets, chunks, lanes and bins, on the host.
 
-The model processes prompts in sets of `p`, each prompt once, independent of the number of its completions. The
-completions of a set follow in chunks. A chunk has `A` lanes with one prompt each, a lane has `b` bins, and a bin holds
-as many whole completions of the lane's prompt as fit into the width `T` of the batch, one after the other. Completions
-without a gradient are left out and short completions share a bin, so the cost is proportional to the number of real
-tokens. All shapes are worst cases that hold for any batch of the same width. The numbers of used sets and chunks are
-data, so the step is compiled once.
+The model processes prompts in sets of `p`. Each prompt is processed once, whatever the number of its completions. Then
+the completions of the set are processed in chunks. A chunk has `A` lanes. A lane belongs to one prompt and has `b`
+bins. A bin has the width `T` of the batch and holds as many whole completions of the prompt as fit, one after the
+other. Completions without a gradient are left out, and short completions share a bin. The cost is therefore
+proportional to the number of real tokens. All array shapes are large enough for any batch of the same width. The
+numbers of used sets and chunks are data and not shapes, so the step is compiled once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
 ROWS_PER_BIN = 16
-"""Maximum number of completions per bin; it bounds the size of a chunk's per-completion arrays."""
+"""Maximum number of completions per bin. It limits the size of arrays with one entry per completion of a chunk."""
 
 
 class Layout(NamedTuple):
@@ -30,8 +30,8 @@ class Layout(NamedTuple):
       prompts: `p`, number of prompts per set.
       lanes: `A`, number of lanes per chunk; a lane has the completions of one prompt.
       bins: `b`, number of bins per lane.
-      own_lanes: if True, lane `i` belongs to prompt `i` of its set, and `lanes == prompts`. Prompts then need not move
-        between devices. If False, a lane may have any prompt of its set.
+      own_lanes: if True, lane `i` belongs to prompt `i` of its set, and `lanes == prompts`. Prompts are then not moved
+        between devices. If False, a lane can belong to any prompt of its set.
     """
 
     prompts: int
@@ -41,10 +41,11 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The position of each completion: `M` sets of `C` chunks, of which the first `chunks[m]` are used.
+    """The position of each completion in `M` sets of `C` chunks. The first `chunks[m]` chunks of set `m` are used.
 
-    Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch; `start` is the
-    first position of a completion in its bin. Unused entries have length 0.
+    Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch. `lane` is the
+    index of each lane's prompt in its set; it is None if `Layout.own_lanes` is True. `start` is the first position of a
+    completion in its bin. Axis `r` has the completions of a bin. Unused entries have length 0.
     """
 
     sets: Int[AnyArray, ""]
@@ -73,11 +74,11 @@ def choose_layout(
       device_parts: number of shards. Prompts per set are a multiple of this number. If it is above 1, each lane belongs
         to one prompt of its set.
 
-    A set has at most as many prompt tokens as `micro_batch_size` completions of full width, but at least one prompt and
-    at least `device_parts` prompts. So the activations of the prompts, which are held while their completions are
-    processed, are never larger than the activations of a chunk. If there is one completion per prompt,
-    `micro_batch_size` counts examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts
-    are long. There are no more lanes than the completions of a whole set can fill.
+    A set has at most `micro_batch_size * T` prompt tokens, but at least one prompt and at least `device_parts` prompts.
+    The activations of the prompts are kept while their completions are processed. With this limit, they are at most as
+    large as the activations of a chunk. If there is one completion per prompt, `micro_batch_size` is a number of
+    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. There are no
+    more lanes than the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
@@ -85,7 +86,7 @@ def choose_layout(
     own_lanes = device_parts > 1 or num_generations == 1
     if own_lanes:
         prompts = min(prompts, size)
-        if device_parts > 1:  # sets of equal size, so that the last one is not mostly padding
+        if device_parts > 1:  # sets of equal size, so that the last set is not mostly padding
             prompts = -(-most_prompts // -(-most_prompts // prompts))
         prompts = -(-prompts // device_parts) * device_parts
         return Layout(prompts, prompts, _bins_per_lane(max(1, size // prompts), num_generations), True)
@@ -117,8 +118,8 @@ def pack(
     Args:
       lengths: tokens of each completion; completions without tokens are left out.
       width: `T`, the width of a bin; no completion is longer.
-      most_prompts: number of groups, with all their completions, for which the arrays are allocated, so that their
-        shapes do not depend on `rows`. None: the number of groups in `rows`.
+      most_prompts: number of groups for which the arrays are allocated, with all completions of these groups. The
+        shapes then do not depend on `rows`. Defaults to the number of groups in the batch.
     """
     total, size = rows.shape
     live = rows & (lengths > 0)
@@ -148,7 +149,7 @@ def pack(
 
 
 def token_places(packed: Packed, width: int) -> int:
-    """Returns the number of token positions in the used chunks, completion tokens and padding."""
+    """Returns the number of token positions in the used chunks, including padding."""
     return int(np.sum(packed.chunks)) * math.prod(packed.length.shape[2:4]) * width
 
 
@@ -171,7 +172,7 @@ def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int
 def _places(pieces: list[int], layout: Layout) -> list[tuple[int, int, int, int]]:
     """Returns `(prompt in its set, piece, chunk, lane)` of each piece, given the number of pieces of each prompt.
 
-    A piece is the bins of one prompt that fill one lane.
+    A piece is a part of the bins of one prompt that fits into one lane.
     """
     every = [(prompt, piece) for prompt, count in enumerate(pieces) for piece in range(count)]
     if layout.own_lanes:

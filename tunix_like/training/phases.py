@@ -1,4 +1,4 @@
-"""The estimated peak memory of a phase of a run, by component."""
+"""Defines `Phase`, the estimated peak memory of a phase of a run, by component."""
 
 from __future__ import annotations
 

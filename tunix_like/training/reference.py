@@ -25,7 +25,8 @@ def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
     """Returns the reference model: `ref_model`, or the trainer's current model if `ref_model` is None.
 
     Weights that share memory with trained weights are copied, because trained weights are donated to the compiled step.
-    If the adapters are newly initialised, the reference is the frozen weights without adapters, and nothing is copied.
+    If `ref_model` is None and the adapters are newly initialised, the reference is the frozen weights without adapters,
+    and nothing is copied.
     """
     graphdef, params, trained = trainer.graphdef, trainer.params, trainer.state.params
     if ref_model is not None:

@@ -1,7 +1,8 @@
-"""Chooses how weights and completions are laid out over the devices while sampling, apart from the training layout.
+"""Chooses how weights and completions are laid out over the devices for sampling.
 
-Training shards weights over `fsdp` and gathers them layer by layer. In the decode loop this would move every weight
-over the network for every token. So the weights are laid out again before a rollout, once, in the compute dtype.
+This layout is different from the layout for training. Training shards weights over `fsdp` and gathers them layer by
+layer. In the decode loop, this would move every weight over the network for every token. Therefore the weights are
+converted once before each rollout, to the layout for sampling and to the compute dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tunix_like.training.device import Device, most_that_fits, this_device, too_
 from tunix_like.training.memory import Work, rollout_phase
 
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
-"""`rollout.shapes.slot_shape`: returns the number of slots and of completions per slot."""
+"""Type of `rollout.shapes.slot_shape`, which returns the number of slots (prompts) and of completions per slot."""
 
 USUAL_GROUP = 8
 """Assumed number of completions per prompt if the group size is not known."""
@@ -34,22 +35,23 @@ MOST_ROWS = 1 << 16
 """Maximum number of concurrent completions."""
 
 ROWS_PER_DEVICE = 16
-"""Completions per device for which `auto` requires memory if `rollout.max_concurrent_rows` is `auto` too."""
+"""Number of completions per device that must fit with `rollout.mesh: auto` if `rollout.max_concurrent_rows` is `auto`
+too."""
 
 
 def rollout_mesh(
     model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, slot_shape: SlotShape, device: Device | None = None
 ) -> Mesh | None:
-    """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`; None without a mesh.
+    """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`, or None if there is no mesh.
 
-    It has the same devices as `mesh`, or the devices of `rollout.devices`.
+    The sampler has the devices of `mesh`, or the devices that `rollout.devices` reserves for sampling.
 
-    `rollout.mesh: auto` replicates the weights if they fit beside the trainer's arrays and the cache: sampling then
-    needs no communication. Otherwise it splits them along `tp` over the fewest devices on which they fit. If that is
-    not enough, it also splits them along `fsdp`.
+    With `rollout.mesh: auto`, the weights are replicated if they fit into memory together with the trainer's arrays and
+    the cache. Sampling then needs no communication. Otherwise the weights are split along `tp` over the smallest number
+    of devices for which they fit. If they do not fit for any number of devices, they are also split along `fsdp`.
 
     Raises:
-      UserError: `rollout.mesh` does not use every device, or does not divide the model.
+      UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by its sizes.
     """
     if rollout.devices is not None:
         own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
@@ -82,7 +84,7 @@ def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
 
 
 def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh | None:
-    """Returns the mesh of a layout if it divides the model, else None."""
+    """Returns the mesh of a layout, or None if the axes of the model are not divisible by its sizes."""
     try:
         return _dividing(mesh, shape, model)
     except UserError:
@@ -90,14 +92,14 @@ def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh |
 
 
 def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
-    """Returns the mesh of a layout. Raises UserError if it does not divide the model."""
+    """Returns the mesh of a layout. Raises UserError if the axes of the model are not divisible by its sizes."""
     chosen = layout_mesh(mesh, shape)
     check_model(chosen, model.config, _shapes(model))
     return chosen
 
 
 def _divisors(mesh: Mesh) -> list[int]:
-    """Returns the numbers of devices along `tp` that divide the devices of a process, ascending."""
+    """Returns the possible sizes of `tp` in ascending order: the divisors of the number of devices per process."""
     per_process = mesh.size // jax.process_count()
     return [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
 
@@ -109,7 +111,7 @@ def _shapes(model: Decoder) -> Any:
 def _needed(
     model: Decoder, rollout: RolloutConfig, mesh: Mesh, chosen: Mesh, slot_shape: SlotShape, device: Device
 ) -> int:
-    """Returns the bytes of a device while sampling with this layout."""
+    """Returns the bytes that a device needs while sampling with the layout `chosen`."""
     rows = rollout.max_concurrent_rows
     rows = rows if isinstance(rows, int) else ROWS_PER_DEVICE * mesh.size
     work = with_layout(_rollout_work(model, rollout, mesh, device), model, chosen)
@@ -124,7 +126,8 @@ def _rollout_work(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, dev
 
 
 def with_layout(work: Work, model: Decoder, chosen: Mesh | None) -> Work:
-    """Returns the quantities of a rollout with the sampler's mesh; a single device has no copy of the weights."""
+    """Returns `work` with the layout of the sampler's mesh. For a single device, `work` is unchanged, because the
+    weights are not copied."""
     if chosen is None or chosen.size == 1:
         return work
     parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
@@ -141,14 +144,15 @@ def concurrent_rows(
 ) -> int:
     """Returns the maximum number of completions that are sampled at the same time.
 
-    With `auto` this is the number that fits beside a trainer's weights, moments and reference. If these do not fit, it
-    is the number that fits beside the weights, because then the model cannot be in training.
+    With `auto`, this is the number for which sampling fits into memory together with a trainer's weights, moments and
+    reference. If no completion fits with these arrays, the model cannot be in training. The number is then computed
+    with the weights only.
 
     Args:
       mesh, sampling_mesh: the meshes of the trainer and of the sampler.
 
     Raises:
-      UserError: with `auto`, a single completion does not fit beside the weights.
+      UserError: with `auto`, the memory is too small for the weights and a single completion.
     """
     setting = rollout.max_concurrent_rows
     if isinstance(setting, int):

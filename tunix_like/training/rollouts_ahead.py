@@ -1,4 +1,4 @@
-"""Takes the groups of each step from the collector, which may have collected them during the step before."""
+"""Collects the groups of each step, optionally during the previous step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Taken(NamedTuple):
     """The groups of a step.
 
     Attributes:
-      metrics: seconds of each phase, and with `rollout.max_staleness` the staleness and the idle times.
+      collected: the groups, as the collector returned them.
+      metrics: seconds of each phase; with `rollout.max_staleness: 1`, also the staleness and the idle times.
       row_steps: increase of `Engine.row_steps`.
     """
 
@@ -31,7 +32,7 @@ class Taken(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """A position in the data: that of the iterator, and the number of prompts."""
+    """A position in the data: the state of the iterator, and the number of prompts drawn so far."""
 
     state: Any
     drawn: int
@@ -45,11 +46,11 @@ class _Result(NamedTuple):
 
 
 class _DroppedError(Exception):
-    """The run has ended, so what is sampled ahead is not needed."""
+    """Ends sampling in the thread, because the run has ended and does not need the next groups."""
 
 
 class _Droppable(WrappedEngine):
-    """The engine of the thread; its generation ends after the next sample when `dropped` is set."""
+    """The engine of the thread. When `dropped` is set, `generate` raises `_DroppedError` after the next sample."""
 
     def __init__(self, engine: Engine, dropped: threading.Event):
         super().__init__(engine)
@@ -66,8 +67,8 @@ class RolloutsAhead:
     """Collects the groups of steps.
 
     With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while step `n` is trained on. They are
-    sampled with the weights before step `n`, one update older than with `max_staleness` 0. The first step of a call is
-    not stale.
+    sampled with the weights before step `n`. With `max_staleness` 0, they are sampled with the weights after step `n`.
+    The first step of a call is not stale.
 
     Args:
       iterator: the data iterator of the collector if its position can be saved, or None.
@@ -85,14 +86,16 @@ class RolloutsAhead:
         self._position = _Position(None, 0)
 
     def take(self, step: int, params: Any, last: bool) -> Taken | None:
-        """Returns the groups of a step, or None if the data is exhausted. May start to collect the next step.
+        """Returns the groups of a step, or None if the data is exhausted.
+
+        With `max_staleness` 1, also starts to collect the groups of the next step.
 
         Args:
           params: the weights before the update of this step.
-          last: whether no step follows.
+          last: whether this is the last step.
 
         Raises:
-          The errors of `Collector`. After `EngineLost` the data is at the position before the step.
+          The errors of `Collector`. After `EngineLost`, the data is at the position before the step.
         """
         stale, began = self._ahead is not None, time.perf_counter()
         if self._ahead is None:
@@ -116,7 +119,7 @@ class RolloutsAhead:
         return (self._here() if self._ahead is None else self._position).state
 
     def set_state(self, state: Any) -> None:
-        """Sets the position in the data; nothing may be collected ahead."""
+        """Sets the position in the data. Must not be called while groups are collected ahead."""
         assert self._iterator is not None
         self._iterator.set_state(state)
 
@@ -126,21 +129,21 @@ class RolloutsAhead:
         return self.collector.drawn if self._ahead is None else self._position.drawn
 
     def resume(self, drawn: int) -> None:
-        """Continues after the first `drawn` prompts; reads these again if the iterator has no position."""
+        """Continues after the first `drawn` prompts. Reads and drops them if the iterator has no saved position."""
         self.collector.drawn, self.collector.started = drawn, True
         if self._iterator is None:
             read = drawn // self.collector.batch_size
             next(itertools.islice(self.collector.batches, read, read), None)
 
     def wait(self) -> None:
-        """Waits until nothing is sampled, so that the engine can be used."""
+        """Waits until the thread has collected its groups, so that the caller can use the engine."""
         if self._ahead is not None:
             wait([self._ahead])
 
     def close(self) -> None:
-        """Drops what was collected ahead; the data is then at the position after the last step that was taken.
+        """Drops groups that were collected ahead, and resets the data to the position after the last taken step.
 
-        What is being sampled ends with the next completion that is finished.
+        If the thread is sampling, it stops at the next completion that is finished.
         """
         self._dropped.set()
         if self._executor is not None:

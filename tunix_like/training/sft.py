@@ -1,6 +1,7 @@
-"""Supervised fine-tuning on the `answer` column, with the loss on the answer and its end-of-sequence token only.
+"""Supervised fine-tuning on the `answer` column. Only the answer and its end-of-sequence token have a loss.
 
-It uses the loop and the compiled step of reinforcement learning with one completion per prompt and advantage 1.
+The trainer uses the loop and the compiled step of reinforcement learning, with one completion per prompt and advantage
+1.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ class SFTTrainer(Trainer):
     """Fine-tunes a model on the `answer` column of a dataset.
 
     Args:
-      model: a `Decoder`. If it has adapters only these are trained, else all weights. The trained weights are donated
-        to the compiled step, and written back to the model at the end.
+      model: a `Decoder`. If it has adapters, only the adapters are trained, otherwise all weights. The trained weights
+        are donated to the compiled step, and written back to the model at the end.
       tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       sft_config: steps, batch size, optimizer.
       rollout_config: `max_prompt_length` (longer prompts are skipped) and `max_tokens_to_generate` (longer answers are
         truncated, and then have no end-of-sequence token).
-      training_config: seed, folder and checkpoints, as for a learner; checkpoints are written to `sft_checkpoints/`.
+      training_config: seed, folder and checkpoints, as for `Learner`. Checkpoints are written to `sft_checkpoints/`.
       mesh: devices to train on; defaults to a single device.
       evaluate: `f(params, step) -> metrics` (logged as `sft/<name>`), called every `sft.eval_every_n_steps`;
         `sft.stop_at_success` uses its `eval/pass@1`.
@@ -95,7 +96,7 @@ class SFTTrainer(Trainer):
         check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
         check_batch(mesh, "sft.batch_size", sft_config.batch_size)
         self.config, self._evaluate = sft_config, evaluate
-        # The tokenizer's own token ends a turn of its chat template, and always ends a completion.
+        # The tokenizer's own end-of-sequence token ends a turn of its chat template, and always ends a completion.
         default = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
         self.eos_id = (self.rollout_config.eos_tokens or default)[0]
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
@@ -110,12 +111,12 @@ class SFTTrainer(Trainer):
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps` steps, and resumes if `training.output_dir` has a checkpoint.
 
-        Without a folder a second call trains for the same number of further steps, as `Learner.train` does. Returns the
+        Without a folder, a second call trains for another `sft.max_steps` steps, as `Learner.train` does. Returns the
         last row of metrics (`sft/...`). Raises the errors of `Learner.train`.
 
         Args:
-          another_follows: whether more training follows in the same process. If so, a stop signal in the last step also
-            raises. Otherwise a signal in the last step is ignored.
+          another_follows: whether more training follows in the same process. If True, a stop signal in the last step
+            raises an exception, as in other steps. If False, a signal in the last step is ignored.
         """
         with owned(self.training.output_dir) as check_owner:
             self._begin()
@@ -123,7 +124,7 @@ class SFTTrainer(Trainer):
             return run(self, on_row, check_owner, another_follows)
 
     def open_checkpoints(self) -> Checkpoints | None:
-        # Keeps two checkpoints, because one may be damaged.
+        # Keeps two checkpoints, because one of them can be damaged.
         return None if self.folder is None else Checkpoints(self.folder / "sft_checkpoints", 2)
 
     def _settings(self) -> dict[str, Any]:
@@ -137,7 +138,8 @@ class SFTTrainer(Trainer):
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(
-                f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template builds it from others."
+                f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template builds it from other "
+                "columns."
             )
         for number in range(len(rows)):
             _check_answer(rows[number], number)

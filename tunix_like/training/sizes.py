@@ -1,7 +1,7 @@
 """Chooses the chunk size of updates, and estimates the memory of a run.
 
-A number in the config is used as it is. `auto` chooses the largest useful size that fits into device memory, by the
-estimates of `memory.py`. Nothing is allocated.
+A number in the config is used unchanged. `auto` chooses the largest useful size that fits into device memory, according
+to the estimates of `memory.py`. No device memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
 
 CHUNK_TOKENS = 512
-"""Completion tokens of a chunk on CPU with `auto`. With chunks of 256, 512, 1024 and 2048 tokens, an update of 4096
-tokens of a 42 M model took 5.1, 5.1, 5.7 and 6.0 s, and 2.1, 2.3, 2.8 and 3.4 GB. Larger temporaries are slower because
-they cause page faults."""
+"""Maximum completion tokens of a chunk on the CPU with `auto`. An update of 4096 tokens of a model with 42 M parameters
+was measured with chunks of 256, 512, 1024 and 2048 tokens. It took 5.1, 5.1, 5.7 and 6.0 s, and needed 2.1, 2.3,
+2.8 and 3.4 GB. Larger temporary arrays are slower because they cause page faults."""
 
 ACCELERATOR_CHUNK_TOKENS = 16384
 """Maximum completion tokens of a chunk on an accelerator. A matrix product with this number of rows does about 8,000
-operations per byte of bfloat16 weights that it reads. A few hundred saturate the arithmetic units, so larger chunks are
-not faster."""
+operations per byte of bfloat16 weights that it reads. A few hundred operations per byte are enough to use the
+arithmetic units fully, so larger chunks are not faster."""
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
@@ -54,10 +54,10 @@ def chunk_size(
       shape: prompts of one update, and completions per prompt.
       widths: widths of the padded prompts and completions, `(S, T)`.
       reference: whether a second model is held for the KL.
-      device: the device to choose for; defaults to the current one.
+      device: the device for which the size is chosen; defaults to the current device.
 
     Raises:
-      UserError: with `auto`, a single completion does not fit beside weights and optimizer.
+      UserError: with `auto`, the memory is too small for weights, optimizer and a single completion.
     """
     device = device or this_device()
     work = update_work(training, model, shape, widths, reference, mesh, device)
@@ -73,7 +73,7 @@ def update_work(
     mesh: Mesh | None = None,
     device: Device | None = None,
 ) -> Work:
-    """Returns the quantities that the memory of one update depends on; arguments as `chunk_size`."""
+    """Returns the quantities on which the memory of one update depends. For the arguments, see `chunk_size`."""
     chosen = training.actor_optimizer or OptimizerConfig()
     return dataclasses.replace(
         work_of(model, *shape, widths, mesh, device),
@@ -88,7 +88,7 @@ def update_work(
 def _chunk_size(setting: int | str, work: Work, device: Device) -> int:
     if isinstance(setting, int):
         return setting
-    width = work.widths[1] if work.group > 1 else sum(work.widths)  # a single completion includes its prompt
+    width = work.widths[1] if work.group > 1 else sum(work.widths)  # in groups of 1, the prompt is included
     top = min(micro_batch_size(width, work.backend) * work.parts, work.prompts * work.group)
 
     def needed(size: int) -> int:
@@ -103,16 +103,16 @@ def _chunk_size(setting: int | str, work: Work, device: Device) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """The estimated peak memory of a run, and the sizes chosen for it.
+    """The estimated peak memory of a run, and the sizes that were chosen for the run.
 
     Attributes:
       micro_batch: completions per chunk of an update.
       rows: maximum number of concurrent completions.
-      chosen: whether each of these two was chosen by `auto`.
+      chosen: whether `micro_batch` and `rows`, respectively, were chosen by `auto`.
       phases: the peak of each phase.
-      available: bytes of the device.
-      refused: error messages of the sizes with which not even a single completion fits.
-      known: whether the device reports its memory (`Device`).
+      available: memory of the device in bytes.
+      refused: error messages for sizes that could not be chosen, because not even a single completion fits.
+      known: whether the memory of the device is known (`Device.known`).
     """
 
     micro_batch: int
@@ -138,14 +138,17 @@ class MemoryEstimate:
         return [("sizes", sizes), ("memory", self.peak_line()), *phases, *warnings]
 
     def peak_line(self) -> str:
-        """Returns a text with the peak and the memory of the device."""
+        """Returns a text with the estimated peak and the memory of the device."""
         peak = f"{amount(self.peak.bytes)} at most ({self.peak.name})"
         if not self.known:
             return f"{peak}; the device does not report its memory"
         return f"{peak}, {amount(self.available)} on the device"
 
     def problems(self) -> list[str]:
-        """Returns what does not fit and the remedy; empty if the run fits or the device memory is not known."""
+        """Returns messages about what does not fit, with the remedy.
+
+        The list is empty if the run fits or the memory of the device is not known.
+        """
         if not self.known:
             return []
         if self.refused:
@@ -169,12 +172,12 @@ def estimate_memory(
     """Estimates the sizes and the memory of each phase for a resolved config, with sequences of full length.
 
     Args:
-      device: the device to estimate for; defaults to the current one.
-      refuse: whether to raise if a single completion does not fit; if False, the size is 1 and the error is added to
-        `MemoryEstimate.refused`.
+      device: the device for which the memory is estimated; defaults to the current device.
+      refuse: whether to raise UserError if a single completion does not fit. If False, the size is 1 and the error
+        message is added to `MemoryEstimate.refused`.
 
     Raises:
-      UserError: as `chunk_size` and `concurrent_rows`.
+      UserError: see `chunk_size` and `concurrent_rows`.
     """
     device, refused = device or this_device(), list[str]()
 

@@ -50,9 +50,10 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Computes throughput, engine occupancy, compilations and MFU of a step.
 
-    Throughput is in completion tokens per second. Compilations are counted since the previous step, including its
-    evaluation and checkpoint. The MFU (`*_mfu`) is the fraction of the device's peak FLOP/s, if the peak is known;
-    prompts count once per group. With dynamic sampling the MFU of the rollout counts only the groups that are used.
+    Throughput is in completion tokens per second. Compilations are counted from the end of the previous step, and
+    include those of its evaluation and checkpoint. The MFU (`*_mfu`) is the used fraction of the device's peak FLOP/s.
+    It is computed if the peak is known, and counts each prompt once per group. With dynamic sampling, the MFU of the
+    rollout counts only the groups that are used.
 
     Args:
       sampled: completion tokens of the step.

@@ -1,8 +1,8 @@
 """Compiles the functions of a training step, once for all learners with equal settings in a process.
 
 A program depends on the model's graph, the objective, the optimizer and the shardings, but not on weights. Programs
-that contain the user's own functions are not shared between learners, because such a function may read a global that
-has changed since.
+that contain functions of the user are not shared between learners. Such a function can read a global variable whose
+value changes, and a compiled program keeps the old value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tunix_like.training.train_step import StepSpec, jit_train_step
 from tunix_like.types import ById
 
 MOST_PROGRAMS = 16
-"""Number of cached programs per process; the least recently used one is dropped."""
+"""Maximum number of entries of a cache. If there are more, the least recently used entry is dropped."""
 
 
 class StepPrograms:
@@ -26,7 +26,7 @@ class StepPrograms:
 
     Attributes:
       train_step: see `jit_train_step`.
-      logprobs: compiled `batch_logprobs` of graph, parameters, batch and packing.
+      logprobs: compiled `batch_logprobs`, a function of graph, parameters, batch and packed completions.
       advantages: compiled `StepObjective.advantages`.
       traces: number of times `train_step` was traced so far, once for each set of array shapes.
     """
@@ -51,8 +51,8 @@ def step_programs(spec: StepSpec, own: ProgramCache | None) -> StepPrograms:
     """Returns the cached programs for these settings, or new ones.
 
     Args:
-      own: the learner's own cache, for objectives or optimizers that are not part of this library; None: the cache
-        that learners share.
+      own: the learner's own cache, used if the objective or optimizer is not part of this library; None means the cache
+        that all learners share.
     """
     cache = _SHARED if own is None else own
     leaves, structure = jax.tree.flatten(spec.shardings)

@@ -1,9 +1,10 @@
-"""The compiled training step: advantages of the whole rollout batch and one optimizer update, in one jitted program.
+"""Defines the compiled training step, one jitted program.
 
-The prompts are processed by the model once, one set at a time. The completions of a set follow in chunks. Their
-gradients with respect to the weights and to the prompts' states are accumulated before the backward pass of the
-prompts. The result is exact, because the weight of every token is known before the first chunk. Peak memory is the
-memory of one set of prompts and one chunk.
+The program computes the advantages of the whole rollout batch and runs one optimizer update. The model processes the
+prompts once, one set at a time, and then the completions of the set in chunks. The gradients of the chunks with respect
+to the weights and to the prompts' states are added up. Then the backward pass of the prompts runs. The result is exact,
+because the weight of every token is known before the first chunk. Peak memory is the memory of one set of prompts and
+one chunk.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StepObjective(Protocol):
 
     @property
     def built_in(self) -> bool:
-        """True when all functions are part of this library."""
+        """Whether all functions are part of this library."""
 
     def key(self) -> Hashable:
         """Returns a key that is equal for objectives that are traced to the same program."""
@@ -59,7 +60,7 @@ class StepObjective(Protocol):
     ) -> Float[Array, "P G *T"]:
         """Computes advantages over the whole rollout batch: one per completion `[P, G]` or per token `[P, G, T]`.
 
-        `ids` are the indices of the groups' estimators, `lengths` the numbers of sampled tokens.
+        `ids` are the indices of the groups' estimators. `lengths` are the completions' numbers of sampled tokens.
         """
 
     def weights(
@@ -73,7 +74,7 @@ class StepObjective(Protocol):
         """Computes the weight of each completion's tokens in this update."""
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
-        """Computes the loss per token (0 where masked) and per-token metrics."""
+        """Computes the loss per token, which is 0 for masked tokens, and metrics per token."""
 
 
 MAXIMA = ("is_ratio/max", "logprob_gap/max")
@@ -95,8 +96,8 @@ class TrainState(NamedTuple):
 class StepInputs(NamedTuple):
     """The inputs of one optimizer update.
 
-    Advantages are computed over the whole rollout batch, weights over the groups `in_update`. Only the completions in
-    `packed` are processed by the model.
+    Advantages are computed over the whole rollout batch. Token weights are computed over the groups that `in_update`
+    marks. The model processes only the completions in `packed`.
     """
 
     batch: GroupBatch
@@ -131,9 +132,10 @@ def step_inputs(
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
 ) -> StepInputs:
-    """Builds the inputs for one update with the groups `in_update` of a rollout batch.
+    """Builds the inputs for one update with the groups of a rollout batch that `in_update` marks.
 
-    Unset fields of the batch get defaults: all completions are trained on, with the run's estimator (index 0).
+    If `trained` of the batch is None, all completions are trained on. If `estimator_ids` is None, all groups use the
+    run's estimator (index 0).
     """
     all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
     batch = batch._replace(
@@ -235,7 +237,7 @@ def gradient(
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
     }
-    # Constrained, because the compiler may otherwise replicate the sum of the gradients on every device.
+    # The sum of the gradients is constrained, because the compiler could otherwise replicate it on every device.
     start = constrain_working(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), working))
     with jax.named_scope(SETS):
         sums, totals = jax.lax.fori_loop(0, sets, one_set, (start, totals))
@@ -243,10 +245,10 @@ def gradient(
 
 
 def jit_train_step(spec: StepSpec, traced: Callable[[], None] = lambda: None) -> Any:
-    """Compiles `train_step` as one program of `(TrainState, StepInputs, frozen parameters)`; the state is donated.
+    """Compiles `train_step` as a function of `(TrainState, StepInputs, frozen parameters)`. The state is donated.
 
     Args:
-      traced: called once per trace.
+      traced: called each time the function is traced.
     """
 
     def step(state: TrainState, inputs: StepInputs, frozen: Any) -> Any:
@@ -268,8 +270,8 @@ def train_step(
     Returns:
       the new state, scalar metrics and the advantages. The state is unchanged in two cases: an advantage, the loss or
       the gradient is non-finite (`update/skipped` is 1), or no token contributes to the loss (`update/empty` is 1). In
-      the second case momentum and weight decay would change the weights without data. A batch whose rewards are all
-      equal is not empty: its gradient 0 is passed to the optimizer.
+      the second case, an optimizer step would change the weights by momentum and weight decay only. A batch whose
+      rewards are all equal is not empty: the optimizer gets its gradient, which is 0.
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
@@ -285,7 +287,7 @@ def train_step(
     empty = ~((weights > 0) & (lengths > 0)).any()
     new = TrainState(optax.apply_updates(state.params, updates), opt_state)
     state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, state)
-    means = {name: total / tokens for name, total in totals["sums"].items()}  # NaN without tokens, written as null
+    means = {name: total / tokens for name, total in totals["sums"].items()}  # NaN if no tokens; written as null
     metrics = finish_metrics(means)
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}

@@ -1,4 +1,4 @@
-"""`Trainer`, the base class of reinforcement learning and supervised fine-tuning.
+"""Defines `Trainer`, the base class of reinforcement learning and supervised fine-tuning.
 
 A trainer owns the weights while it trains, and writes them back to its model at the end.
 """
@@ -59,8 +59,8 @@ class Trainer(abc.ABC):
       schedule: maps the number of an update to its learning rate; None if unknown.
       programs: the compiled functions of a step, built by `_compile`.
       iterator: the data iterator to save with a checkpoint, or None.
-      identity: settings that must be equal when a checkpoint is restored; `base` is the `models.lora.fingerprint` of
-        the frozen weights.
+      identity: settings that must be equal when a checkpoint is restored. For adapters, its entry `base` is the
+        `models.lora.fingerprint` of the frozen weights.
     """
 
     name: ClassVar[str]
@@ -103,7 +103,7 @@ class Trainer(abc.ABC):
 
     @property
     def written_folder(self) -> Path | None:
-        """The run folder in the process that writes its files, else None."""
+        """The run folder if this process writes the files of the run (process 0), otherwise None."""
         return self.folder if is_first() else None
 
     @property
@@ -125,7 +125,7 @@ class Trainer(abc.ABC):
         """Whether all steps up to `total` are done."""
         return self.total is not None and self.done >= self.total
 
-    # Called by the loop.
+    # The loop calls the following methods.
 
     @abc.abstractmethod
     def open_checkpoints(self) -> Checkpoints | None:
@@ -144,7 +144,7 @@ class Trainer(abc.ABC):
             self._completed = True
         except Exception:
             if self._stream is not None and not isinstance(self._stream.batches, SharedBatches):
-                self._stream = None  # a generator that has raised yields nothing more
+                self._stream = None  # a generator yields nothing after it has raised
             raise
         finally:
             nnx.update(self.model, self.params)
@@ -164,27 +164,27 @@ class Trainer(abc.ABC):
         """Restores the state after `step` from the pytree that `to_save` returned."""
         self.state = TrainState(saved["params"], saved["opt_state"])
 
-    def cut(self, step: int) -> None:  # noqa: B027 (a trainer need not have such files)
-        """Removes the trainer's own files of steps after `step` (-1: of all steps), which will be repeated."""
+    def cut(self, step: int) -> None:  # noqa: B027 (some trainers have no such files)
+        """Removes the trainer's own files of steps after `step`, because these steps will run again (-1: all steps)."""
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
-        """Returns the metrics, with prefix, of an evaluation after `step` (0: at the start) if one is due, else {}."""
+        """Runs an evaluation if it is due after `step` (0: before training). Returns metrics with prefix, or {}."""
         return {}
 
     def finished(self, row: dict[str, Any]) -> bool:
-        """Returns True when the row just logged ends the training early."""
+        """Returns whether training ends early after the row of metrics that was just logged."""
         return False
 
     @abc.abstractmethod
     def _settings(self) -> dict[str, Any]:
         """Returns the settings that loggers record for a run without `config.yaml`."""
 
-    # Called by subclasses at the start of `train`.
+    # Subclasses call the following methods at the start of `train`.
 
     def _compile(
         self, objective: StepObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
     ) -> None:
-        """Builds the optimizer for `total` steps, its state if there is none yet, and the compiled functions.
+        """Builds the optimizer for `total` steps, the optimizer state if there is none yet, and the compiled functions.
 
         Args:
           optimizer: an `OptimizerConfig` or an optax transformation.
@@ -204,8 +204,8 @@ class Trainer(abc.ABC):
     def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:
         """Returns an iterator over batches of prompts.
 
-        It continues after the previous call of `train` if the data is the same object and there is no run folder to
-        resume from; else it starts from the beginning.
+        The iterator continues after the previous call of `train` if the data is the same object, the settings are equal
+        and there is no run folder to resume from. Otherwise it starts from the beginning.
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
         settings, previous = (size, batch_size, shuffle, forever), self._stream
@@ -231,7 +231,8 @@ class Trainer(abc.ABC):
         return batches
 
     def _begin(self) -> None:
-        """Resets the state of the previous call of `train` if there is a folder, because the folder is resumed from."""
+        """Takes the model's current weights. With a folder, also resets the state of the previous call of `train`,
+        because the run resumes from the folder."""
         self._take_weights()
         if self.folder is not None:
             self.done, self._stream = 0, None
@@ -245,7 +246,7 @@ class Trainer(abc.ABC):
 
 
 def write_description(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the description of a model, and for adapters the description of their base model."""
+    """Writes the description of a model (config and tokenizer), and the adapter config if the model has adapters."""
     save_description(model.config, tokenizer, folder, model.param_dtype.name)
     if model.adapters is not None:
         save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)

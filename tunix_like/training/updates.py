@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Updates:
-    """Runs the updates of each rollout batch of a run, which replace the state of the trainer.
+    """Runs the optimizer updates of each rollout batch of a run. Each update replaces the state of the trainer.
 
     Args:
       mini_batch_size: prompts per optimizer update.
@@ -49,7 +49,7 @@ class Updates:
     def __call__(
         self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
     ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
-        """Runs all optimizer updates of one rollout batch; returns the advantages and the metrics of the updates.
+        """Runs all optimizer updates of one rollout batch. Returns the advantages and the metrics of the updates.
 
         Args:
           prompts: texts of the prompts, for error messages.
@@ -92,7 +92,7 @@ class Updates:
     def logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
-        """Computes the log-probabilities of the completions `rows` (None: of all), 0 elsewhere."""
+        """Computes the log-probabilities of the completions that `rows` marks (None: all); other entries are 0."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
         placed = place_replicated(batch, self.trainer.mesh)
@@ -116,7 +116,7 @@ class Updates:
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, self.reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
-        """Returns the completions that the model processes, and the fractions of those that it does not."""
+        """Returns a mask of the completions that the model processes, and metrics on the other completions."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.skips_zero_advantages:
@@ -151,7 +151,7 @@ def pack_update(
     most_prompts: int,
     reference: bool = False,
 ) -> Packed:
-    """Packs the completions `rows` of a batch, in chunks of the configured size.
+    """Packs the completions of a batch that `rows` marks, in chunks of the configured size.
 
     Args:
       most_prompts: maximum number of prompts of an update.
@@ -164,7 +164,7 @@ def pack_update(
 
 
 def _aggregate(name: str, values: Sequence[Any]) -> float:
-    """Aggregates a metric of several updates: maximum of maxima, mean of other metrics; NaN if none is finite."""
+    """Aggregates a metric of several updates: maximum of maxima, mean of other metrics; NaN if no value is finite."""
     finite = [float(value) for value in values if np.isfinite(value)]
     if not finite:
         return float("nan")

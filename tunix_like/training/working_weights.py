@@ -1,8 +1,9 @@
 """Prepares the weights of an update: matrices in the compute dtype, stacked layers, a separate output matrix.
 
-This is done once per update, so the passes over its chunks read and, on a mesh, exchange weights in the compute dtype.
-Gradients are taken with respect to the prepared weights and added up in float32; `gradients_of` converts the sums to
-the form of the parameters. The preparation is linear, so the result is the gradient of the parameters.
+The weights are prepared once per update. All passes over the chunks then read weights in the compute dtype; on a mesh,
+they also exchange weights in this dtype. Gradients are taken with respect to the prepared weights and added up in
+float32. `gradients_of` converts the sums to the form of the parameters. The preparation is linear, so the result is the
+gradient with respect to the parameters.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from tunix_like.models.sharding import constrain_params, split_vocabulary
 Params = dict[Any, Any]
 
 _AS_STORED = (*QUANTIZED, "embedding", "lm_head")
-"""Names of matrices that keep their dtype: quantised matrices; the embedding, because only some of its rows are read;
-and the output matrix, so that its gradient is added up over the pieces of a chunk in float32 (`token_logprobs` casts
-the matrix)."""
+"""Names of matrices that keep their dtype: quantised matrices, the embedding and the output matrix. The embedding keeps
+its dtype because only some of its rows are read. The gradient of the output matrix is added up in float32 over the
+pieces of a chunk, so `token_logprobs` casts this matrix."""
 
 
 class WorkingWeights(NamedTuple):
     """Prepared weights.
 
     Attributes:
-      graphdef: the graph of their decoder.
+      graphdef: the graph of the decoder with these weights.
       trained, frozen: the weights.
-      segments: the patterns whose layers are stacked, or None.
+      segments: the patterns of layers that are stacked (`layer_stack.Segment`), or None if no layers are stacked.
     """
 
     graphdef: Any
@@ -46,8 +47,8 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     """Prepares trained and frozen parameters.
 
     Args:
-      stacked: whether layers of equal kinds are stacked. A frozen base on a single device is not, because the stack is
-        a copy as large as the base.
+      stacked: whether layers of equal kinds are stacked. A frozen base on a single device is never stacked, because the
+        stack would be a copy as large as the base.
     """
     model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
     copies_base = bool(frozen) and jax.sharding.get_abstract_mesh().empty
@@ -83,7 +84,7 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
 
 
 def constrain_working(tree: Params) -> Params:
-    """Constrains, inside a compiled function, prepared weights or their gradients to their shardings."""
+    """Constrains prepared weights, or their gradients, to their shardings. Call it inside a compiled function."""
     by_vocabulary = {name: tree[name] for name in ("output_matrix", "lm_head") if name in tree}
     others = {name: value for name, value in tree.items() if name not in by_vocabulary}
     return constrain_params(others) | jax.tree.map(split_vocabulary, by_vocabulary)
