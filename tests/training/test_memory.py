@@ -259,6 +259,9 @@ def test_an_accelerator_turns_one_matrix_back_at_a_time():
     parts = {backend: update_phases(work, 1)[0].parts["cast weights"] for backend, work in on.items()}
     tied = 4 * 256 * 64
     assert parts["gpu"] == 8 * 256 * 1536 + tied < parts["cpu"] / 10
+    rollout = {backend: rollout_phase(dataclasses.replace(work, backend=backend), 4, 4) for backend in ("gpu", "tpu")}
+    assert rollout["gpu"].parts["cast weights"] >= 8 * sum(work.share.quantized), "all at once for the prompts"
+    assert rollout["gpu"].bytes > rollout["tpu"].bytes + 7 * sum(work.share.quantized)
 
 
 def test_the_first_cache_is_the_samplers():

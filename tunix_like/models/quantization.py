@@ -29,8 +29,8 @@ BLOCK = 64
 """Number of weights along the input dimension that share a scale in NF4."""
 
 FEW_ROWS = 2048
-"""Maximum number of rows of a product for which `fused_product` is used on TPU. Under the compiler for v5e, a product of
-2 rows with an nf4 matrix of 4,096 x 12,288 takes 0.37 Mcycles (`plain_product`: 1.55). Product and gradient of 8,192
+"""Maximum number of rows of a product for which `fused_product` is used on TPU. Under the compiler for v5e, a product
+of 2 rows with an nf4 matrix of 4,096 x 12,288 takes 0.37 Mcycles (`plain_product`: 1.55). Product and gradient of 8,192
 rows take 16.8 Mcycles and 403 MB (`plain_product`: 17.7 and 151 MB)."""
 
 NF4 = (

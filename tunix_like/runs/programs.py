@@ -1,4 +1,4 @@
-"""Describes the compiled programs of a run: how each program is lowered, how often it runs, and its number of operations.
+"""Describes the compiled programs of a run: how each is lowered, how often it runs, and its number of operations.
 
 The programs are built from shapes. No arrays of the size of the model are allocated, and neither data nor weights are
 read. Programs can be built for devices that this machine does not have (`runtime/accelerators.py`).

@@ -277,7 +277,11 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     moments = [
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
         kept | {"cast weights": copy, "completion cache": cache, "cache before growing": moved},
-        kept | {"cast weights": max(copy, cast * (work.size < 4)) + dequantized, "prompts": forward},
+        kept
+        | {
+            "cast weights": max(copy, cast * (work.size < 4)) + _dequantized(work, backward=False, prompts=True),
+            "prompts": forward,
+        },
         {"laying out the weights": int(LAID_OUT.get(work.backend, max(LAID_OUT.values())) * copy)},
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
@@ -323,16 +327,15 @@ def _sampled_weights(work: Work) -> int:
     return _in_compute_dtype(work, share) + transposed
 
 
-def _dequantized(work: Work, backward: bool) -> int:
-    """Returns the bytes of dequantised matrices.
-
-    On the CPU, all matrices exist at the same time. On other backends, only the largest matrix is counted, in float32
-    and in the compute dtype.
-    """
+def _dequantized(work: Work, backward: bool, prompts: bool = False) -> int:
+    """Returns the bytes of the dequantised matrices that exist at the same time: on the CPU all; on GPUs, before
+    sampling, all for the prompts (Qwen3-8B in nf4 takes 52 GB); otherwise the largest, in float32 and as cast."""
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
-    return DEQUANTIZED_COPIES[backward] * 4 * sum(sizes) if work.backend == "cpu" else (4 + work.size) * max(sizes)
+    if work.backend == "cpu":
+        return DEQUANTIZED_COPIES[backward] * 4 * sum(sizes)
+    return (4 + work.size) * (sum(sizes) if prompts and work.backend == "gpu" else max(sizes))
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
