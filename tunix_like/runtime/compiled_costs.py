@@ -26,6 +26,9 @@ _FREE = {
 }  # fmt: skip
 """Opcodes that move no data themselves."""
 
+UNKNOWN_CYCLES = 2**62
+"""XLA:TPU writes the largest number of 64 bits as the cycles of a few fusions. Such numbers are no estimates."""
+
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__cudnn\$)')
 _WINDOW = re.compile(r"(\w+)=([\dx_\-]+)")
@@ -128,7 +131,7 @@ class Counter:
 
     def _instruction(self, computation: Computation, instruction: Instruction, channels: set[str]) -> Costs:
         costs = Costs()
-        if cycles := _CYCLES.search(instruction.attributes):
+        if (cycles := _CYCLES.search(instruction.attributes)) and int(cycles[1]) < UNKNOWN_CYCLES:
             costs.cycles = float(cycles[1])
         costs.memory_bytes = self._memory(computation, instruction)
         self._inside(computation, instruction, costs, channels)

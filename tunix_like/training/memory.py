@@ -78,8 +78,7 @@ the donated buffers."""
 
 DEQUANTIZED_COPIES = {False: 1, True: 2}
 """Number of float32 arrays of the size of the quantised matrices on the CPU, without (False) and with (True) a backward
-pass (measured: 0.99 and 1.98). On the CPU, XLA removes the barriers that delay the dequantisation of each matrix, and
-dequantises all matrices at the start."""
+pass (measured: 0.99 and 1.98). XLA:CPU removes the barriers that delay the dequantisation, so it comes first."""
 
 LOGITS_COPIES = 2
 """Number of float32 arrays `[tokens, vocabulary]` in the forward and backward pass of the log-probabilities, for the
@@ -268,9 +267,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
     cast, dequantized, old = _sampled_weights(work), _dequantized(work, backward=False), _room_before(width)
     grown = rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp
-    moved = max(
-        grown, cache // 2 + prompt_cache // (1 if slots < rows else 2)
-    )  # compaction halves the rows or the slots
+    moved = max(grown, cache // 2 + prompt_cache // (1 if slots < rows else 2))  # compaction halves rows or slots
     forward = _prompt_forward(work, slots)
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
