@@ -82,7 +82,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
-    """Builds the table of a phase. Merges rows of the same step, because a final evaluation may have its own row."""
+    """Builds the table of a phase. Merges rows of the same step, because a final evaluation can have its own row."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = row.get(key)

@@ -1,4 +1,4 @@
-"""Describes the compiled programs of a run: how each program is lowered, how often it runs, and its number of operations.
+"""Describes the compiled programs of a run: how each program is lowered, how often it runs, and its operation count.
 
 The programs are built from shapes. No arrays of the size of the model are allocated, and neither data nor weights are
 read. Programs can be built for devices that this machine does not have (`runtime/accelerators.py`).
@@ -291,7 +291,7 @@ def _prompt_inputs(plan: Plan) -> tuple[Any, Any]:
 
 
 def reshard_program(plan: Plan) -> Program | None:
-    """Describes the program that converts the weights to the sampling layout, once per step; None on one device."""
+    """Describes the program that converts the weights to the sampling layout; returns None on a single device."""
     if plan.sampling_mesh is None or not plan.lays_out:
         return None
     graphdef, params = plan.split

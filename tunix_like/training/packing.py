@@ -77,8 +77,8 @@ def choose_layout(
     A set has at most `micro_batch_size * T` prompt tokens, but at least one prompt and at least `device_parts` prompts.
     The activations of the prompts are kept while their completions are processed. With this limit, they are at most as
     large as the activations of a chunk. If there is one completion per prompt, `micro_batch_size` is a number of
-    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. There are no
-    more lanes than the completions of a whole set can fill.
+    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. The number
+    of lanes is limited to the number that the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
