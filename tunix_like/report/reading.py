@@ -17,7 +17,7 @@ HISTOGRAMS = ("drawn", "trained", "advantage")
 """Names of the histograms `train/pass_rate/<name>`, ten numbers per step (`algorithms/pass_rates.py`)."""
 
 MOST_STEPS = 2000
-"""Maximum number of steps per phase. Of a phase with more steps, evenly spread steps and evaluated steps are kept."""
+"""Maximum number of steps per phase. If a phase has more steps, evenly spread steps and evaluated steps are kept."""
 
 
 @dataclasses.dataclass(frozen=True)

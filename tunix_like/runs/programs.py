@@ -68,8 +68,8 @@ class Program:
     Attributes:
       lower: function that lowers the program and returns a `jax.stages.Lowered`.
       mesh: the mesh on which the program runs.
-      operations: multiplications and additions of this program in a training step, on all devices together, for
-        completions of full length. Recomputation and padding are not counted.
+      operations: number of multiplications and additions of this program in a training step, summed over all devices,
+        for completions of full length. Recomputation and padding are not counted.
       calls: number of times that the program runs in a training step.
       trips: number of iterations of each loop that depends on the inputs of the program, for completions of full
         length.

@@ -35,8 +35,8 @@ MOST_ROWS = 1 << 16
 """Maximum number of concurrent completions."""
 
 ROWS_PER_DEVICE = 16
-"""Number of completions per device that must fit with `rollout.mesh: auto` if `rollout.max_concurrent_rows` is `auto`
-too."""
+"""Number of completions per device that must fit into memory if `rollout.mesh` and `rollout.max_concurrent_rows` are
+`auto`."""
 
 
 def rollout_mesh(
