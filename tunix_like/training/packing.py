@@ -116,7 +116,7 @@ def pack(
     filled = {group: _bins(live[group], lengths[group], width) for group in np.flatnonzero(live.any(axis=1)).tolist()}
     groups = sorted(filled, key=lambda group: -len(filled[group])) if layout.own_lanes else list(filled)
     count = max(1, math.ceil((most_prompts or total) / layout.prompts), math.ceil(len(groups) / layout.prompts))
-    pieces = math.ceil(size / layout.bins)  # lanes of a group whose completions all have the full width
+    pieces = math.ceil(size / layout.bins)  # number of lanes of a group if all completions have full width
     most = pieces if layout.own_lanes else math.ceil(layout.prompts * pieces / layout.lanes)
     shape = (count, most, layout.lanes, layout.bins, min(size, ROWS_PER_BIN))
     prompts = np.full((count, layout.prompts), groups[-1] if groups else 0, np.int32)
