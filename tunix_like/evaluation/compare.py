@@ -67,7 +67,7 @@ def read_settings(file: Path) -> dict[str, Any] | None:
 
 
 def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns the sampling settings that differ between A and B as text. It is empty if they are equal or not known."""
+    """Returns a text with the sampling settings that differ between A and B; empty if none are known to differ."""
     if a is None or b is None:
         return ""
     names = [name for name in _SETTINGS if a[name] != b[name]]

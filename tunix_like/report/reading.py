@@ -17,7 +17,7 @@ HISTOGRAMS = ("drawn", "trained", "advantage")
 """Names of the histograms `train/pass_rate/<name>`, ten numbers per step (`algorithms/pass_rates.py`)."""
 
 MOST_STEPS = 2000
-"""Maximum number of steps per phase. Of a phase with more steps, evenly spread steps and evaluated steps are kept."""
+"""Maximum number of steps per phase. If a phase has more steps, evenly spread steps and evaluated steps are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
-    """Builds the table of a phase. Merges rows of the same step, because a final evaluation may have its own row."""
+    """Builds the table of a phase. Merges rows of the same step, because a final evaluation can have its own row."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = row.get(key)

@@ -22,8 +22,8 @@ _LETTERS = {step: name[0] for name, step in MOVES.items()}
 def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
     """Returns steps of a run with their groups, and a note on omitted steps (empty if no step was omitted).
 
-    The steps are the first, the newest and evenly spread steps between them, as many as fit into `most_bytes`. If the
-    newest step does not fit alone, only its first groups are returned.
+    The result contains the first step, the newest step and evenly spread steps between them. It has as many steps as
+    fit into `most_bytes`. If the newest step alone does not fit, only its first groups are returned.
 
     Raises:
       UserError: a row cannot be read (the message names file and line).

@@ -158,7 +158,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     # Also checks that the prompts of the data can have several turns.
     first = None if player is None else player.check(source.train)
     parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first)
-    if config.training.best_metric is not None:  # checked here, because SFT may run before the learner is built
+    if config.training.best_metric is not None:  # checked here, because SFT can run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
     return parts
 
@@ -210,7 +210,7 @@ def _load_model(
 ) -> tuple[Decoder, Tokenizer, str]:
     section, what = config.model, named_model(config.model, own)
     if config.lora.rank is not None:
-        resolve_adapters(load_config(what), config.lora)  # checked before weights are read, which may take minutes
+        resolve_adapters(load_config(what), config.lora)  # checked before weights are read, which can take minutes
     if abstract:
         model, tokenizer, weights = load_abstract(
             what, init=section.init, quantize=section.quantize, **kinds_of(config)

@@ -52,7 +52,7 @@ CHANGEABLE = (
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
     """Returns `training.output_dir`, or `runs/<config>-<kind>-s<seed>`.
 
-    `kind` is the estimator. If it is given as `FILE.py:function`, the folder has the name of the function.
+    `kind` is the estimator. If it is given as `FILE.py:function`, only the name of the function is used.
     """
     if config.training.output_dir is not None:
         return Path(config.training.output_dir)

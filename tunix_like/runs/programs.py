@@ -1,4 +1,4 @@
-"""Describes the compiled programs of a run: how each is lowered, how often it runs, and its number of operations.
+"""Describes the compiled programs of a run: how each program is lowered, how often it runs, and its operation count.
 
 The programs are built from shapes. No arrays of the size of the model are allocated, and neither data nor weights are
 read. Programs can be built for devices that this machine does not have (`runtime/accelerators.py`).
@@ -68,8 +68,8 @@ class Program:
     Attributes:
       lower: function that lowers the program and returns a `jax.stages.Lowered`.
       mesh: the mesh on which the program runs.
-      operations: multiplications and additions of this program in a training step, on all devices together, for
-        completions of full length. Recomputation and padding are not counted.
+      operations: number of multiplications and additions of this program in a training step, summed over all devices,
+        for completions of full length. Recomputation and padding are not counted.
       calls: number of times that the program runs in a training step.
       trips: number of iterations of each loop that depends on the inputs of the program, for completions of full
         length.
@@ -291,7 +291,7 @@ def _prompt_inputs(plan: Plan) -> tuple[Any, Any]:
 
 
 def reshard_program(plan: Plan) -> Program | None:
-    """Describes the program that converts the weights to the sampling layout, once per step; None on one device."""
+    """Describes the program that converts the weights to the sampling layout; returns None on a single device."""
     if plan.sampling_mesh is None or not plan.lays_out:
         return None
     graphdef, params = plan.split

@@ -83,7 +83,7 @@ def train(
     with owned(folder):
         claim(folder, parts)
         on_claim()
-        # The servers are checked before SFT, which may take hours.
+        # The servers are checked before SFT, which can take hours.
         with compared_once(source.train, source.eval), server_engine(parts, folder) as engine:
             unsaved = fine_tune(parts, folder, on_row, another_follows=True) if parts.config.sft.max_steps else None
             learner = make_learner(parts, folder, on_row, on_samples, engine)

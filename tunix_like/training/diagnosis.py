@@ -221,7 +221,7 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
 
 
 def _equal_answers(rollout: Rollout) -> Bool[np.ndarray, "PG"]:
-    """Returns a mask of the completions that equal the column `answer` of their row, except for surrounding space."""
+    """Returns a mask of the completions that equal their row's column `answer`, ignoring surrounding white space."""
     size = rollout.completions.lengths.shape[1]
     answers = (problem.columns.get("answer") for problem in rollout.problems for _ in range(size))
     return np.array([text.strip() == str(answer).strip() for text, answer in zip(rollout.texts, answers, strict=True)])

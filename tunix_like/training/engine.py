@@ -146,7 +146,7 @@ class CheckedEngine(WrappedEngine):
         given = params, requests, key, sampling
         name = f"engine {type(self.engine).__name__}"
         missing = {(i, j) for i, request in enumerate(requests) for j in range(request.samples)}
-        # An engine that does not support several turns does not need the parameter `responder`.
+        # Only an engine that supports several turns needs the parameter `responder`.
         samples: Iterator[Any] = self.engine.generate(*given, *(() if responder is None else (responder,)))
         for sample in samples:
             if not isinstance(sample, Sample):

@@ -89,10 +89,10 @@ class Learner(Trainer):
       model: a `Decoder`. If it has adapters, only the adapters are trained, otherwise all weights. The trained weights
         are donated to the compiled step; `train` writes them back to the model when it ends.
       tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
-      reward_fns: one function or several (a mapping gives them names),
-        `f(prompts, completions, **columns) -> list of numbers`; their (weighted) sum is the reward. None, NaN or an
-        exception means that a completion could not be scored. Functions run in this process; functions of
-        `tunix_like.rewards.pooled` run in worker processes, with a time limit.
+      reward_fns: one or several functions `f(prompts, completions, **columns) -> list of numbers`. A mapping gives
+        names to the functions. The (weighted) sum of their numbers is the reward. None, NaN or an exception means that
+        a completion could not be scored. Functions run in this process; functions of `tunix_like.rewards.pooled` run in
+        worker processes, with a time limit.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
       ref_model: reference model of the KL if `beta > 0`; it can be quantised. Weights are copied only if they share

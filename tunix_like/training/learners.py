@@ -121,7 +121,7 @@ class RLOOLearner(Learner):
 
 
 class MaxRLLearner(Learner):
-    """Maximum Likelihood RL (arXiv 2602.02710): `A_i = (r_i - m) / m`, 0 if no completion succeeds.
+    """Maximum Likelihood RL (arXiv 2602.02710): `A_i = (r_i - m) / m`, or 0 if `m` is 0.
 
     For 0/1 rewards, the gradient estimate is unbiased for the log-likelihood of success, expanded in powers of `1 - p`
     and truncated after order `G - 1`. A prompt with pass rate p has the weight `(1 - (1-p)^(G-1)) / p`. With more

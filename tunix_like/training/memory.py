@@ -4,7 +4,7 @@ The estimate counts the arrays that the programs of `training/train_step.py` and
 peak, for rows of full length. The constants below were measured from XLA's buffer assignment
 (`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time.
 `tests/training/test_memory.py` compares the sums with the buffer assignment. No weights are needed. `sizes.py` chooses
-sizes with these estimates.
+the batch sizes with these estimates.
 """
 
 from __future__ import annotations
@@ -312,12 +312,12 @@ def _cast_weights(work: Work) -> int:
 
 
 def _output_gradient(work: Work) -> int:
-    """Returns the bytes of the output matrix's gradient if it is later added to the embedding's gradient, else 0."""
+    """Returns the bytes of the separate gradient of a tied output matrix, or 0 if there is no such gradient."""
     return 0 if work.adapters is not None or not work.model.tie_embeddings else 4 * work.share.embedding
 
 
 def _sampled_weights(work: Work) -> int:
-    """Returns the bytes of the weights in the sampler's layout, or `_cast_weights` if the sampler has no own layout."""
+    """Returns the bytes of the weights in the sampler's layout, or `_cast_weights` if it has no own layout."""
     if (share := work.rollout_share) is None:
         return _cast_weights(work)
     transposed = share.embedding * work.size if work.model.tie_embeddings else 0

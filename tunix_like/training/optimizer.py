@@ -95,7 +95,7 @@ def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) 
 
 
 def updates_done(state: optax.OptState) -> int:
-    """Returns the number of updates that an optimizer state counts; skipped and empty updates are not counted."""
+    """Returns the number of updates that the optimizer state has counted, without skipped and empty updates."""
     return int(optax.tree.get_all_with_path(state, "count")[0][1])
 
 

@@ -77,8 +77,8 @@ def choose_layout(
     A set has at most `micro_batch_size * T` prompt tokens, but at least one prompt and at least `device_parts` prompts.
     The activations of the prompts are kept while their completions are processed. With this limit, they are at most as
     large as the activations of a chunk. If there is one completion per prompt, `micro_batch_size` is a number of
-    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. There are no
-    more lanes than the completions of a whole set can fill.
+    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. The number
+    of lanes is limited to the number that the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
@@ -126,7 +126,7 @@ def pack(
     filled = {group: _bins(live[group], lengths[group], width) for group in np.flatnonzero(live.any(axis=1)).tolist()}
     groups = sorted(filled, key=lambda group: -len(filled[group])) if layout.own_lanes else list(filled)
     count = max(1, math.ceil((most_prompts or total) / layout.prompts), math.ceil(len(groups) / layout.prompts))
-    pieces = math.ceil(size / layout.bins)  # lanes of a group whose completions all have the full width
+    pieces = math.ceil(size / layout.bins)  # number of lanes of a group if all completions have full width
     most = pieces if layout.own_lanes else math.ceil(layout.prompts * pieces / layout.lanes)
     shape = (count, most, layout.lanes, layout.bins, min(size, ROWS_PER_BIN))
     prompts = np.full((count, layout.prompts), groups[-1] if groups else 0, np.int32)

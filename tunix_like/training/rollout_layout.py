@@ -35,8 +35,8 @@ MOST_ROWS = 1 << 16
 """Maximum number of concurrent completions."""
 
 ROWS_PER_DEVICE = 16
-"""Number of completions per device that must fit with `rollout.mesh: auto` if `rollout.max_concurrent_rows` is `auto`
-too."""
+"""Number of completions per device that must fit into memory if `rollout.mesh` and `rollout.max_concurrent_rows` are
+`auto`."""
 
 
 def rollout_mesh(
@@ -74,8 +74,8 @@ def rollout_mesh(
 def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
     if math.prod(shape) != mesh.size:
         raise UserError(
-            f"rollout.mesh: {shape} must give the devices along data, fsdp and tp, {mesh.size} in all, e.g. "
-            f"[{mesh.size}, 1, 1]; or set auto."
+            f"rollout.mesh: got {shape}; give the numbers of devices along data, fsdp and tp, whose product must be "
+            f"{mesh.size}, e.g. [{mesh.size}, 1, 1], or set auto."
         )
     try:
         return _dividing(mesh, shape, model)

@@ -129,7 +129,10 @@ class RolloutsAhead:
         return self.collector.drawn if self._ahead is None else self._position.drawn
 
     def resume(self, drawn: int) -> None:
-        """Continues after the first `drawn` prompts. Reads and drops them if the iterator has no saved position."""
+        """Continues after the first `drawn` prompts.
+
+        If the position in the data cannot be saved, these prompts are read again and dropped.
+        """
         self.collector.drawn, self.collector.started = drawn, True
         if self._iterator is None:
             read = drawn // self.collector.batch_size

@@ -75,8 +75,8 @@ class SFTTrainer(Trainer):
         truncated, and then have no end-of-sequence token).
       training_config: seed, folder and checkpoints, as for `Learner`. Checkpoints are written to `sft_checkpoints/`.
       mesh: devices to train on; defaults to a single device.
-      evaluate: `f(params, step) -> metrics` (logged as `sft/<name>`), called every `sft.eval_every_n_steps`;
-        `sft.stop_at_success` uses its `eval/pass@1`.
+      evaluate: `f(params, step) -> metrics` (logged as `sft/<name>`), called every `sft.eval_every_n_steps`.
+        `sft.stop_at_success` needs the metric `eval/pass@1`.
     """
 
     name, step_key = "sft", "sft/step"

@@ -35,7 +35,7 @@ class Updates:
 
     Args:
       mini_batch_size: prompts per optimizer update.
-      reference: whether a reference model is held in memory beside the policy.
+      reference: whether a reference model is held in memory in addition to the policy.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Updates:
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, self.reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
-        """Returns a mask of the completions that the model processes, and metrics on the other completions."""
+        """Returns a mask of the completions that the model processes, and metrics: the fractions that are left out."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.skips_zero_advantages:
@@ -155,7 +155,7 @@ def pack_update(
 
     Args:
       most_prompts: maximum number of prompts of an update.
-      reference: whether a reference model is held in memory beside the policy.
+      reference: whether a reference model is held in memory in addition to the policy.
     """
     widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
     chunk = chunk_size(training, model, (most_prompts, size), widths, reference, mesh)

@@ -24,8 +24,8 @@ Params = dict[Any, Any]
 
 _AS_STORED = (*QUANTIZED, "embedding", "lm_head")
 """Names of matrices that keep their dtype: quantised matrices, the embedding and the output matrix. The embedding keeps
-its dtype because only some of its rows are read. The gradient of the output matrix is added up in float32 over the
-pieces of a chunk, so `token_logprobs` casts this matrix."""
+its dtype because only some of its rows are read. The output matrix keeps its dtype so that its gradient is added up
+in float32 over the pieces of a chunk. `token_logprobs` casts this matrix."""
 
 
 class WorkingWeights(NamedTuple):
