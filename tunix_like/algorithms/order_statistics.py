@@ -62,8 +62,11 @@ def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixt
 def above_average(
     rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int
 ) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
-    """Returns `q_i - V_k`, `V_k`, and the largest reward minus `V_k`. The last value is computed without the rounding
-    of `V_k`."""
+    """Returns `q_i - V_k` of each completion, and `V_k` and `max(rewards) - V_k` of each group.
+
+    `q_i` and `V_k` are defined in the docstring of this module. The last value is a sum of differences to the largest
+    reward. It is therefore accurate even if `V_k` is almost as large as this reward.
+    """
     size = rewards.shape[-1]
     table = _subset_weights(size, k)
     ordered, _, group = _sorted(rewards, scored)

@@ -349,7 +349,8 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
 def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
     """Returns notes on gold answers, and whether all gold answers fail.
 
-    A failure does not change the exit status, because the column `answer` can have a text that is not a good turn.
+    Gold answers that fail do not change the exit status, because the column `answer` may hold a text that the policy
+    would not write as a turn.
     """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:

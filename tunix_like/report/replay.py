@@ -109,7 +109,9 @@ def norms_of(
     masks: Sequence[Bool[np.ndarray, "P G"]],
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[float, float]]:
-    """Computes loss and gradient norm of the completions of each mask, with their advantages and weights in the update.
+    """Returns a loss and a gradient norm for each mask, over the completions that the mask selects.
+
+    A completion keeps the advantage and the loss weight that it has in the whole update.
 
     Args:
       program: a function that `program_of` returned.

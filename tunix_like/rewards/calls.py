@@ -35,8 +35,7 @@ _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "work
 
 
 class WrongCount(UserError):
-    """Raised if a function does not return one value per completion, because its values cannot be assigned to
-    completions."""
+    """A reward function did not return one value per completion, so its values cannot be assigned to completions."""
 
 
 class Failure(NamedTuple):

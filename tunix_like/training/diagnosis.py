@@ -237,7 +237,11 @@ def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None
 
 
 def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
-    """Returns a note with the numbers of unscored completions and groups, which the counts of the message exclude."""
+    """Returns text for the end of a message whose counts cover scored completions only.
+
+    The text has the number of unscored completions, and of groups without any scored completion. It is empty if all
+    completions are scored.
+    """
     if scored.all():
         return ""
     none = int((~scored.any(axis=1)).sum())

@@ -162,8 +162,8 @@ class Bridge:
         return ids if len(ids) <= self._most else None
 
     def _ids(self, addition: str, end: int) -> list[int]:
-        """Returns the ids of an addition. If there are more ids than allowed, the result may be cut to any number of
-        ids above the limit."""
+        """Returns the ids of an addition. The encoder stops early on long texts: if there are more than
+        `max_observation_tokens` ids, the result can be incomplete, but it still has more than that many."""
         if self._difference is None:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:

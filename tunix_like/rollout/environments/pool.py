@@ -167,7 +167,8 @@ class EnvironmentPool:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Starts waiting calls while fewer than `workers` calls run, and sends orders to the fork server."""
+        """Starts queued calls as long as fewer than `workers` calls run. Sends the fork server the queued requests to
+        begin and to stop processes."""
         while self._requests and len(self._running) < self.workers:
             caller, what, request = self._requests[0]
             if what == "reset" and not self._loaded:
