@@ -47,8 +47,8 @@ class DataSource:
       tokenizer: the source's own tokenizer; None: the tokenizer of the model is used.
       reward: registered name of the default reward function.
       draw: `draw(row, completion)` returns a picture for the terminal; None: there is no picture.
-      parts: for a mix, its sources by label. The `train` of each contains its rows as often as one epoch of the mix uses
-        them. Empty for other sources.
+      parts: for a mix, its sources by label. The `train` of each contains its rows as often as one epoch of the mix
+        uses them. Empty for other sources.
     """
 
     train: Sequence[Record]

@@ -34,8 +34,8 @@ _LANES = 128
 def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
     """Computes attention with cuDNN. The mask of every part must be a `Lengths`, `Positions` or `Causal`, not an array.
 
-    Only float16 and bfloat16 are supported. A single causal part needs no mask. Otherwise the parts are concatenated and
-    their masks are materialised. The masks take `2 H` times less memory than the scores
+    Only float16 and bfloat16 are supported. A single causal part needs no mask. Otherwise the parts are concatenated
+    and their masks are materialised. The masks take `2 H` times less memory than the scores
     would. The parts are not computed one by one for two reasons. The public interface of cuDNN has no segments. It also
     rounds the log-sum-exp to the dtype of `q`, and combining parts through a rounded log-sum-exp would give errors of
     some percent in the weights. If the masks have more than `MASK_ELEMENTS` elements, the blocked implementation is

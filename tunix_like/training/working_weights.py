@@ -29,7 +29,7 @@ in float32 over the pieces of a chunk. `token_logprobs` casts this matrix."""
 
 
 class WorkingWeights(NamedTuple):
-    """The weights as the forward and backward passes of an update read them: in the compute dtype, equal layers stacked.
+    """The weights as the passes of an update read them: in the compute dtype, with equal layers stacked.
 
     Attributes:
       graphdef: the graph of the decoder with these weights.

@@ -256,8 +256,8 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
 def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
     """Returns an observation as text or messages; None if it has no content.
 
-    `metadata` and fields that are null or empty are ignored. If exactly one field remains, its value is returned: a list
-    of messages as messages, any other value as text. Several fields are returned as a JSON object.
+    `metadata` and fields that are null or empty are ignored. If exactly one field remains, its value is returned: a
+    list of messages as messages, any other value as text. Several fields are returned as a JSON object.
     """
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})
