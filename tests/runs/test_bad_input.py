@@ -680,10 +680,11 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "word"),
     [
-        pytest.param("short", "'rewards.py:short' returned 1 values for 4 completions", marks=pytest.mark.slow),
+        ("short", "'rewards.py:short' returned 1 values for 4 completions"),
         ("negative", "non-negative rewards only"),
     ],
 )

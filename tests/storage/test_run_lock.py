@@ -168,6 +168,7 @@ def test_the_owner_touches_its_lock(tmp_path, quick):
         assert (tmp_path / "run.lock").stat().st_mtime_ns > before
 
 
+@pytest.mark.slow
 def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path):
     for _ in range(20):
         write(tmp_path, pid=dead())

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
+from tests.parameters import others_slow
 from tunix_like import (
     GRPOConfig,
     GRPOLearner,
@@ -151,7 +152,7 @@ def naive_gradient(graphdef, params, texts, places, targets, slope):
     return jax.grad(lambda p: (naive_logprobs(graphdef, p, texts, places, targets) * slope).sum())(params)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", others_slow(LOSSES, "ppo_clip"))
 def test_two_passes_in_two_mini_batches_by_loops(kind):
     """Four updates of one batch, redone with the plain forward: the old log-probabilities are those before the first
     update throughout, the sampler's those of the rollout (made to differ here), advantages are of the whole batch."""
