@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     Attributes:
       a, b: means of the metric in A and in B.
       difference, low, high: mean of B - A, and its 95 % confidence interval.
-      won, lost: number of problems on which B is higher and lower than A.
+      won, lost: number of problems with a higher value in B than in A, and with a lower value in B than in A.
     """
 
     name: str
@@ -82,7 +82,7 @@ def threshold_of(settings: Iterable[Mapping[str, Any] | None]) -> float:
 
 
 def skipped_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns a note with the numbers of prompts that A and B skipped; empty if no skipped prompts are known."""
+    """Returns a text with the numbers of prompts that A and B skipped; empty if each number is 0 or unknown."""
     counts = [summary.get("skipped_prompts") if summary else None for summary in (a, b)]
     if not any(counts):
         return ""
@@ -143,8 +143,8 @@ def differences(
 ) -> list[Difference]:
     """Computes B - A of each metric that A and B both have, with the interval of the mean of the paired differences.
 
-    `threshold` is the reward of a success. The interval of avg@n needs the largest possible difference. This is assumed
-    to be the range of all values of A and B, 0 and `threshold`.
+    `threshold` is the reward of a success. The interval of avg@n needs the largest possible difference. This
+    difference is computed as maximum minus minimum of all avg@n values of A and B, 0 and `threshold`.
     """
     names = [name for name in a[0]["values"] if name in b[0]["values"]]
     left, right = (

@@ -267,7 +267,7 @@ def extract_answers(
 
 
 def _answer_function(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[str], Hashable | None] | None:
-    """Returns the function that extracts answers for a problem, or None."""
+    """Returns the function that extracts an answer from a completion of `problem`, or None if no reward has one."""
     for name, function, _ in rewards:
         if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
             continue  # a function of the user with the name of a registered function

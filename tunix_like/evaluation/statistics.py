@@ -65,7 +65,10 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
 
 @functools.lru_cache(maxsize=64)
 def _subsets(samples: int, k: int) -> Float[np.ndarray, "subsets n"]:
-    """Returns the membership matrix of the subsets, with entries 0 and 1."""
+    """Returns one row per subset of `k` of `samples` completions: 1 for completions in the subset, otherwise 0.
+
+    Takes all subsets, or `SUBSETS` random subsets if there are more.
+    """
     if math.comb(samples, k) <= SUBSETS:
         rows = np.array(list(itertools.combinations(range(samples), k)))
     else:
@@ -117,7 +120,7 @@ def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tupl
     Args:
       names: names of the metrics. The range of pass@k and maj@k is 0 to 1.
       rewards: arrays of any shape; NaN is ignored. The range of avg@n is the range of these rewards and 0 together.
-        Include `rewards.success_threshold`, because it is a possible reward.
+        The caller adds `rewards.success_threshold` to them, because it is a possible reward.
     """
     flat = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
     seen = float(np.nanmin(flat)), float(np.nanmax(flat))
@@ -127,15 +130,15 @@ def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tupl
 def intervals(
     values: Mapping[str, Float[np.ndarray, "N"]], ranges: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """Computes 95 % confidence intervals of means over problems. They are also valid for rare events and few problems.
+    """Computes 95 % confidence intervals of means over problems. The intervals are also valid for rare events.
 
     For the low end, the lowest value of the range is added to the values. The weighted mean of all these values is
     computed with random weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 %
     quantile of this mean. For the high end, the highest value of the range is added instead, and the quantile is 97.5 %
     (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values
     are at the ends of the range, the result is the Clopper-Pearson interval. It is computed exactly, and its coverage
-    is at least 95 %. For other values, these authors conjecture that the coverage is at least 95 %. The tests check it
-    by simulation.
+    is at least 95 %. For other values, these authors conjecture that the coverage is at least 95 %. The tests check
+    this coverage by simulation.
 
     Args:
       values: value of each problem, by name; NaN is ignored. The weights are the same for all names and calls.
@@ -161,7 +164,10 @@ def intervals(
 
 
 def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray, "2 M"]) -> Float[np.ndarray, "2 M"]:
-    """Computes the ends of `M` intervals from `DRAWS` random weight vectors. `ends` are the ranges of the values."""
+    """Computes the low and high ends of `M` intervals from `DRAWS` random weight vectors.
+
+    `ends` are the lowest and the highest possible value of each metric.
+    """
     known = ~np.isnan(table)
     values, size, rng = np.where(known, table, 0.0), len(table), np.random.default_rng(0)
     means: list[Float[np.ndarray, "2 rows M"]] = []

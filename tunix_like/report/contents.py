@@ -76,7 +76,7 @@ def others(runs: Sequence[Run]) -> list[Curve]:
 
 
 def missing(runs: Sequence[Run]) -> list[str]:
-    """Returns notes on common metrics that no run recorded, with the reason."""
+    """Returns a text for each common metric that no run recorded. The text names the metric and the reason."""
     keys = {curve.key for curve in curves(runs)}
     out = []
     if "train/kl" not in keys:

@@ -171,7 +171,7 @@ def _advantage(runs: Sequence[Run]) -> Figure:
 
 
 def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
-    """Draws a point per prompt. The mean of each bin is drawn at the mean pass rate of the prompts in the bin."""
+    """Draws gradient norm over pass rate: a point per prompt, and a line through the means of each pass-rate bin."""
     figure = _new()
     axes = figure.subplots()
     for run, measured, colour in zip(runs, gradients, _colours(len(runs)), strict=True):

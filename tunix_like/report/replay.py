@@ -45,7 +45,7 @@ class Losses(NamedTuple):
 
 
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
-    """Opens a saved update, and the checkpoint of its run that is nearest to the step of the update.
+    """Opens a saved update, and the checkpoint of the same run whose step is nearest to the step of the update.
 
     Returns:
       the update, the model of the checkpoint, and the step of the checkpoint.

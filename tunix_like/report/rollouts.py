@@ -23,7 +23,8 @@ def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
     """Returns steps of a run with their groups, and a note on omitted steps (empty if no step was omitted).
 
     The result contains the first step, the newest step and evenly spread steps between them. It has as many steps as
-    fit into `most_bytes`. If the newest step alone does not fit, only its first groups are returned.
+    fit into `most_bytes`. If the first and the newest step do not fit together, the result contains only the
+    newest step, with as many of its first groups as fit (at least one).
 
     Raises:
       UserError: a row cannot be read (the message names file and line).
@@ -45,7 +46,7 @@ def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def _chosen(sizes: Sequence[int], most: int) -> list[int]:
-    """Returns the indices of as many evenly spread files, including both ends, as fit into `most` bytes.
+    """Returns the indices of as many files as fit into `most` bytes: the first, the last, and evenly spread others.
 
     If no two files fit, returns the last file only.
     """
@@ -93,7 +94,10 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a row. Keys with a missing or default value are left out. A trajectory has `turns` instead of `text`."""
+    """Converts a row of `step_*.jsonl` to the page's format. Keys with a missing or default value are left out.
+
+    The result has `turns` instead of `text` if the row has `turns`.
+    """
     text = _text(row["completion"])
     out: dict[str, Any] = {"text": text} if row.get("turns") is None else {"turns": [_turn(t) for t in row["turns"]]}
     for name in ("reward", "advantage"):
@@ -135,7 +139,7 @@ def _path(grid: str, completion: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Rounds to five significant digits; None if the value is missing or non-finite."""
+    """Rounds a number to five significant digits. Returns None if the number is missing or non-finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 

@@ -40,7 +40,8 @@ from tunix_like.types import Engine
 class Parts(NamedTuple):
     """The loaded parts of a run.
 
-    For an abstract model (shapes only), `weights` describes the weights with which the shapes were compared.
+    If the model is abstract (shapes only), `weights` is a text that describes the stored weights with which the shapes
+    were compared. Otherwise `weights` is empty.
     `first_observation` is the text that the environment adds to the prompt of the first row.
     """
 
@@ -122,7 +123,7 @@ def _check_lora(config: Config) -> None:
 def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Returns the default values of the unset keys that the estimator and the loss read.
 
-    Parameters of an estimator of the user are left out, because such a parameter can have the name of an unrelated key.
+    Parameters of an estimator of the user are left out, because their names can equal those of unrelated config keys.
     """
     read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
     if algorithm.advantage_estimator in LEARNERS:
@@ -228,13 +229,13 @@ def _load_model(
 
 
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
-    """Loads a model and its tokenizer with the settings of a config."""
+    """Loads the model `what` (see `named_model`) and its tokenizer with the settings of a config."""
     section, seed = config.model, config.training.seed
     return load_model(what, init=section.init, seed=seed, quantize=section.quantize, mesh=mesh, **kinds_of(config))
 
 
 def kinds_of(config: Config) -> dict[str, Any]:
-    """Returns the dtype and attention arguments of `load_model`. A dtype of None means the default of the device."""
+    """Returns the dtype and attention arguments of `load_model`. `dtype` None means the default of the device."""
     dtype = config.model.dtype
     return {
         "dtype": None if dtype is None else jnp.dtype(dtype),

@@ -49,7 +49,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
 
 
 def _memory_estimate(parts: Parts) -> MemoryEstimate:
-    """Estimates the memory of the run. Raises UserError if a size does not fit, unless this is a dry run."""
+    """Estimates the memory of the run. Raises UserError if a batch size does not fit, unless the model is abstract."""
     return estimate_memory(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
 
 
@@ -96,7 +96,8 @@ def describe_devices(mesh: Mesh | None) -> str:
 
 
 def describe_model(model: Decoder) -> str:
-    """Describes the number of parameters of a model. For adapters, adds the trained number and the base's dtype."""
+    """Describes the number of parameters of a model. With adapters, also states their number of parameters and the
+    dtype of the base."""
     text = f"{parameter_count(model.config) / 1e6:.2f} M parameters"
     if model.adapters is None:
         return text

@@ -61,7 +61,7 @@ def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
 
 
 def claim(folder: Path, parts: Parts) -> None:
-    """Writes the config and the model description into the folder, or checks that it already belongs to this run.
+    """Writes the config and the model description into the folder, or checks that the folder belongs to this run.
 
     Raises:
       UserError: the folder belongs to a run with another config, or it is not empty and is not a run folder. In the
@@ -93,7 +93,7 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
 
 
 def newest_checkpoints(run: Path) -> Path | None:
-    """Returns the folder of a run's RL checkpoints. If there are none, returns that of the SFT checkpoints, or None."""
+    """Returns the folder of a run's RL checkpoints. Without these, returns the folder of SFT checkpoints or None."""
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
         step = checkpoints.latest_step()

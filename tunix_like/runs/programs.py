@@ -134,7 +134,7 @@ class Plan:
         return np.full(prompts, width), np.full((prompts, group), steps)
 
     def phase(self, *names: str) -> Phase:
-        """Returns the estimated phase with the highest memory among these names."""
+        """Returns the phase with the highest estimated memory among the phases with these names."""
         return max((phase for phase in self.estimate.phases if phase.name in names), key=lambda phase: phase.bytes)
 
 
@@ -212,7 +212,7 @@ def logprobs_program(plan: Plan) -> Program | None:
     """Describes the program of a batch's log-probabilities without a gradient (`training/updates.py`).
 
     In a step, the program runs once if a batch has several updates, once if there is a KL, and once more if the KL is
-    in the reward. Returns None if it does not run.
+    in the reward. Returns None if a step does not run the program.
     """
     config, algorithm = plan.config, plan.config.algorithm
     calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
@@ -233,8 +233,8 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 def _block_trips(plan: Plan) -> Trips:
     """Returns the numbers of iterations of the loops over key blocks.
 
-    For causal attention, this is the average over query blocks; otherwise it is the number of blocks of a prompt.
-    Windows are ignored, although they reduce the number of iterations.
+    For causal attention, the number is the average over query blocks; otherwise it is the number of blocks of a prompt.
+    Sliding windows would reduce the number of iterations, but are not considered.
     """
     return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
 
@@ -280,7 +280,7 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
 
 
 def _slots(plan: Plan) -> tuple[int, int]:
-    """Returns the number of slots of the sampler, and the number of rows per slot, when all rows are active."""
+    """Returns the sampler's number of slots (a slot is a prompt with its rows), and the number of rows per slot."""
     return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
 
 

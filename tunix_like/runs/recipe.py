@@ -30,7 +30,7 @@ OnRow = Callable[[dict[str, Any], int | None], None]
 
 
 class Trained(NamedTuple):
-    """The learner after training, its last row of metrics, and the error of the last checkpoint if it was not saved."""
+    """The learner after training, its last row of metrics, and the error if the last checkpoint was not saved."""
 
     learner: Learner
     last: dict[str, Any]

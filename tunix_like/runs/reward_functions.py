@@ -43,8 +43,8 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
     """Returns the reward functions of the section `rewards`. Some or all of them run in worker processes.
 
-    The default is the function of the data source. A run with an environment has no default. Raises UserError if the
-    rows of the source do not have the columns that the functions need.
+    If `rewards.functions` is unset, the reward function of the data source is used, or none if the run has an
+    environment. Raises UserError if the rows of the source do not have the columns that the functions need.
     """
     default = None if has_environment(config) else source.reward  # an environment gives rewards itself
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]

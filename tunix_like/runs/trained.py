@@ -70,7 +70,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
       whole: whether to load the model onto a single device instead of the config's mesh.
 
     Raises:
-      UserError: the path is none of these, the run has no checkpoint, or the checkpoints are damaged.
+      UserError: the path is not a run, checkpoint or model, the run has no checkpoint, or the checkpoints are damaged.
     """
     place = Path(path)
     if (place.parent.name, place.name) == ("checkpoints", BEST):
@@ -152,7 +152,8 @@ def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: M
     """Loads the base model of a run's adapters, and adds newly initialised adapters.
 
     Raises:
-      UserError: the run does not name its base model, or this model cannot be loaded or is not the described model.
+      UserError: the run does not name its base model, the base model cannot be loaded, or its config differs from
+        `description`.
     """
     fields, section = read_adapter_config(run / "model"), config.model
     what = run / "model" if section.init == "random" else section.path

@@ -57,7 +57,7 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes that sizes chosen by `auto` may use."""
+        """Maximum estimated peak memory, in bytes, of a run whose batch sizes are chosen by `auto`."""
         return usable_share(self.backend) * self.memory
 
 
@@ -90,7 +90,7 @@ def _reported_memory() -> int | None:
 
 
 def usable_share(backend: str) -> float:
-    """Returns the fraction of a device's memory that sizes chosen by `auto` may use."""
+    """Returns the fraction of a device's memory that a run with batch sizes chosen by `auto` may use."""
     return SHARE.get(backend, ACCELERATOR_SHARE)
 
 
@@ -143,8 +143,8 @@ def too_large(key: str, needed: int, device: Device, what: str) -> UserError:
 def most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int:
     """Searches for the largest number up to `top` for which `needed` is at most `limit`. Returns 0 if there is none.
 
-    The search is a bisection. `needed` is not exactly monotonic, because the layout of chunks changes in steps. The
-    result can therefore be smaller than the largest possible number.
+    The search is a bisection. If `needed` is not monotonic, the result can be smaller than the largest such number. For
+    the memory of a chunk, `needed` is not exactly monotonic, because the chunk layout changes in discrete steps.
     """
     if needed(top) <= limit:
         return top

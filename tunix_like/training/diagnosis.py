@@ -45,7 +45,7 @@ class Diagnosis(NamedTuple):
 
 
 class SignalWatch:
-    """Warns if step 1 has no signal, and after every `REPEAT_AFTER` consecutive steps without a signal."""
+    """Warns if step 1 has no training signal, and after every `REPEAT_AFTER` consecutive steps without one."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.steps_without = task, 0
@@ -110,7 +110,7 @@ def _unscored(rollout: Rollout, several: np.ndarray) -> Diagnosis:
 def _failures(rollout: Rollout) -> tuple[str, str]:
     """Describes how many completions are unscored because a reward function or the environment failed.
 
-    Also returns the config keys of the time limits.
+    Also returns the config keys that set the time limits of reward functions and of the environment.
     """
     scores, parts = rollout.scores, []
     kinds = np.array([kind or "" for kind in failure_kinds(rollout.episodes or [])] or [""] * len(rollout.texts))
@@ -130,7 +130,10 @@ def _failures(rollout: Rollout) -> tuple[str, str]:
 
 
 def _unused(task: Task, rollout: Rollout, batch: GroupBatch, advantages: np.ndarray, mixed: np.ndarray) -> Diagnosis:
-    """Diagnoses a step in which rewards differ but no trained completion has a non-zero advantage."""
+    """Diagnoses a step whose trained completions all have the advantage 0, although rewards differ within groups.
+
+    `mixed` marks the groups whose rewards differ.
+    """
     differ = f"rewards differ in {int(mixed.sum())} of {len(mixed)} groups, but"
     if batch.trained is not None and (advantages != 0).any():
         sample = int(np.argmax(~rollout.completions.finished & (advantages != 0)))
@@ -228,19 +231,19 @@ def _equal_answers(rollout: Rollout) -> Bool[np.ndarray, "PG"]:
 
 
 def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None) -> Bool[np.ndarray, "P G"]:
-    """Returns a mask of the completions that are scored, finished and have an answer.
+    """Returns a mask of the completions that are scored, not truncated (`cut`) and not without an answer (`unread`).
 
-    If there are no such completions, returns a mask of all scored completions.
+    If there are no such completions, returns `scored`. If `unread` is None, answers are not considered.
     """
     whole = scored & ~cut if unread is None else scored & ~cut & ~unread
     return whole if whole.any() else scored
 
 
 def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
-    """Returns text for the end of a message whose counts cover scored completions only.
+    """Returns a note for `Diagnosis.found` that unscored completions are not counted.
 
-    The text has the number of unscored completions, and of groups without any scored completion. It is empty if all
-    completions are scored.
+    The note states the number of unscored completions, and the number of groups in which no completion is scored.
+    The note is empty if all completions are scored.
     """
     if scored.all():
         return ""
@@ -250,7 +253,7 @@ def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
 
 
 def _without_answer(task: Task, rollout: Rollout) -> np.ndarray | None:
-    """Returns a mask of the completions without an answer, or None if a problem's answers cannot be extracted."""
+    """Returns a mask of the completions without an answer, or None if no reward extracts answers for some problem."""
     size = rollout.completions.lengths.shape[1]
     texts = [rollout.texts[i : i + size] for i in range(0, len(rollout.texts), size)]
     answers = extract_answers(task.rewards, rollout.problems, texts)
@@ -269,5 +272,5 @@ def _limit(task: Task) -> str:
 
 
 def _quoted(text: str, most: int) -> str:
-    """Returns an excerpt of the text in quotes, on one line."""
+    """Returns `excerpt(text, most)` (`runtime/console.py`) in quotes, on one line."""
     return '"' + excerpt(text, most).replace("\n", "\\n") + '"'

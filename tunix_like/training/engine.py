@@ -50,10 +50,10 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
 def training_devices(rollout: RolloutConfig) -> list[Any] | None:
     """Returns the devices for training, or None if all devices are used for training.
 
-    If `rollout.devices` is set, the devices that it reserves for sampling are not used for training.
+    `rollout.devices` is the number of devices that are reserved for sampling. The other devices are used for training.
 
     Raises:
-      UserError: no device is left for the training.
+      UserError: `rollout.devices` leaves no device for training.
     """
     if rollout.devices is None:
         return None

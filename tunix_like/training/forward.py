@@ -49,7 +49,7 @@ class ForwardOptions(NamedTuple):
 
 
 class PromptStates(NamedTuple):
-    """Outputs of the model for the prompts of a set.
+    """Outputs of the model for the prompts of a set (`packing.py`).
 
     Attributes:
       hidden: the hidden state from which the first token of a completion is predicted.
@@ -61,7 +61,7 @@ class PromptStates(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The completions of one chunk, with `A` lanes of `b` bins with `r` completions (`packing.py`).
+    """The completions of one chunk (`packing.py`): `A` lanes per chunk, `b` bins per lane, `r` completions per bin.
 
     Attributes:
       lane: index of each lane's prompt in the set; None if lane `i` belongs to prompt `i`.
@@ -81,7 +81,7 @@ class Chunk(NamedTuple):
         return self.length > 0
 
     def rows_of(self, values: Float[AnyArray, "P G ..."]) -> Array:
-        """Gathers the values of these completions from an array over the batch."""
+        """Gathers the values of the chunk's completions, `[A b r ...]`, from an array over the batch."""
         return jnp.asarray(values)[self.group[:, None, None], self.sample]
 
 
@@ -106,13 +106,13 @@ def _on_mesh(packed: Packed, mesh: Mesh | None, split: Callable[..., Any], repli
 def prompt_states(
     graphdef: Any, params: Any, batch: GroupBatch, prompts: Int[Array, "p"], options: ForwardOptions
 ) -> PromptStates:
-    """Runs the model on the prompts of a set."""
+    """Runs the model on the prompts of a set (`packing.py`). `prompts` are their indices in the batch."""
     tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
     return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
 
 
 def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
-    """Returns chunk `chunk` of set `number`."""
+    """Returns the chunk with index `chunk` in the set with index `number`."""
     packed = jax.tree.map(jnp.asarray, packed)
     lane = None if packed.lane is None else packed.lane[number, chunk]
     group = packed.prompts[number] if lane is None else packed.prompts[number][lane]
@@ -180,9 +180,9 @@ _picked.defvjp(_picked_forward, _picked_backward)
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
     """Returns the token at each place of the bins, its position after the prompt, and the number of its segment.
 
-    All three arrays are `[A b T]`. The number of a segment is -1 at unused places. By default, each completion is one
-    segment. If `first` is given, it is the index in the completion at which the segment of each token starts. Positions
-    then count from the start of the segment.
+    A segment is a sequence of tokens that attend only to each other and to the prompt. All three arrays are `[A b T]`.
+    The number of a segment is -1 at unused places. If `first` is None, each completion is one segment. Otherwise,
+    `first` is the index in the completion at which the segment of each token starts, and positions count from there.
     """
 
     def of_owner(values: Array) -> Array:  # [A b r T] -> [A b T]

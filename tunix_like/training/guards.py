@@ -26,10 +26,10 @@ FOLDER = "skipped"
 
 
 class SkipWatch:
-    """Warns of skipped updates, and raises if too many consecutive updates are skipped.
+    """Warns of skipped (non-finite) updates, and raises if too many consecutive updates are skipped.
 
     Args:
-      what: name of the loss, for messages.
+      what: name of the loss, which warnings and errors contain.
       most: `check` raises UserError after this many consecutive skipped updates.
     """
 
@@ -60,11 +60,13 @@ class SkipWatch:
 
 
 class GapWatch:
-    """Compares the sampler's log-probabilities with the trainer's, in the first update that has tokens.
+    """Compares the sampler's log-probabilities with the trainer's, once.
+
+    Uses the first update of a step. If this update has no completions or is skipped, the next step is used.
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
-      own_engine: whether the user provides the engine. The error message then states what an engine must return.
+      own_engine: whether the user provides the engine. If True, the error message states what an engine must return.
 
     Raises:
       UserError: the difference is larger than `most` (raised when the object is called).

@@ -115,7 +115,10 @@ class DrGRPOLearner(Learner):
 
 
 class RLOOLearner(Learner):
-    """REINFORCE leave-one-out (arXiv 2402.14740): `A_i = r_i - mean_{j != i} r_j`. Unbiased for the expected reward."""
+    """REINFORCE leave-one-out (arXiv 2402.14740): `A_i = r_i - mean_{j != i} r_j`.
+
+    The gradient estimate is unbiased for the expected reward.
+    """
 
     config_class = RLOOConfig
 
@@ -132,9 +135,10 @@ class MaxRLLearner(Learner):
 
 
 class MaxPOLearner(Learner):
-    """Max-at-K Policy Optimization (arXiv 2606.06080): `A_i = k L_k,i`, where `L` is the Leave-Two-Out advantage.
+    """Max-at-K Policy Optimization (arXiv 2606.06080): `A_i = k L_k,i`.
 
-    Unbiased for max@k. The advantages of every group sum to 0. Needs `1 <= k <= G - 1`.
+    `L_k,i` is the Leave-Two-Out advantage (docs/algorithms.md). The gradient estimate is unbiased for max@k. The
+    advantages of every group sum to 0. Needs `1 <= k <= G - 1`.
     """
 
     config_class = MaxPOConfig
@@ -143,9 +147,10 @@ class MaxPOLearner(Learner):
 class PKPOLearner(Learner):
     """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`.
 
-    This is G times the advantage that the paper names s_loo-1. It is unbiased for max@k, as in MaxPO. In contrast to
-    MaxPO, the advantages of a group do not sum to 0. A completion that does not raise the maximum of any subset has the
-    advantage 0 and is skipped. Needs `1 <= k <= G`.
+    `q_i` is the mean maximum reward of the subsets of k completions that contain completion i. `V_{k-1}(-i)` is the
+    mean maximum reward of the subsets of k - 1 other completions. `A_i` is G times the paper's advantage s_loo-1. The
+    gradient estimate is unbiased for max@k. In contrast to MaxPO, the advantages of a group do not sum to 0. A
+    completion that does not raise the maximum of any subset has the advantage 0 and is skipped. Needs `1 <= k <= G`.
     """
 
     config_class = PKPOConfig
@@ -154,8 +159,9 @@ class PKPOLearner(Learner):
 class PassKLearner(Learner):
     """Pass@k training (arXiv 2508.10751): `A_i = (q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, for 0/1 rewards only.
 
-    This is the advantage of pass@k, divided by a standard deviation. As in GRPO, this division makes the gradient
-    estimate biased. Needs `1 <= k <= G - 1`.
+    `V_k` is the group's pass@k estimate. `q_i` is this estimate over the subsets of k completions that contain
+    completion i. The denominator is the standard deviation of a 0/1 variable with mean `V_k`, plus 1e-6. The division
+    makes the gradient estimate biased. Needs `1 <= k <= G - 1`.
     """
 
     config_class = PassKConfig
@@ -166,8 +172,8 @@ class OPOLearner(Learner):
 
     `l_j` are the lengths of the completions. The baseline assumes that the variance of a completion's gradient grows
     with its length. The baseline includes the completion's own reward. With equal lengths, the expected gradient is
-    therefore exactly `(G-1)/G` times the gradient of the expected reward. Unequal lengths add a term of order 1/G in
-    another direction.
+    therefore exactly `(G-1)/G` times the gradient of the expected reward. With unequal lengths, the
+    expected gradient has an additional term of order 1/G with another direction.
     """
 
     config_class = OPOConfig
@@ -177,7 +183,8 @@ class ReinforcePPLearner(Learner):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): `A_i = r_i - m`, whitened over all tokens of the batch.
 
     Whitening shifts and scales the values to mean 0 and variance 1. The gradient estimate is biased, because shift and
-    scale are computed from the same batch. For large batches, it is the gradient of the expected reward up to a scale.
+    scale are computed from the same batch. For large batches, the estimate approaches the gradient of the expected
+    reward times a constant.
     """
 
     config_class = ReinforcePPConfig

@@ -121,10 +121,10 @@ def run(
 
 
 def _step(trainer: Trainer, files: _Files) -> dict[str, Any] | None:
-    """Runs the next step and the evaluation after it. Returns its row of metrics, or None if the data is exhausted.
+    """Runs the next step and, if due, an evaluation. Returns the step's metrics, or None if the data is exhausted.
 
     Raises:
-      EngineLost: the servers do not answer. Before this is raised, the last complete step and its row are saved.
+      EngineLost: the servers do not answer. The last complete step and its metrics are saved first.
     """
     step, began = trainer.done + 1, time.perf_counter()
     row: dict[str, Any] = {}
@@ -162,14 +162,14 @@ class _Files:
         return self.checkpoints is not None and self.checkpoints.improves(row)
 
     def save(self, over: bool) -> None:
-        """Starts writing a checkpoint of the last step."""
+        """Starts to write a checkpoint of the last step. `over`: whether training ends early (`Trainer.finished`)."""
         if self.checkpoints is not None:
             self.before_save()
             meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
             self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
 
     def save_done(self) -> None:
-        """Writes a checkpoint of the last complete step if it has none, and waits until it is written."""
+        """Writes a checkpoint of the last complete step if that step has no checkpoint, and waits for the write."""
         if self.checkpoints is not None and self.trainer.done and self.latest_step() != self.trainer.done:
             self.save(over=False)
             self.checkpoints.wait()
@@ -178,7 +178,7 @@ class _Files:
         return None if self.checkpoints is None else self.checkpoints.latest_step()
 
     def end(self, stop: int) -> NoReturn:
-        """Waits for the checkpoint and raises the exception of the signal `stop`."""
+        """Waits for the checkpoint, then raises `Interrupted` or `Stopped` for the signal `stop`."""
         if self.checkpoints is not None:
             try:
                 self.checkpoints.wait()
@@ -195,8 +195,8 @@ def _opened(
     """Opens the checkpoints and the log of a trainer, and closes them at the end.
 
     The weights are written back to the model before the checkpoints are closed, because closing can be interrupted. If
-    all processes reach the end, they are synchronised there. Without this, the loggers could keep process 0 busy for
-    longer than the other processes wait for it when they exit.
+    all processes reach the end, they are synchronised there. Without the synchronisation, the loggers of process 0
+    could take longer to close than the other processes wait for process 0 when they exit.
     """
     checkpoints = trainer.open_checkpoints()
     with checkpoints or contextlib.nullcontext(), trainer.running():

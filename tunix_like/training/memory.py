@@ -223,7 +223,7 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
 
 
 def _stacked_copy(work: Work) -> int:
-    """Returns the bytes of the stacked weights; 0 for a frozen base on one device, because it is not stacked."""
+    """Returns the bytes of the stacked weights; 0 for a frozen base on one device, which is never stacked."""
     if work.adapters is not None and work.parts == 1:
         return 0
     return _in_compute_dtype(work, work.share)
@@ -300,7 +300,7 @@ def _held(work: Work) -> dict[str, int]:
 
 
 def _key_values(work: Work, width: int) -> int:
-    """Returns the bytes of one layer's keys and values of one row."""
+    """Returns the bytes of the keys and values of one completion of `width` tokens in one layer."""
     return 2 * work.model.num_kv_heads * work.model.head_dim * width * work.size
 
 
@@ -317,7 +317,7 @@ def _output_gradient(work: Work) -> int:
 
 
 def _sampled_weights(work: Work) -> int:
-    """Returns the bytes of the weights in the sampler's layout, or `_cast_weights` if it has no own layout."""
+    """Returns the bytes of the weights in the sampler's layout, or `_cast_weights` if `rollout_share` is None."""
     if (share := work.rollout_share) is None:
         return _cast_weights(work)
     transposed = share.embedding * work.size if work.model.tie_embeddings else 0
@@ -325,8 +325,8 @@ def _sampled_weights(work: Work) -> int:
 
 
 def _dequantized(work: Work, backward: bool, prompts: bool = False) -> int:
-    """Returns the bytes of the dequantised matrices that exist at the same time: on the CPU all; on GPUs, before
-    sampling, all for the prompts (Qwen3-8B in nf4 takes 52 GB); otherwise the largest, in float32 and as cast."""
+    """Returns the bytes of the dequantised matrices that exist at the same time. On the CPU, and for `prompts` on a
+    GPU, these are all matrices (52 GB for Qwen3-8B in nf4). Otherwise only the largest exists at a time."""
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
@@ -393,7 +393,7 @@ def _batch(work: Work) -> int:
 
 
 def _room_before(width: int) -> int:
-    """Returns the number of cache columns before the cache grows to its full size."""
+    """Returns the number of cache columns before the cache last grows, to `width` columns."""
     room = min(FIRST_CACHE, width)
     while 2 * room < width:
         room *= 2

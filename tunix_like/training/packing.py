@@ -154,7 +154,8 @@ def token_places(packed: Packed, width: int) -> int:
 
 
 def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int) -> list[list[int]]:
-    """Packs the live completions of a group into bins, longest first, each into the first bin with enough space."""
+    """Packs the completions of a group that `live` marks into bins: the longest first, each into the first bin with
+    enough space. Returns the indices of the completions in each bin."""
     bins: list[list[int]] = []
     room: list[int] = []
     for sample in sorted(np.flatnonzero(live).tolist(), key=lambda i: -lengths[i]):

@@ -51,7 +51,8 @@ def rollout_mesh(
     of devices for which they fit. If they do not fit for any number of devices, they are also split along `fsdp`.
 
     Raises:
-      UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by its sizes.
+      UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by the axes of
+        this mesh.
     """
     if rollout.devices is not None:
         own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
@@ -84,7 +85,7 @@ def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
 
 
 def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh | None:
-    """Returns the mesh of a layout, or None if the axes of the model are not divisible by its sizes."""
+    """Returns `_dividing(mesh, shape, model)`, or None if the axes of the model are not divisible by `shape`."""
     try:
         return _dividing(mesh, shape, model)
     except UserError:
@@ -92,7 +93,7 @@ def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh |
 
 
 def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
-    """Returns the mesh of a layout. Raises UserError if the axes of the model are not divisible by its sizes."""
+    """Returns a mesh with axis sizes `shape`. Raises UserError if the axes of the model are not divisible by them."""
     chosen = layout_mesh(mesh, shape)
     check_model(chosen, model.config, _shapes(model))
     return chosen
@@ -111,7 +112,7 @@ def _shapes(model: Decoder) -> Any:
 def _needed(
     model: Decoder, rollout: RolloutConfig, mesh: Mesh, chosen: Mesh, slot_shape: SlotShape, device: Device
 ) -> int:
-    """Returns the bytes that a device needs while sampling with the layout `chosen`."""
+    """Returns the estimated bytes that each device needs while sampling on the mesh `chosen`."""
     rows = rollout.max_concurrent_rows
     rows = rows if isinstance(rows, int) else ROWS_PER_DEVICE * mesh.size
     work = with_layout(_rollout_work(model, rollout, mesh, device), model, chosen)
@@ -144,9 +145,9 @@ def concurrent_rows(
 ) -> int:
     """Returns the maximum number of completions that are sampled at the same time.
 
-    With `auto`, this is the number for which sampling fits into memory together with a trainer's weights, moments and
-    reference. If no completion fits with these arrays, the model cannot be in training. The number is then computed
-    with the weights only.
+    With `auto`, this is the largest number for which sampling fits into memory together with a trainer's weights,
+    moments and reference model. If no completion fits with these arrays, the model cannot be in training. The number is
+    then computed with the weights only.
 
     Args:
       mesh, sampling_mesh: the meshes of the trainer and of the sampler.

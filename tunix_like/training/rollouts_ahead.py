@@ -46,11 +46,11 @@ class _Result(NamedTuple):
 
 
 class _DroppedError(Exception):
-    """Ends sampling in the thread, because the run has ended and does not need the next groups."""
+    """Raised in the sampling thread, if the run has ended and does not need the sampled groups."""
 
 
 class _Droppable(WrappedEngine):
-    """The engine of the thread. When `dropped` is set, `generate` raises `_DroppedError` after the next sample."""
+    """Wraps the engine of the sampling thread. `generate` raises `_DroppedError` after a sample if `dropped` is set."""
 
     def __init__(self, engine: Engine, dropped: threading.Event):
         super().__init__(engine)
@@ -68,7 +68,7 @@ class RolloutsAhead:
 
     With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while step `n` is trained on. They are
     sampled with the weights before step `n`. With `max_staleness` 0, they are sampled with the weights after step `n`.
-    The first step of a call is not stale.
+    The groups of the first step of a call of `train` are not stale.
 
     Args:
       iterator: the data iterator of the collector if its position can be saved, or None.
@@ -115,7 +115,7 @@ class RolloutsAhead:
         return Taken(result.collected, metrics, result.row_steps)
 
     def get_state(self) -> Any:
-        """Returns the position in the data after the last step that was taken; None if it cannot be saved."""
+        """Returns the position in the data after the last step that `take` returned; None if it cannot be saved."""
         return (self._here() if self._ahead is None else self._position).state
 
     def set_state(self, state: Any) -> None:
@@ -125,7 +125,7 @@ class RolloutsAhead:
 
     @property
     def drawn(self) -> int:
-        """The number of prompts of the steps that were taken."""
+        """The number of prompts drawn for the steps that `take` returned."""
         return self.collector.drawn if self._ahead is None else self._position.drawn
 
     def resume(self, drawn: int) -> None:
@@ -139,7 +139,7 @@ class RolloutsAhead:
             next(itertools.islice(self.collector.batches, read, read), None)
 
     def wait(self) -> None:
-        """Waits until the thread has collected its groups, so that the caller can use the engine."""
+        """Waits until the thread has collected the groups of the next step, so that the caller can use the engine."""
         if self._ahead is not None:
             wait([self._ahead])
 

@@ -35,7 +35,7 @@ arithmetic units fully, so larger chunks are not faster."""
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
-    """Returns the maximum number of bins of this width per chunk with `train_micro_batch_size: auto`."""
+    """Returns the maximum number of bins per chunk with `train_micro_batch_size: auto`, for bins of `width` tokens."""
     return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
 
 

@@ -24,7 +24,10 @@ def advantage_metrics(
     objective: Objective,
     success_threshold: float,
 ) -> dict[str, Any]:
-    """Computes statistics of the advantages, their sums by pass rate, and the fraction of groups without a signal."""
+    """Computes statistics of the advantages, advantage sums by pass rate, and fractions of groups.
+
+    The fractions are those of dropped groups, and of other groups whose advantages are all 0.
+    """
     assert batch.estimator_ids is not None
     bins = pass_rate_bins(rollout, success_threshold)
     kept = objective.kept_groups(batch.scored, batch.estimator_ids)
@@ -50,10 +53,10 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Computes throughput, engine occupancy, compilations and MFU of a step.
 
-    Throughput is in completion tokens per second. Compilations are counted from the end of the previous step, and
-    include those of its evaluation and checkpoint. The MFU (`*_mfu`) is the used fraction of the device's peak FLOP/s.
-    It is computed if the peak is known, and counts each prompt once per group. With dynamic sampling, the MFU of the
-    rollout counts only the groups that are used.
+    Throughput is in completion tokens per second. Compilations are counted from the end of the previous step,
+    including compilations for the evaluation and the checkpoint after that step. The MFU (`*_mfu`) is the used fraction
+    of the device's peak FLOP/s. The MFU is computed if the peak is known, and counts each prompt once per group. With
+    dynamic sampling, the MFU of the rollout counts only the groups that are used.
 
     Args:
       sampled: completion tokens of the step.

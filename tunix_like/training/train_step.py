@@ -3,8 +3,8 @@
 The program computes the advantages of the whole rollout batch and runs one optimizer update. The model processes the
 prompts once, one set at a time, and then the completions of the set in chunks. The gradients of the chunks with respect
 to the weights and to the prompts' states are added up. Then the backward pass of the prompts runs. The result is exact,
-because the weight of every token is known before the first chunk. Peak memory is the memory of one set of prompts and
-one chunk.
+because the loss weight of every token is computed before the first chunk. Peak memory is the memory of one set of
+prompts and one chunk.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StepObjective(Protocol):
         in_update: Bool[Array, "P"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Computes the weight of each completion's tokens in this update."""
+        """Computes the loss weight that all tokens of a completion have in this update."""
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
         """Computes the loss per token, which is 0 for masked tokens, and metrics per token."""
@@ -132,7 +132,7 @@ def step_inputs(
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
 ) -> StepInputs:
-    """Builds the inputs for one update with the groups of a rollout batch that `in_update` marks.
+    """Builds the inputs of one update. `in_update` marks the groups of the rollout batch that belong to the update.
 
     If `trained` of the batch is None, all completions are trained on. If `estimator_ids` is None, all groups use the
     run's estimator (index 0).

@@ -137,7 +137,7 @@ class Trainer(abc.ABC):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager for the steps of a call of `train`. Writes the weights back to the model at the end."""
+        """Context manager for the steps of a call of `train`. On exit, writes the weights back to the model."""
         self._completed = False
         try:
             yield
@@ -151,7 +151,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def step(self, number: int) -> dict[str, Any] | None:
-        """Runs step `number` (from 1). Returns its metrics without prefix, or None when the data is exhausted.
+        """Runs step `number` (from 1). Returns its metrics without the prefix `name`, or None if the data is exhausted.
 
         Metrics are numbers and lists of numbers.
         """
@@ -165,7 +165,7 @@ class Trainer(abc.ABC):
         self.state = TrainState(saved["params"], saved["opt_state"])
 
     def cut(self, step: int) -> None:  # noqa: B027 (some trainers have no such files)
-        """Removes the trainer's own files of steps after `step`, because these steps will run again (-1: all steps)."""
+        """Removes the trainer's own files of steps after `step`, because the run will repeat them (-1: all steps)."""
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         """Runs an evaluation if it is due after `step` (0: before training). Returns metrics with prefix, or {}."""

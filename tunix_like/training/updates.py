@@ -53,7 +53,7 @@ class Updates:
 
         Args:
           prompts: texts of the prompts, for error messages.
-          ref: the reference's log-probabilities, or None.
+          ref: the reference model's log-probabilities, or None.
 
         Raises:
           UserError: the estimator returned a non-finite advantage (the weights are unchanged), too many consecutive
@@ -116,7 +116,7 @@ class Updates:
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, self.reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
-        """Returns a mask of the completions that the model processes, and metrics: the fractions that are left out."""
+        """Returns a mask of the completions that the model processes, and the fractions of omitted completions."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.skips_zero_advantages:
@@ -151,7 +151,7 @@ def pack_update(
     most_prompts: int,
     reference: bool = False,
 ) -> Packed:
-    """Packs the completions of a batch that `rows` marks, in chunks of the configured size.
+    """Packs completions of a batch into chunks of the configured size. `rows` marks these completions.
 
     Args:
       most_prompts: maximum number of prompts of an update.

@@ -1,9 +1,9 @@
 """Prepares the weights of an update: matrices in the compute dtype, stacked layers, a separate output matrix.
 
 The weights are prepared once per update. All passes over the chunks then read weights in the compute dtype; on a mesh,
-they also exchange weights in this dtype. Gradients are taken with respect to the prepared weights and added up in
-float32. `gradients_of` converts the sums to the form of the parameters. The preparation is linear, so the result is the
-gradient with respect to the parameters.
+they also exchange weights in this dtype. Gradients are taken with respect to `WorkingWeights` and added up in float32.
+`gradients_of` converts the sums to the structure of the parameters. `WorkingWeights` are a linear function of the
+parameters, so the result is the gradient with respect to the parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ in float32 over the pieces of a chunk. `token_logprobs` casts this matrix."""
 
 
 class WorkingWeights(NamedTuple):
-    """The weights as the passes of an update read them: in the compute dtype, with equal layers stacked.
+    """The weights with which an update computes: matrices in the compute dtype (see `_AS_STORED`), layers stacked.
 
     Attributes:
       graphdef: the graph of the decoder with these weights.
@@ -44,7 +44,7 @@ class WorkingWeights(NamedTuple):
 
 
 def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool) -> WorkingWeights:
-    """Prepares trained and frozen parameters.
+    """Builds `WorkingWeights` from trained parameters (`params`) and frozen parameters.
 
     Args:
       stacked: whether layers of equal kinds are stacked. A frozen base on a single device is never stacked, because the
@@ -84,7 +84,7 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
 
 
 def constrain_working(tree: Params) -> Params:
-    """Constrains prepared weights, or their gradients, to their shardings. Call it inside a compiled function."""
+    """Constrains `WorkingWeights.trained`, `.frozen` or gradients to their shardings. Only for compiled functions."""
     by_vocabulary = {name: tree[name] for name in ("output_matrix", "lm_head") if name in tree}
     others = {name: value for name, value in tree.items() if name not in by_vocabulary}
     return constrain_params(others) | jax.tree.map(split_vocabulary, by_vocabulary)
