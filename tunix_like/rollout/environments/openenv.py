@@ -191,9 +191,9 @@ def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     """Returns how the text of a turn becomes an action, given the JSON schema of actions.
 
     If the actions are tool calls (with the fields `tool_name` and `arguments`), each tool call of a turn is an action.
-    Otherwise a turn is the value of one field: `field` if it is given, else the only required field or the only field.
-    The turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the turn is
-    the whole action as a JSON object.
+    Otherwise a turn is the value of one field: `field` if it is given, else the only required field, else the only
+    field. The turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the
+    turn is the whole action as a JSON object.
 
     Raises:
       UserError: the actions do not have the named field.

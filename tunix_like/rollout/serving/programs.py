@@ -1,8 +1,8 @@
 """The compiled programs of the server: start rows, sample tokens of all rows, resize the caches.
 
-They work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one completion. All
-requests share these programs, because the sampling parameters are arrays. `widths_of` bounds the number of array
-shapes.
+The programs work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one
+completion. All requests share these programs, because the sampling parameters are arrays. `widths_of` bounds the number
+of array shapes.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _place(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Does everything of `start` except the caches. The lists of caches in its arguments are empty."""
+    """Computes the new state of `start` without the caches. The lists of caches in `state` and `fresh` are empty."""
     take, rows = starts.take, state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
@@ -271,7 +271,7 @@ def _resized_rows(
 
 
 def _fitted(x: Array, axis: int, width: int, empty: int = 0) -> Array:
-    """Appends columns with the value `empty`, or drops the last columns."""
+    """Changes the length of an axis to `width`: appends entries with the value `empty`, or drops the last entries."""
     if width <= x.shape[axis]:
         return jax.lax.slice_in_dim(x, 0, width, axis=axis)
     padding = [(0, 0)] * x.ndim
