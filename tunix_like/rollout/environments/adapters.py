@@ -136,7 +136,7 @@ class Adapted:
         return _tunix_tools(environment)
 
     def start(self, columns: Mapping[str, Any]) -> Trajectory:
-        """Makes the environment of one trajectory; `columns` are the columns of its row.
+        """Makes the environment of one trajectory; `columns` are the columns of its data row.
 
         Raises:
           UserError: the factory returned an object that is not an environment.
@@ -184,7 +184,7 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
     """Checks that a factory can be called with the arguments.
 
     Args:
-      takes_task: whether the factory also gets the columns of a row (as its first parameter or as the parameter
+      takes_task: whether the factory also gets the columns of a data row (as its first parameter or as the parameter
         `task`).
 
     Raises:
@@ -213,7 +213,7 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
 
 
 def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
-    """Returns how a factory takes the columns of a row (the `task` of google-tunix); None if it does not take them."""
+    """Returns how a factory takes the columns of a data row (the `task` of google-tunix); None if it does not."""
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:  # some classes of extension modules have no signature

@@ -116,8 +116,8 @@ class Bridge:
         return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
-        """Raises a UserError if `most_tokens` is too low even for an empty message, or with `cut` for a message with
-        only the mark."""
+        """Raises a UserError if `most_tokens` is too low even for a user message without text (`unscored`) or with only
+        the mark of a shortened text (`cut`)."""
         text = _mark(10**9) if self._cuts else ""
         (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:

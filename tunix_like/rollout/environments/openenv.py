@@ -48,10 +48,10 @@ class ActionForm(NamedTuple):
 class OpenEnv:
     """One trajectory with an OpenEnv server.
 
-    `reset` sends all columns of the row; the server passes on the columns that its environment accepts. The schema of
-    the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid action
-    does not reach the environment. The answer to such a turn, or to a wrong tool call, is a text that begins with
-    "error:".
+    `reset` sends all columns of the data row; the server passes on the columns that its environment accepts. The schema
+    of the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid
+    action does not reach the environment. The answer to such a turn, or to a wrong tool call, is a text that begins
+    with "error:".
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.

@@ -36,7 +36,7 @@ class Player:
       seconds: time in seconds for which trajectories have waited for environments. The caller sets it to 0.
       playing: the trajectories of the current rollout.
       overtime: whether a call has exceeded its time limit. After that, `EnvironmentMisconfigured` does not stop the
-        run: a server without a free session raises it too, and the server may still be busy with the call.
+        run: a server without a free session raises this error too, and the server may still be busy with the call.
       conversations: renders the conversations with `environment.history=template`; None before the first call of
         `bridge`.
 
@@ -94,7 +94,7 @@ class Player:
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
-        """Checks that prompts like that of the first row can have several turns.
+        """Checks that trajectories with prompts like that of the first data row can have several turns.
 
         Returns the first observation of this row.
 

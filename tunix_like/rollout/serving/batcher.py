@@ -180,8 +180,8 @@ class Batcher:
             self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Returns the first waiting job. If its prompt is not computed yet, also returns the next jobs, up to the
-        number that fits into one prefill and into `most` slots."""
+        """Returns the first waiting job. If the prefill of its prompt was not run yet, also returns the next jobs, up
+        to the number that fits into one prefill and into `most` slots."""
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
         if not jobs or jobs[0].prefilled is not None:
@@ -198,7 +198,7 @@ class Batcher:
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
-        """Assigns completions to free slots and starts them. One prefill has computed the prompts of all `jobs`."""
+        """Assigns completions to free slots and starts them. The prompts of all `jobs` are results of one prefill."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:

@@ -61,7 +61,7 @@ class Starts(NamedTuple):
     """The completions to start in slots. Slots for which `take` is False are not changed.
 
     Attributes:
-      source: index of the prompt among the newly computed prompts.
+      source: index of the prompt among the prefilled prompts (`fresh` of `start`).
       seed: high and low word of the seed.
       number, sample: index of the prompt in its request, and index of the completion among the completions of the
         prompt.
@@ -117,10 +117,11 @@ def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
 
 
 def start(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Places new prompts in slots and starts a completion in each of these slots. The arrays of `state` are donated.
+    """Copies prompts of `fresh` to slots and starts a completion in each of these slots. The arrays of `state` are
+    donated.
 
-    Several slots can use the same computed prompt. The random numbers of a completion depend only on its seed, `number`
-    and `sample`. The sampler uses the same random numbers if its key is made from this seed.
+    Several slots can use the same prompt of `fresh`. The random numbers of a completion depend only on its seed,
+    `number` and `sample`. The sampler uses the same random numbers if its key is made from this seed.
     """
     caches = state.prompts.cache, state.rows.cache
     placed = _place(caches[0], fresh.cache, starts.take, starts.source)
