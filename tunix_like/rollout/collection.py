@@ -70,7 +70,7 @@ class Collected(NamedTuple):
 class Collector:
     """Takes prompts, samples a group of completions for each prompt, scores the groups and shapes the rewards.
 
-    It is called once per step.
+    A collector is called once per step.
 
     Attributes:
       key: random key of all completions of the run.
@@ -78,7 +78,8 @@ class Collector:
       player: plays trajectories of several turns; None if completions have a single turn.
       drawn: number of prompts taken from the stream so far. The next problem gets this number, so problem numbers are
         unique in a run.
-      started: whether the run has drawn a batch. A batch that was drawn before a resumed checkpoint counts too.
+      started: whether the run has drawn a batch. True too if the run was resumed from a checkpoint that was written
+        after a batch was drawn.
     """
 
     task: Task
@@ -253,12 +254,13 @@ def shape_rewards(
     max_tokens: int,
     success_threshold: float,
 ) -> Float[np.ndarray, "P G"]:
-    """Subtracts the overlong penalty from the total rewards, and converts the result to 0 and 1.
+    """Subtracts the overlong penalty from the total rewards, then replaces each reward by 1 (success) or 0.
 
-    Each of these two steps is done only if it is configured. NaN stays NaN.
+    The penalty is subtracted only if `algo.overlong` is `penalty`. Rewards are replaced only if `algo.binarize` is
+    True. NaN stays NaN.
 
-    The penalty is that of DAPO (arXiv 2503.14476). It is 0 up to a length of `max_tokens - overlong_buffer` tokens.
-    From there it increases linearly to `overlong_penalty` at `max_tokens` tokens.
+    The penalty is the one of DAPO (arXiv 2503.14476). The penalty is 0 up to a length of `max_tokens - overlong_buffer`
+    tokens. Above this length the penalty increases linearly to `overlong_penalty` at `max_tokens` tokens.
     """
     if algo.overlong == "penalty":
         assert algo.overlong_buffer is not None

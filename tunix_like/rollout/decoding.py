@@ -5,10 +5,10 @@ are stored in a ring buffer with `U` columns. In each decode step all rows write
 single slice even if the rows have different lengths. `Rows.positions` stores the position of the token in each column,
 and a row attends only to columns with a token.
 
-If completions have several turns, a row can wait for a reply while other rows are decoded. The columns of these steps
-have no token in the waiting row. `compact_columns` removes columns without a token when the buffer is full. A row can
-also be restarted: its earlier tokens leave the cache, and its next tokens follow the prompt directly. `schedule.py` and
-`turns.py` call these programs.
+If completions have several turns, a row can wait for a reply while other rows are decoded. A column that is written in
+this time has no token of the waiting row. `compact_columns` removes columns without a token when the buffer is full. A
+row can also be restarted: its earlier tokens leave the cache, and its next tokens follow the prompt directly.
+`schedule.py` and `turns.py` call these programs.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Rows(NamedTuple):
       column: index of the cache column for the next keys and values.
       positions: position of the token in each column, counted from the start of the prompt; -1 if the column has no
         token of the row.
-      span: for each row, the number of last written columns that contain all of its cached tokens.
+      span: for each row, a number of columns: all cached tokens of the row are in the last `span` written columns.
       steps: number of decode steps so far. A step computes all rows, including rows that are not live.
       age: number of completion tokens of each row.
       first: number of tokens that each row had when it was last restarted; 0 if it was not restarted. These tokens are
         not in the cache.
       live: whether a row is being sampled; False after it has `ended` or reached the length limit.
       ended: whether the row ended with an end-of-sequence token.
-      held: True for rows that can continue later. Their columns are kept even if they are not live.
+      held: True for rows that can continue later. The columns of a held row are kept even if the row is not live.
       keys: random key data of each row.
     """
 
@@ -90,8 +90,8 @@ def prefill(graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[
 def _merge(graphdef: Any, params: Any) -> Decoder:
     """Builds the model and casts its matrices to the compute dtype.
 
-    The cast is done once here and not at every step of a loop. Quantised matrices stay quantised; the layers dequantise
-    them.
+    The matrices are cast here once, and not in every step of a decode loop. Quantised matrices stay quantised; the
+    layers dequantise them.
     """
     return nnx.merge(graphdef, cast_params(graphdef, params))
 
@@ -261,8 +261,8 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: In
 def compact_columns(rows: Rows) -> Rows:
     """Moves the tokens of every row to the last columns of the cache, without empty columns between them.
 
-    The arrays of `rows` are donated. Each layer is moved by a separate call, because a single program for all layers
-    would need memory for a second cache.
+    The arrays of `rows` are donated. The cache of each layer is moved by a separate call, because a single program for
+    all layers would need memory for a second cache.
     """
     positions, order = _order(rows.positions)
     cache = [_moved_layer(k, v, order) for k, v in rows.cache]

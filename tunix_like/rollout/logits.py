@@ -110,9 +110,9 @@ def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tu
 
 
 def _choose_by_parts(scaled: Float[Array, "N V"], uniform: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Samples like `choose`; each device along `tp` computes its part of the vocabulary.
+    """Samples like `choose`; each device along the mesh axis `tp` computes its part of the vocabulary.
 
-    Without this, the compiler would gather the logits of the whole vocabulary on every device.
+    Without this function, the compiler would gather the logits of the whole vocabulary on every device.
     """
     rows = PartitionSpec(row_axes(jax.sharding.get_abstract_mesh(), scaled.shape[0]))
     run = jax.shard_map(
@@ -126,8 +126,8 @@ def _choose_from_part(
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
     """Samples like `choose`, on a device that has a part of the vocabulary.
 
-    The devices exchange one maximum and one sum per row instead of the logits. A draw selects one of the parts first,
-    and then a token of this part.
+    The devices exchange one maximum and one sum per row instead of the logits. The uniform number of a row selects a
+    part of the vocabulary, and then a token of this part.
     """
     axis = "tp"
     shifted, weights = _exponentials(scaled, jax.lax.pmax(scaled.max(axis=-1), axis))

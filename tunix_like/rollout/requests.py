@@ -29,7 +29,8 @@ def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
 
 
 def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completions:
-    """Collects the samples of a call in arrays. The arrays are as wide as the longest completion, and at least 1 wide.
+    """Collects the samples of one call of `Engine.generate` in arrays. The arrays are as wide as the longest
+    completion, and at least 1 wide.
 
     Args:
       samples: one for each completion of each request.

@@ -153,7 +153,8 @@ def segment_starts(completions: Completions) -> list[list[int]]:
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Decodes completions to text without special tokens, group after group. Each process decodes its share of them.
+    """Decodes completions to text without special tokens, group after group. Each process decodes its share of the
+    completions.
 
     If a completion has several segments, only its last segment is decoded; it contains the history and the last turn.
     If a completion has one segment, its text begins with the first sampled token.

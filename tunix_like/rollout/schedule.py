@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Schedule:
     """The state of one call of `generate` in which each completion has a single turn.
 
-    It records which completion is in which row, and which completions wait. A completion waits until it is started in a
-    free row.
+    A schedule records which completion is in which row, and which completions wait. A completion waits until it is
+    started in a free row.
 
     Attributes:
       slot_prompt: `[a]`, index of the prompt in slot `a`.
@@ -165,7 +165,7 @@ class Schedule:
         return samples
 
     def _fill(self) -> None:
-        """Starts waiting completions in free rows.
+        """Fills free rows with completions that wait.
 
         A slot takes waiting completions of its own prompt. If there are none and the slot is empty, it takes
         completions of the first prompt that has waiting completions.

@@ -58,7 +58,7 @@ def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_to
 
 
 def rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
-    """Pads `numbers` with `fill` to the next length that is a power of two, or to `most` if that is shorter.
+    """Pads `numbers` with `fill` to the next length that is a power of two, or to `most` if `most` is smaller.
 
     If `fill` is None, the last number is repeated.
     """

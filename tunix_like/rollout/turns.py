@@ -1,8 +1,8 @@
 """Schedules a call of the sampler whose completions have several turns: rows wait for replies and continue.
 
 The keys and values of a row stay in the cache while the row waits, so its history is not computed again. The model
-computes only the tokens of a reply, in one block for all rows that have a reply. A reply can also restart its row. It
-then contains the whole history after the prompt, and this history is computed again.
+computes only the tokens of a reply, in one block for all rows that have a reply. A reply can also restart its row. Such
+a reply contains the whole history after the prompt, and the model computes this history again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TurnSchedule(Schedule):
         return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
-        """Enlarges the cache. It can get more columns than the longest completion has tokens, because a block of
+        """Enlarges the cache. The cache can get more columns than the longest completion has tokens, because a block of
         replies may need them."""
         if self.rows.room < self.sampler.max_tokens:
             super()._grow()
@@ -81,8 +81,8 @@ class TurnSchedule(Schedule):
     def _free_columns(self, count: int) -> None:
         """Makes sure that the next `count` columns of the cache are free in all rows that continue.
 
-        If they are not free, it enlarges the cache or removes columns without tokens. It enlarges the cache if a row
-        has tokens in at least half of the columns.
+        If a column is not free, this method enlarges the cache or removes columns without tokens. The cache is enlarged
+        if a row has tokens in at least half of the columns.
         """
         spans, column = fetch((self.rows.span, self.rows.column), self.sampler.mesh)
         kept, cached = self._kept(), self.ages - self._of_rows(self.first)
@@ -96,7 +96,8 @@ class TurnSchedule(Schedule):
             self.rows = self._placed(decoding.compact_columns(self.rows))
 
     def _fill(self) -> None:
-        """Starts waiting completions, and appends the tokens that precede their first turn."""
+        """Fills free rows with completions that wait, and appends to these rows the tokens that precede the first
+        turn."""
         free = self.row_sample < 0
         super()._fill()
         openings: dict[tuple[int, int], Sequence[int]] = {}
@@ -138,7 +139,7 @@ class TurnSchedule(Schedule):
         """Submits the current turns of the rows for which `stopped` is True. A turn for which `ended` is False was
         truncated.
 
-        Returns the completions whose turn was truncated, because these are finished.
+        Returns the completions whose turn was truncated; a truncated turn finishes its completion.
         """
         if not stopped.any():
             return []

@@ -47,7 +47,7 @@ class Fleet:
         """Gives all servers the weights of a folder. Servers that do not answer get the weights later.
 
         Args:
-          admit: checks a server after it has loaded these weights.
+          admit: checks a server after the server has loaded the weights.
 
         Raises:
           EngineLost: no server answers within `wait_seconds`.
@@ -73,8 +73,8 @@ class Fleet:
             usable.
 
         Raises:
-          EngineLost: no server answers within `wait_seconds`, or the answers are wrong, or they were sampled with other
-            weights.
+          EngineLost: no server answers within `wait_seconds`, `MOST_WRONG` answers do not fit the request, or
+            `MOST_WRONG` answers were sampled with other weights.
           UserError: a server refused the request.
         """
         wrong = other = 0
@@ -105,7 +105,7 @@ class Fleet:
             self._lose(server, problem)
 
     async def close(self) -> None:
-        """Stops repairs and closes the connections."""
+        """Cancels the tasks that wait for failed servers, and closes the connections."""
         for task in self._repairs.values():
             task.cancel()
         await asyncio.gather(*self._repairs.values(), return_exceptions=True)
@@ -116,8 +116,8 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server of a group. If it is not usable, assigns the usable server with the fewest requests to the
-        group."""
+        """Returns the server of a group. If this server is not usable, assigns the usable server with the fewest
+        requests to the group."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)

@@ -28,8 +28,8 @@ _TIED = (
 
 
 class Probe:
-    """Computes the log-probabilities of the next token after a few random prompts, and compares them with those of a
-    server.
+    """Computes the log-probabilities of the next token after a few random prompts, and compares these log-probabilities
+    with those of a server.
 
     Args:
       max_gap: largest allowed mean difference in nats. If it is None, nothing is compared.
@@ -48,7 +48,8 @@ class Probe:
         self.prompts = np.random.default_rng(0).choice(ids, shape)
 
     def logprobs(self, params: Any) -> Float[np.ndarray, "P V"]:
-        """Computes the log-probabilities for new weights. It must be called in all processes."""
+        """Computes the log-probabilities of each prompt's next token with the weights `params`. All processes must call
+        this method."""
         return fetch(_next_logprobs(self.graphdef, params, self.prompts, self.temperature), self.mesh)
 
     async def check(self, expected: Float[np.ndarray, "P V"], server: Server) -> None:
@@ -89,7 +90,7 @@ class Probe:
 def _next_logprobs(
     graphdef: Any, params: Any, prompts: Int[Array, "P S"], temperature: Float[Array, ""]
 ) -> Float[Array, "P V"]:
-    """Computes the log-probabilities of all tokens after each prompt."""
+    """Computes the log-probability of each vocabulary entry as the next token after each prompt."""
     model = nnx.merge(graphdef, params)
     hidden, _ = model.prefill(prompts, jnp.full(prompts.shape[0], prompts.shape[1]))
     return jax.nn.log_softmax(model.scores(hidden, model.head()) / temperature)

@@ -84,8 +84,8 @@ class RowStates:
 
     @property
     def wanted(self) -> int:
-        """The number of answers to wait for. In lockstep this is the number of running requests; otherwise it is 1, or
-        0 if no request is running."""
+        """The number of answers to wait for. If the responder is in lockstep (`Responder.lockstep`), this is the number
+        of running requests. Otherwise it is 1, or 0 if no request is running."""
         if self.responder is not None and self.responder.lockstep:
             return self.running
         return min(self.running, 1)

@@ -29,7 +29,7 @@ class Unavailable(Exception):
 
 
 class WrongAnswer(Exception):
-    """The answer of the server does not fit the request; the message describes it."""
+    """The answer of the server does not fit the request; the error message says why."""
 
 
 class Answer(NamedTuple):
@@ -108,7 +108,7 @@ class Server:
             )
 
     async def reload(self, folder: str, version: str) -> None:
-        """Makes the server read its weights from a folder, and names them `version`."""
+        """Makes the server load the weights in a folder, and sets the version of the server's weights to `version`."""
         await self._post("/pause?mode=keep", {})
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self._post("/collective_rpc", body, seconds=self.request_seconds)
@@ -155,7 +155,7 @@ class Server:
         return UserError(f"rollout.urls: the server {self.url} cannot be used: {why}.")
 
     async def _status(self, route: str, get: bool = False) -> int:
-        """Sends a request without content and returns the HTTP status of the answer."""
+        """Sends a request without parameters and returns the HTTP status of the answer."""
         status, _ = await self._request("GET" if get else "POST", route, {}, _QUICK_SECONDS)
         return status
 
@@ -166,7 +166,8 @@ class Server:
         return self._content(route, missing, *await self._request("POST", route, body, seconds))
 
     def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
-        """Returns the JSON of an answer. If the server lacks the route and `missing` is not None, returns `missing`."""
+        """Returns the parsed JSON of an answer. If `missing` is not None and the status says that the server lacks the
+        route, returns `missing`."""
         if missing is not None and status in (404, 405, 501):
             return missing
         said = content[:300].decode(errors="replace").replace("\n", " ")

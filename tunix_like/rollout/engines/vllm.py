@@ -49,7 +49,7 @@ class VLLMEngine:
     Args:
       model: the model that is trained. The engine keeps its graph and not its weights.
       rollout: `urls`, lengths, sampling parameters and time limits.
-      weights_folder: a folder that all servers can read under the same name. Each version of the weights gets a
+      weights_folder: a folder that all servers can read under the same path. Each version of the weights gets a
         subfolder, and the subfolder of the previous version is removed.
       max_gap: largest allowed mean difference between the log-probabilities of a server and of this process, in nats.
         If it is None, nothing is compared.
@@ -159,7 +159,7 @@ class VLLMEngine:
         return f"{self._run}-{self._number}"
 
     def _open(self) -> None:
-        """Starts the thread of the connections and checks all servers."""
+        """Starts the thread that runs the event loop of the connections, and checks all servers."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -236,8 +236,8 @@ class VLLMEngine:
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
-    """Raises UserError if vLLM cannot return the log-probabilities that training needs. These include the temperature,
-    but not the truncation by top-k or top-p."""
+    """Raises UserError if vLLM cannot return the log-probabilities that training needs. Training needs
+    log-probabilities after the division by the temperature and before the truncation by top-k or top-p."""
     truncation = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k is not None else None
     if rollout.temperature != 1 and truncation is not None:
         raise UserError(

@@ -114,7 +114,7 @@ class Adapted:
 
     def tools(self) -> list[Mapping[str, Any]]:
         """Returns the schemas of the tools; empty without tools. A factory that is not a class, or a class with the
-        method `tool_schemas`, is called once for this.
+        method `tool_schemas`, is called once to get the schemas.
 
         Raises:
           UserError: the objects of the factory cannot be environments, or the factory does not accept the arguments.
@@ -136,7 +136,7 @@ class Adapted:
         return _tunix_tools(environment)
 
     def start(self, columns: Mapping[str, Any]) -> Trajectory:
-        """Makes the environment of one trajectory; `columns` are the columns of its row.
+        """Makes the environment of one trajectory; `columns` are the columns of its data row.
 
         Raises:
           UserError: the factory returned an object that is not an environment.
@@ -184,7 +184,7 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
     """Checks that a factory can be called with the arguments.
 
     Args:
-      takes_task: whether the factory also gets the columns of a row (as its first parameter or as the parameter
+      takes_task: whether the factory also gets the columns of a data row (as its first parameter or as the parameter
         `task`).
 
     Raises:
@@ -213,7 +213,7 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
 
 
 def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
-    """Returns how a factory takes the columns of a row (the `task` of google-tunix); None if it does not take them."""
+    """Returns how a factory takes the columns of a data row (the `task` of google-tunix); None if it does not."""
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:  # some classes of extension modules have no signature
@@ -227,8 +227,8 @@ def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by n
 
 
 class _StepEnvironment:
-    """An environment with `reset(**columns)` and `step(completion)`. If it has a method `close`, this is called at the
-    end."""
+    """An environment with `reset(**columns)` and `step(completion)`. If the environment has a method `close`, `finish`
+    calls this method."""
 
     def __init__(self, environment: Any):
         self.environment, self.name = environment, type(environment).__name__
@@ -247,7 +247,7 @@ class _StepEnvironment:
 
 
 class _TunixEnvironment:
-    """A google-tunix `BaseTaskEnv`. Its own `step` counts the steps, and ends the episode after `max_steps` steps.
+    """A google-tunix `BaseTaskEnv`. `BaseTaskEnv.step` counts the steps, and ends the episode after `max_steps` steps.
 
     A `ToolEnvironment` gets the tool calls of a turn in the form that the agent of google-tunix passes. A turn without
     calls is the final answer and is passed as text.
@@ -313,8 +313,8 @@ def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
     """Converts an observation of google-tunix to text or messages.
 
     The agents of google-tunix convert observations in the same way. A dict with the key `prompts` or `question` becomes
-    the text of this key. A dict with `tool_outputs` becomes one message per call. An empty dict becomes None. Any other
-    dict is written as JSON.
+    the text that is stored under this key. A dict with `tool_outputs` becomes one message per call. An empty dict
+    becomes None. Any other dict is written as JSON.
 
     Args:
       names: tool names by the id of the call.

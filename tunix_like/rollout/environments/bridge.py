@@ -1,9 +1,9 @@
 """Makes the tokens between two turns of a trajectory.
 
 A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (`conversations.py` is an
-exception). A turn ends with an end-of-sequence token that the policy sampled. The tokens that are appended after it are
-called the bridge: the observation of the environment, the text that the chat template puts around it, and the start of
-the next assistant's turn. Without a chat template, the bridge is the observation.
+exception). A turn ends with an end-of-sequence token that the policy sampled. The tokens that are appended after this
+token are called the bridge: the observation of the environment, the text that the chat template puts around it, and the
+start of the next assistant's turn. Without a chat template, the bridge is the observation.
 
 Observations are untrusted: control tokens that are written in them are encoded as plain text.
 """
@@ -28,9 +28,9 @@ class Bridged(NamedTuple):
     """The tokens to append after a turn.
 
     Attributes:
-      tokens: token ids. If they are None, the trajectory ends and is unscored.
+      tokens: token ids; None if the trajectory ends and is unscored.
       cut: whether the observation was shortened.
-      problem: the reason if `tokens` is None.
+      problem: why `tokens` is None; None if there are tokens.
       chat: the messages of the observation, after shortening.
     """
 
@@ -41,19 +41,19 @@ class Bridged(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An observation that is not encoded yet: its index, its messages, and the last token of the turn before it."""
+    """An observation that is not encoded yet: its index, its messages, and the last token of the preceding turn."""
 
     place: int
     chat: list[dict[str, str]]
     end: int
 
     def limited(self, size: int) -> _Pending:
-        """Returns the observation with longer texts shortened to `size` characters and a mark."""
+        """Returns the observation with each text shortened by `_limited`."""
         return self._replace(chat=[message | {"content": _limited(message["content"], size)} for message in self.chat])
 
 
 class Bridge:
-    """Converts observations to the token ids to append. `make_bridge` makes it."""
+    """Converts observations to the token ids to append. `make_bridge` makes objects of this class."""
 
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
@@ -116,7 +116,8 @@ class Bridge:
         return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
-        """Raises a UserError if the limit is too low even for a completely shortened text."""
+        """Raises a UserError if `most_tokens` is too low even for a user message without text (`unscored`) or with only
+        the mark of a shortened text (`cut`)."""
         text = _mark(10**9) if self._cuts else ""
         (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:
@@ -127,7 +128,8 @@ class Bridge:
             )
 
     def _role_problem(self, pending: _Pending) -> str | None:
-        """Returns why the chat template does not support these messages; None if it supports them."""
+        """Returns why the chat template does not support the messages of an observation; None if it supports all of
+        them."""
         try:
             roles: list[str | None] = [message["role"] for message in pending.chat]
             for role in roles or [None]:
@@ -162,8 +164,8 @@ class Bridge:
         return ids if len(ids) <= self._most else None
 
     def _ids(self, addition: str, end: int) -> list[int]:
-        """Returns the ids of an addition. The encoder stops early on long texts: if there are more than
-        `max_observation_tokens` ids, the result can be incomplete, but it still has more than that many."""
+        """Returns the token ids of the text `addition`. If there are more than `most_tokens` ids, the result can be
+        incomplete, but has more than `most_tokens` ids."""
         if self._difference is None:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:
@@ -178,10 +180,10 @@ class Bridge:
         return self._tokenizer.encode_guarded(addition, self._most + 1)
 
     def _shortened(self, pending: Sequence[_Pending]) -> list[tuple[_Pending, list[int] | UserError | None]]:
-        """Shortens overlong observations, and returns them with their ids.
+        """Shortens overlong observations. Returns each shortened observation with its token ids or its error.
 
-        All texts of an observation get the same limit, so the longest texts are cut. Bisection finds the limit with a
-        tolerance of three percent.
+        Each observation has one character limit for all of its texts, so its longest texts are cut. Bisection finds the
+        largest possible limit with a tolerance of three percent.
         """
         best = self._encoded([each.limited(0) for each in pending])
         low = [0] * len(pending)

@@ -29,7 +29,7 @@ _READ = 1 << 20
 
 
 class Answered(Exception):
-    """The process sent something that is not an answer; the message describes it."""
+    """The process sent bytes that are not an answer; the error message describes them."""
 
 
 class Caller:
@@ -110,7 +110,8 @@ class Caller:
             raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
 
     def _outcome(self, answer: dict[str, Any]) -> Outcome:
-        """Checks the answer again, because the user's code can write to the socket."""
+        """Returns the outcome in an answer. Checks the answer, although the process has checked it, because the user's
+        code can write to the socket."""
         if self.what == "reset":
             return Outcome(self.number, checked_observation(answer["observation"], "reset"))
         if self.what == "finish":
@@ -132,7 +133,8 @@ def failure_in(answer: Mapping[str, Any]) -> Failure:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes a pair of sockets. If the limit of open files of this process is reached, increases the limit."""
+    """Makes a pair of sockets. If this process has reached its soft limit of open files, raises this limit to the hard
+    limit."""
     try:
         return socket.socketpair()
     except OSError as error:

@@ -42,8 +42,7 @@ class Conversation:
       tokens: the tokens that the model sees: the prompt and the current segment.
       prompt: number of tokens at the start of the prompt that later turns do not change.
       rewritten: number of times that the template has rewritten the history.
-      restarted: number of times that the row was restarted. It equals `rewritten` at the time when the last turn was
-        added.
+      restarted: number of times that the row was restarted before the last turn was sampled.
     """
 
     messages: list[Message]
@@ -87,7 +86,8 @@ class Conversations:
       tools: whether there are tools.
 
     Raises:
-      UserError: the template changes the prompt after a later turn, and not only its last `MOST_OPENING` tokens.
+      UserError: the template fails, or after a later turn the rendered prompt differs in more than its last
+        `MOST_OPENING` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: bool):
@@ -113,7 +113,8 @@ class Conversations:
     def _kept(self, tokens: Sequence[int], later: str | UserError) -> int:
         """Returns the number of tokens that a prompt and the rendering `later` have in common at their start.
 
-        Returns the length of the prompt if they have nothing in common, or if more than `MOST_OPENING` tokens differ.
+        Returns the length of the prompt if the first token differs, if more than `MOST_OPENING` tokens of the prompt
+        follow the common tokens, or if `later` is an error.
         """
         if isinstance(later, UserError):  # `continued` reports this error after a turn
             return len(tokens)

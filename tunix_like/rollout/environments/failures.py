@@ -45,11 +45,11 @@ def check_available(failures: Sequence[Sequence[str] | None]) -> None:
 
 
 def first_observation(environments: Environments, row: Mapping[str, Any], where: str) -> str | Sequence[Message] | None:
-    """Resets one environment with the columns of a row and returns its first observation. The environment is ended
+    """Resets one environment with the columns of a data row and returns its first observation. The environment is ended
     afterwards.
 
     Args:
-      row: the columns of the row; `prompt` is not passed to the environment.
+      row: the columns of the data row; `prompt` is not passed to the environment.
       where: text at the beginning of the error message.
 
     Raises:

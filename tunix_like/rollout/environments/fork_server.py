@@ -88,7 +88,8 @@ def load(places: list[str]) -> Adapted:
 
 
 def serve(number: int, places: list[str], parent: int) -> None:
-    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then carries out orders.
+    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then handles the requests
+    of the training process to fork (`BEGIN`) or kill (`END`) a child.
 
     The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
     status, or -signal}`. Each `END` is answered with `{"stopped": number}`. The program ends with all children when the
@@ -122,7 +123,7 @@ def _name(places: list[str]) -> str:
 
 
 class _Server:
-    """Carries out the orders of the training process."""
+    """Forks and kills child processes as the training process requests."""
 
     def __init__(self, channel: socket.socket, adapted: Adapted, parent: int):
         self.channel, self.adapted, self.parent = channel, adapted, parent
@@ -133,7 +134,8 @@ class _Server:
         self.closed = False
 
     def run(self, ready: bytes) -> None:
-        """Sends `ready` and carries out orders until the socket is closed."""
+        """Sends `ready` and handles requests (`BEGIN`, `END`) until the socket is closed or the training process has
+        ended."""
         waker, woken = socket.socketpair()
         for end in (waker, woken, self.channel):
             end.setblocking(False)
@@ -169,7 +171,7 @@ class _Server:
             os.killpg(0, signal.SIGKILL)  # includes processes that the user's module started in this group
 
     def _follow(self) -> None:
-        """Carries out the orders that have arrived."""
+        """Handles the requests (`BEGIN`, `END`) that have arrived on the socket."""
         while True:
             try:
                 order, descriptors, _, _ = socket.recv_fds(self.channel, ORDER.size, 1)
@@ -272,8 +274,8 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory until it is finished or the socket is closed.
 
     A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)`.
-    `seconds` is its time limit. An answer is a JSON object: the fields of an `EnvStepResult` that the call sets, or
-    `{"error": text, "kind": kind of the failure}`. An error ends the trajectory.
+    `seconds` is the time limit of the call. An answer is a JSON object: the fields of an `EnvStepResult` that the call
+    sets, or `{"error": text, "kind": kind of the failure}`. An error ends the trajectory.
     """
     own = os.getpid()
     trajectory: Trajectory | None = None

@@ -48,10 +48,10 @@ class ActionForm(NamedTuple):
 class OpenEnv:
     """One trajectory with an OpenEnv server.
 
-    `reset` sends all columns of the row; the server passes on the columns that its environment accepts. The schema of
-    the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid action
-    does not reach the environment. The answer to such a turn, or to a wrong tool call, is a text that begins with
-    "error:".
+    `reset` sends all columns of the data row; the server passes on the columns that its environment accepts. The schema
+    of the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid
+    action does not reach the environment. The answer to such a turn, or to a wrong tool call, is a text that begins
+    with "error:".
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
@@ -191,9 +191,9 @@ def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     """Returns how the text of a turn becomes an action, given the JSON schema of actions.
 
     If the actions are tool calls (with the fields `tool_name` and `arguments`), each tool call of a turn is an action.
-    Otherwise a turn is the value of one field: `field` if it is given, else the only required field or the only field.
-    The turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the turn is
-    the whole action as a JSON object.
+    Otherwise a turn is the value of one field: `field` if it is given, else the only required field, else the only
+    field. The turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the
+    turn is the whole action as a JSON object.
 
     Raises:
       UserError: the actions do not have the named field.

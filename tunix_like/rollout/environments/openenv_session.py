@@ -158,9 +158,9 @@ def _is_here(url: str) -> bool:
 class Session:
     """A WebSocket session, which is one environment of the server. It ends when the connection is closed.
 
-    Attempts to open the session are repeated for the time that `patience` returns. No call has a time limit here,
-    because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is not replaced by
-    a new one.
+    Attempts to open the session are repeated for the time that `deadline.patience` returns. No call has a time limit
+    here, because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is not
+    replaced by a new one.
 
     Raises:
       EnvironmentUnavailable: the server cannot be reached.

@@ -42,7 +42,8 @@ class Environments(Protocol):
         """JSON schemas of the tools of these environments, as chat templates take them; empty without tools."""
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Makes the environment of a trajectory and starts to reset it with the columns of its row."""
+        """Makes the environment of a trajectory and starts its `reset` with the columns of the trajectory's data
+        row."""
 
     def step(self, number: int, completion: str) -> None:
         """Starts one step of a trajectory."""

@@ -2,7 +2,7 @@
 
 The program in `fork_server.py` loads the user's module once and forks the processes. Starting an interpreter for each
 trajectory would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed
-with everything that it started. This affects only its own trajectory.
+with all processes that it started. Only the trajectory of this environment fails.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class EnvironmentPool:
         self._send_orders()
 
     def _look(self) -> None:
-        """Reads answers, and stops processes that exceed a limit."""
+        """Reads answers, and stops processes that exceed a deadline or the memory limit."""
         self._look_at_server()
         now = time.monotonic()
         unattended = self._looked if now - self._looked > 10 * POLL_SECONDS else now
@@ -367,7 +367,8 @@ class EnvironmentPool:
 
 
 def _traceback(server: WorkerProcess, how: str) -> str:
-    """Returns the last traceback that `faulthandler` printed at a crash. All environments share one output stream."""
+    """Returns the last traceback that `faulthandler` printed at a crash. The traceback may come from another
+    environment, because all environments share one output stream."""
     start = server.last_output.rfind("Fatal Python error") if "by signal" in how else -1
     return "" if start < 0 else f" The last crash printed:\n{server.last_output[start:]}"
 
@@ -381,7 +382,7 @@ def _how(status: int) -> str:
 def _stop_all(servers: list[WorkerProcess]) -> None:
     """Ends servers and all their environments.
 
-    A server kills its environments when its socket is closed. Processes that remain are killed here.
+    A server kills its environments when its socket is closed. Processes that still run after that are killed here.
     """
     while servers:
         server = servers.pop()

@@ -85,6 +85,6 @@ def environment_place(name: str, factory: Callable[..., Any], what: str = "Envir
     """Returns the location from which `EnvironmentPool` imports an environment, or a tool (`what` is "Tool").
 
     Raises:
-      UserError: another process cannot import it.
+      UserError: another process cannot import `factory`.
     """
     return place_of(name, factory, what, _OTHERWISE)

@@ -1,4 +1,5 @@
-"""Checks that settings of environments have an effect. This concerns environments that are given in Python."""
+"""Checks that settings of environments have an effect. The check is for environments that are passed to a learner as
+Python objects."""
 
 from __future__ import annotations
 

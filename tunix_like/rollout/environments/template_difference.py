@@ -134,7 +134,8 @@ class TemplateDifference:
     def _after(
         self, cases: Sequence[tuple[Sequence[Message], str, Sequence[Message]]], variables: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields the text that follows the end of the known answer's turn, for each (history, answer, new messages)."""
+        """Yields the text that the template writes after the turn `answer`, for each (history, answer, new
+        messages)."""
         chats = [[*history, {"role": "assistant", "content": answer}, *new] for history, answer, new in cases]
         rendered = self._tokenizer.render_guarded(chats, True, **variables)
         for (_, answer, _), text in zip(cases, rendered, strict=True):

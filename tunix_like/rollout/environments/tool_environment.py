@@ -17,7 +17,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Tools:
-    """Runs and counts the tool calls of one trajectory. The functions and their schemas are given by name."""
+    """Runs and counts the tool calls of one trajectory. `functions` and `schemas` are mappings by tool name."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], schemas: Mapping[str, Mapping[str, Any]]):
         self.functions, self.schemas = functions, schemas

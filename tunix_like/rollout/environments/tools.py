@@ -1,4 +1,4 @@
-"""Describes functions as tools by a JSON schema of their parameters, and checks arguments against it."""
+"""Describes functions as tools by a JSON schema of their parameters, and checks arguments against this schema."""
 
 from __future__ import annotations
 

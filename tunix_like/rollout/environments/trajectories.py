@@ -35,13 +35,14 @@ class Player:
     Attributes:
       seconds: time in seconds for which trajectories have waited for environments. The caller sets it to 0.
       playing: the trajectories of the current rollout.
-      overtime: whether a call has exceeded its time limit. Its server may still be busy with the call, so a full server
-        does not stop the run from then on.
+      overtime: whether a call has exceeded its time limit. After that, `EnvironmentMisconfigured` does not stop the
+        run: a server without a free session raises this error too, and the server may still be busy with the call.
       conversations: renders the conversations with `environment.history=template`; None before the first call of
         `bridge`.
 
     Raises:
-      UserError: the mode is eager and the run has several processes. Their schedules must be equal.
+      UserError: `environment.mode` is `eager` and the run has several processes. The schedules of all processes must be
+        equal, which needs `lockstep`.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Player:
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
-        """Checks that prompts like that of the first row can have several turns.
+        """Checks that trajectories with prompts like that of the first data row can have several turns.
 
         Returns the first observation of this row.
 
@@ -175,7 +176,7 @@ class Trajectories:
         return [Reply(*reply) for part in all_or_none(lambda: self._own_replies(wait)) for reply in part]
 
     def _own_replies(self, wait: bool) -> list[list[Any]]:
-        """Returns the replies of this process as lists."""
+        """Returns the replies to trajectories of this process. Each `Reply` is converted to a list of its fields."""
         while True:
             waits = wait and bool(self._unanswered) and (self.lockstep or not self._ready)
             self._ready += self._answered(self._outcomes(waits))
@@ -284,7 +285,8 @@ class Trajectories:
         return prompt.text, prompt.tokens
 
     def _converse(self) -> None:
-        """Begins the conversations. Tokens at the end of a prompt that later turns change become part of the rows."""
+        """Begins the conversations. If later turns change the last tokens of a prompt, these tokens become part of the
+        rows."""
         kept = spread(range(len(self.problems)), self._begun)
         self._openings = [list(each.tokens[size:]) for each, size in zip(self.problems, kept, strict=True)]
         self.problems = [

@@ -1,5 +1,5 @@
-"""Plays environments of the package `verifiers`. Their harness sends chat requests, and turns of the policy answer
-them.
+"""Plays environments of the package `verifiers`. The harness of an environment sends chat requests, and turns of the
+policy answer these requests.
 
 The harness is the code of an environment that decides which conversation the model sees. A turn is therefore the answer
 to a request of the harness, and an observation is the next request.
@@ -36,7 +36,7 @@ class _Episode:
     """An episode that is running.
 
     Attributes:
-      id: number of the episode in the process. It is used only once, but numbers of trajectories are reused.
+      id: number of the episode in the process. Numbers of episodes are unique; numbers of trajectories are reused.
       calls: the unanswered requests. The policy answers the first of them.
       deadline: time by which the next request or the end must arrive; None while the policy is sampling.
       closing: whether further requests are refused.
@@ -51,7 +51,8 @@ class _Episode:
 
 
 class VerifiersEnvironments:
-    """Implements `Environments` with episodes of one environment of `verifiers`. They run in a separate process.
+    """Implements `Environments` with episodes of one environment of `verifiers`. The episodes run in a separate
+    process.
 
     The observation of an outcome has the new messages of a request. The whole request is in `calls`.
 
@@ -160,7 +161,8 @@ class VerifiersEnvironments:
         return [each.deadline for each in self._episodes.values() if each.deadline is not None]
 
     def _settle(self) -> None:
-        """Waits until the process has cancelled the late episodes, so that new episodes do not wait for them."""
+        """Waits until the process has ended all episodes that were cancelled, so that new episodes do not wait for
+        these episodes."""
         while self._cancelled:
             self._take(max(0.0, min(self._cancelled.values()) - time.monotonic()))
             self._expire()
@@ -278,7 +280,7 @@ def _failed(number: int, kind: Any, reason: str) -> Outcome:
 
 
 def _kill(process: VerifiersProcess) -> None:
-    """Kills a process and all that it has started."""
+    """Kills a process and all processes that it has started."""
     for pid in list(descendants_of(process.pid)):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -55,7 +55,7 @@ class VerifiersPlayer(Player):
         """Does nothing, because the harness writes the messages after a turn."""
 
     def check(self, rows: Any) -> None:
-        """Checks that the first row can be played, by running it up to the first request of its harness.
+        """Checks that the first data row can be played: runs its episode up to the first request of the harness.
 
         Raises:
           UserError: there is no request, or the request cannot be rendered.

@@ -21,8 +21,8 @@ class Choice:
     """One completion of a request, to which tokens are added.
 
     Attributes:
-      tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, they end
-        with the token that completes the stop string.
+      tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, the last
+        token is the one that completes the stop string.
       text: the text so far, without text at its end that later tokens can still change.
       reason: "stop" or "length"; None if the completion has not ended.
       stopped_by: the stop string or the id of `stop_token_ids` that ended the completion; None if there is none.
@@ -154,7 +154,8 @@ class CompletionAnswer(StreamedAnswer):
         return found
 
     def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
-        """Returns the tokens of a slice with their log-probabilities. The slice follows that of the previous call."""
+        """Returns the tokens of a slice with their log-probabilities. The slice must begin where the slice of the
+        previous call ended."""
         texts = [self.token_text(token) for token in choice.tokens[tokens]]
         *offsets, self._offsets[choice] = itertools.accumulate(map(len, texts), initial=self._offsets.get(choice, 0))
         return {
@@ -213,7 +214,7 @@ class ChatAnswer(StreamedAnswer):
             yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
 
     def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
-        """Returns the fields of a choice that follow its message."""
+        """Returns the fields of a choice after its message; `called` says whether the choice has tool calls."""
         logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
         found: dict[str, Any] = {
             "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
@@ -254,7 +255,7 @@ class GenerateAnswer(Answer):
         }
 
     def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
-        """Returns the tokens with their log-probabilities. There are two fields for a token, because some clients read
+        """Returns the tokens with their log-probabilities. Each token is in two fields, because some clients read
         `token` and others `token_id`."""
         return [
             {

@@ -117,7 +117,7 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
 
 
 class _Guard:
-    """Checks the API key, and counts the requests and measures their times."""
+    """Checks the API key, counts the requests, and measures the duration of the successful requests that sample."""
 
     def __init__(self, app: ASGIApp, hub: Hub, key: str | None, paths: set[str]):
         self._app, self._hub, self._paths = app, hub, paths

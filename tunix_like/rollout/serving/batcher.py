@@ -1,7 +1,7 @@
 """Continuous batching: jobs of any number of callers share the rows of one decoder.
 
-A thread alternates between two things: it starts waiting completions in free slots, and it samples some tokens of all
-rows. This file is independent of HTTP.
+A thread repeats two steps: it fills free slots with completions that wait, and then samples some tokens of all rows.
+This file is independent of HTTP.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Batcher:
                     self._fail()
 
     def _wait(self) -> bool:
-        """Waits until a job waits, runs or was cancelled. Returns False after `close`."""
+        """Blocks until a job is queued, is running or was cancelled. Returns False after `close`."""
         with self._changed:
             while not (self._closed or self._waiting or self._cancelled or self.running):
                 self._changed.wait()
@@ -161,7 +161,7 @@ class Batcher:
                 self._rows[slot], self._keep[slot] = None, False
 
     def _start(self) -> None:
-        """Starts waiting completions in free slots, in the order in which the jobs arrived."""
+        """Fills free slots with completions that wait, in the order in which the jobs arrived."""
         computed, beside = 0, bool(self.running)
         while free := [slot for slot, row in enumerate(self._rows) if row is None]:
             jobs = self._next_jobs(len(free))
@@ -180,8 +180,8 @@ class Batcher:
             self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Returns the first waiting job. If its prompt is not computed yet, also returns the next jobs, up to the
-        number that fits into one prefill and into `most` slots."""
+        """Returns the first waiting job. If the prefill of its prompt was not run yet, also returns the next jobs, up
+        to the number that fits into one prefill and into `most` slots."""
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
         if not jobs or jobs[0].prefilled is not None:
@@ -198,7 +198,7 @@ class Batcher:
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
-        """Assigns completions to free slots and starts them. One prefill has computed the prompts of all `jobs`."""
+        """Assigns completions to free slots and starts them. The prompts of all `jobs` are results of one prefill."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:

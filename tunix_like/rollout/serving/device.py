@@ -52,7 +52,7 @@ class Sampled(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """A computed prompt: row `row` of a batch of prompts that were padded to `width`."""
+    """The result of a prompt's prefill: row `row` of `prompts`, a batch of prompts that were padded to `width`."""
 
     prompts: decoding.Prompts
     row: int
@@ -117,7 +117,8 @@ class Slots:
         return wanted if wanted > current or 2 * needed <= wanted else current
 
     def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
-        """Computes prompts, padded to `width`. At most `programs.prompts_at_once(width)` prompts are allowed."""
+        """Runs the prefill of prompts, padded to `width`. At most `programs.prompts_at_once(width)` prompts are
+        allowed."""
         count = 1 if len(prompts) == 1 else programs.prompts_at_once(width)
         tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
         for row, prompt in enumerate(prompts):
@@ -127,7 +128,7 @@ class Slots:
         return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
-        """Starts completions, given as `(slot, job, sample)`. One prefill must have computed all their prompts, and the
+        """Starts completions, given as `(slot, job, sample)`. All their prompts must be results of one prefill, and the
         caches must be wide enough."""
         if not places:
             return

@@ -48,7 +48,7 @@ class Fields:
 
     Args:
       body: the object.
-      prefix: text that precedes the names of its fields in messages.
+      prefix: text that precedes the names of the fields in error messages.
     """
 
     def __init__(self, body: Mapping[str, Any], prefix: str = ""):
@@ -65,8 +65,8 @@ class Fields:
         return self._left.pop(name, None)
 
     def number(self, name: str, default: float, low: float, high: float = math.inf, above: bool = False) -> float:
-        """Returns a number from `low` to `high`, or `default`. If `above` is True, the number must be greater than
-        `low`."""
+        """Returns a number from `low` to `high`, or `default` if the field is absent. If `above` is True, the number
+        must be greater than `low`."""
         value = self._of_type(name, (int, float), "a number")
         if value is None:
             return default
@@ -80,7 +80,7 @@ class Fields:
         return value
 
     def integer(self, name: str, default: Any, low: int, high: int | None = None) -> Any:
-        """Returns an integer from `low` to `high`, or `default`."""
+        """Returns an integer from `low` to `high`, or `default` if the field is absent."""
         value = self._of_type(name, int, "an integer")
         if value is None:
             return default
@@ -94,7 +94,7 @@ class Fields:
         return bool(self._of_type(name, bool, "true or false"))
 
     def text(self, name: str) -> str | None:
-        """Returns a text, or None."""
+        """Returns a text, or None if the field is absent."""
         return self._of_type(name, str, "a text")
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -102,7 +102,8 @@ class Fields:
         return self._of_type(name, dict, "an object") or {}
 
     def list_of(self, name: str, valid: Callable[[Any], bool], what: str, most: int) -> list[Any]:
-        """Returns a list, empty by default. `valid` checks its items; `what` names them in the message."""
+        """Returns a list, empty by default. `valid` checks its items; `what` is the name of the items in error
+        messages."""
         value = self._of_type(name, list, f"a list of {what}") or []
         if not all(map(valid, value)):
             raise self.error(name, f"it must be a list of {what}")

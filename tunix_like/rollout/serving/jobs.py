@@ -57,7 +57,7 @@ class Job:
 
     Attributes:
       started: number of completions that were started.
-      prefilled: the computed prompt; None before it is computed and after all completions are started.
+      prefilled: the result of the prompt's prefill; None before the prefill and after all completions are started.
     """
 
     def __init__(self, prompt: Sequence[int], count: int, sampling: JobSampling, number: int = 0):

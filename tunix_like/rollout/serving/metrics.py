@@ -1,4 +1,4 @@
-"""Counts requests, tokens and times, and writes them in the text format of Prometheus."""
+"""Counts requests, tokens and durations, and writes the counts in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts times in buckets."""
+    """Counts durations in the buckets `SECONDS`."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Adds one time."""
+        """Adds one duration."""
         self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 
     def lines(self, name: str) -> Sequence[str]:
-        """Returns the lines of the text format."""
+        """Returns the lines of the histogram in the text format of Prometheus."""
         total, found = 0, []
         for bound, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
             total += count

@@ -1,8 +1,8 @@
 """The compiled programs of the server: start rows, sample tokens of all rows, resize the caches.
 
-They work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one completion. All
-requests share these programs, because the sampling parameters are arrays. `widths_of` bounds the number of array
-shapes.
+The programs work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one
+completion. All requests share these programs, because the sampling parameters are arrays. `widths_of` bounds the number
+of array shapes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Starts(NamedTuple):
     """The completions to start in slots. Slots for which `take` is False are not changed.
 
     Attributes:
-      source: index of the prompt among the newly computed prompts.
+      source: index of the prompt among the prefilled prompts (`fresh` of `start`).
       seed: high and low word of the seed.
       number, sample: index of the prompt in its request, and index of the completion among the completions of the
         prompt.
@@ -117,10 +117,11 @@ def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
 
 
 def start(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Places new prompts in slots and starts a completion in each of these slots. The arrays of `state` are donated.
+    """Copies prompts of `fresh` to slots and starts a completion in each of these slots. The arrays of `state` are
+    donated.
 
-    Several slots can use the same computed prompt. The random numbers of a completion depend only on its seed, `number`
-    and `sample`. The sampler uses the same random numbers if its key is made from this seed.
+    Several slots can use the same prompt of `fresh`. The random numbers of a completion depend only on its seed,
+    `number` and `sample`. The sampler uses the same random numbers if its key is made from this seed.
     """
     caches = state.prompts.cache, state.rows.cache
     placed = _place(caches[0], fresh.cache, starts.take, starts.source)
@@ -146,7 +147,7 @@ def _place(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Does everything of `start` except the caches. The lists of caches in its arguments are empty."""
+    """Computes the new state of `start` without the caches. The lists of caches in `state` and `fresh` are empty."""
     take, rows = starts.take, state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
@@ -271,7 +272,7 @@ def _resized_rows(
 
 
 def _fitted(x: Array, axis: int, width: int, empty: int = 0) -> Array:
-    """Appends columns with the value `empty`, or drops the last columns."""
+    """Changes the length of an axis to `width`: appends entries with the value `empty`, or drops the last entries."""
     if width <= x.shape[axis]:
         return jax.lax.slice_in_dim(x, 0, width, axis=axis)
     padding = [(0, 0)] * x.ndim

@@ -75,7 +75,7 @@ class Request:
     """A request that was checked.
 
     Attributes:
-      jobs: one per prompt, each with `n` completions.
+      jobs: one per prompt; each has the number of completions that the parameter `n` requests.
       stops: strings that end a completion.
       logprobs: whether the log-probabilities of the sampled tokens are returned.
       special: whether the text includes special tokens.
@@ -154,7 +154,7 @@ def _check_model(fields: Fields, settings: Settings) -> None:
 
 
 def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_tokens: int | None) -> Request:
-    """Reads the parameters that all routes have, and refuses unknown parameters."""
+    """Reads the parameters that are common to the three routes, and refuses unknown parameters."""
     temperature = fields.number("temperature", settings.temperature, 0, 100)
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise fields.error(

@@ -26,7 +26,8 @@ class TextStream:
     """The text of one completion, decoded from a window of its last tokens.
 
     An incomplete character is returned only when it is complete. Text that may be the beginning of a stop string is
-    held until it is clear that it is not. All returned texts together are `decode(all tokens)`, up to the stop string.
+    held until further text shows that no stop string begins there. All returned texts together are `decode(all
+    tokens)`, up to the stop string.
 
     Args:
       decode: function that converts token ids to text.
