@@ -59,7 +59,8 @@ class TemplateFailed(Exception):
 
 
 class _Worker:
-    """The process that renders templates. `render` starts the process at its first call. The process ends with the run."""
+    """The process that renders templates. `render` starts the process at its first call, and the process ends
+    with the run."""
 
     def __init__(self) -> None:
         settings = {"path": sys.path, "seconds": SECONDS, "memory": MEMORY}
