@@ -1,4 +1,4 @@
-"""The command `advantages`: prints the advantages of every estimator for the same rewards.
+"""The command `advantages`: prints the advantages that each estimator computes for the same rewards.
 
 The advantages are computed by the code of the training step. The figure is drawn by `weights_figure.py`.
 """
@@ -45,8 +45,8 @@ class Request:
     Attributes:
       rewards: the rewards of each group; NaN for an unscored completion.
       lengths: completion lengths in tokens; None if not given.
-      numbers: the given values of `k`, `truncation_order` and `ddof`.
-      own: a user-defined estimator with its parameters, or None.
+      numbers: those of `k`, `truncation_order` and `ddof` that were given, by name.
+      own: the user-defined estimator with its parameters; None if not given.
     """
 
     rewards: Float[np.ndarray, "P G"]
@@ -90,7 +90,8 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
 
 
 def draw(request: Request, path: str) -> list[str]:
-    """Writes the figure of the population weights. Returns the notes to print."""
+    """Writes the figure of the population weights to `path`. Returns the lines to print: the reason if the user-defined
+    estimator is not drawn, and the path."""
     size = request.rewards.shape[1]
     rates = pass_rates(size)
     order, ddof = request.numbers.get("truncation_order"), request.numbers.get("ddof")
@@ -107,7 +108,7 @@ def draw(request: Request, path: str) -> list[str]:
 
 
 def read_request(rewards: str, options: Sequence[str]) -> Request:
-    """Parses and checks the arguments."""
+    """Parses and checks the arguments of `show`."""
     groups = _groups("reward", rewards, _reward)
     words: dict[str, str] = {}
     for word in options:
@@ -141,7 +142,7 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
 
 
 def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
-    """Returns the estimators that support these rewards, and the notes to print below the table."""
+    """Returns the estimators that support the rewards of `request`, and the notes to print below the table."""
     size = request.rewards.shape[1]
     scored = ~np.isnan(request.rewards)
     shown: list[GroupEstimator] = []
@@ -181,7 +182,7 @@ def header(estimator: GroupEstimator) -> str:
 def _candidates(request: Request) -> list[GroupEstimator]:
     """Returns every built-in estimator with the parameters that were given, and the user-defined estimator.
 
-    If `truncation_order` is given, `maxrl` is returned twice: without this parameter and with it.
+    If `truncation_order` is given, `maxrl` is returned twice: without and with `truncation_order`.
     """
     given = {**request.numbers, "k": request.k}
     candidates: list[GroupEstimator] = []
@@ -200,8 +201,11 @@ def _candidates(request: Request) -> list[GroupEstimator]:
 
 
 def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
-    """Returns the number of columns to the left of the estimators, and the rows of the table. The first row is the
-    header."""
+    """Returns the number of columns to the left of the estimators, and the rows of the table with the header first.
+
+    Args:
+      named: the advantages by column header.
+    """
     rewards, lengths = request.rewards, request.lengths
     count, size = rewards.shape
     values = {"reward": rewards} | ({} if lengths is None else {"length": lengths.astype(np.float64)}) | dict(named)
@@ -227,7 +231,8 @@ def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> t
 
 
 def _column(values: Float[np.ndarray, "G"], rounding: float) -> list[str]:
-    """Formats values with four digits. Values up to `rounding` times the largest are shown as 0 (rounding errors)."""
+    """Formats values with four digits. Values of magnitude up to `rounding` times the largest magnitude are rounding
+    errors and are shown as 0."""
     small = rounding * np.nanmax(np.abs(values), initial=0.0)
     return ["none" if math.isnan(value) else _number(0.0 if abs(value) <= small else value) for value in values]
 

@@ -42,11 +42,11 @@ NONSENSE = {
 
 @dataclasses.dataclass
 class Game:
-    """The state of an episode that a script plays.
+    """The state of an episode in which a script, not a model, writes the turns of the policy.
 
     Attributes:
       first: the first observation.
-      answer: the observation after the first turn.
+      answer: the observation that follows the first turn.
       messages, turns, reward, failure: as in `Episode`.
       done: whether the environment has ended the episode.
     """
@@ -65,7 +65,7 @@ class Game:
 
 
 class Tried(NamedTuple):
-    """The episodes of one script, one per row; `seconds` is the mean time of a step."""
+    """The episodes of one kind of script, one per row. `seconds` is the mean time from a turn to its observation."""
 
     kind: str
     games: list[Game]
@@ -80,8 +80,8 @@ Script = Callable[[int], str]
 def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tuple[Mapping[str, Any], Outcome]]]:
     """Plays scripted episodes with the first training rows, and calls each tool once.
 
-    Every row is played once with each kind of script. The texts of `NONSENSE` are always played. If all rows have the
-    column `answer`, these kinds are added:
+    Each row is played once with each kind of script. The kinds of `NONSENSE` (turns of fixed wrong text) are always
+    played. If all rows have a text in the column `answer`, further kinds are played:
 
     - the answer of the row in every turn;
     - the words of the answer, one per turn, with the last word repeated (if an answer has several words);
@@ -113,7 +113,7 @@ def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tu
 
 
 def _kinds(problems: Sequence[Problem]) -> dict[str, list[Script]]:
-    """Returns a dict from each kind to its scripts. Each kind has one script per problem."""
+    """Returns the scripts by kind (see `try_environment`). Each kind has one script per problem."""
     kinds: dict[str, list[Script]] = {}
     answers = [str(problem.columns["answer"]) for problem in problems if isinstance(problem.columns.get("answer"), str)]
     if len(answers) == len(problems):
@@ -175,10 +175,10 @@ def _over(game: Game, most: int) -> bool:
 
 
 def _wait(environments: Environments, number: int) -> Iterable[tuple[Outcome, float]]:
-    """Yields the outcomes of `number` calls, each with the seconds since the calls were sent.
+    """Yields the outcomes of `number` calls of environments, each with the seconds since this function was called.
 
     Raises:
-      EnvironmentMisconfigured: an environment raised this error.
+      EnvironmentMisconfigured: an environment raised EnvironmentMisconfigured.
     """
     start = time.perf_counter()
     while number > 0:
@@ -263,7 +263,8 @@ def print_report(config: Config) -> int:
 
 
 def _print_tools(tools: Sequence[tuple[Mapping[str, Any], Outcome]]) -> tuple[list[str], list[str]]:
-    """Prints the schemas and the results of the tools. Returns the failures, and notes on error results."""
+    """Prints the schemas and the results of the tools. Returns two lists of lines: failed calls (timeout or exception),
+    and calls whose result begins with `error:`."""
     wrong, notes, rows = [], [], []
     for tool, outcome in tools:
         function = tool["function"]
@@ -307,7 +308,7 @@ def _causes(each: Tried) -> dict[str, np.ndarray]:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Describes the first timeout and the first error of each kind of turns, but lists each reason only once."""
+    """Describes the first timeout and the first error of each kind of script, but lists each reason only once."""
     lines: dict[str, str] = {}
     for each in tried:
         for name, rows in _causes(each).items():
@@ -321,7 +322,7 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _differing(tried: Sequence[Tried]) -> list[str]:
-    """Describes the first row whose episodes began with different observations."""
+    """Describes the first row whose episodes, one per kind of script, began with different observations."""
     for row in range(len(tried[0].games)):
         seen = [each.games[row].first for each in tried if each.games[row].failure is None]
         if any(observation != seen[0] for observation in seen):
@@ -333,7 +334,7 @@ def _differing(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> list[str]:
-    """Describes the kinds of wrong turns that succeed, each with its first case."""
+    """Describes the kinds of script with wrong turns that succeed in some rows, each with the first such row."""
     lines = []
     for each in tried:
         rows = passed(each.scores, threshold)
@@ -347,10 +348,9 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
 
 
 def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
-    """Returns notes on gold answers, and whether all gold answers fail.
+    """Returns notes on the episodes with gold answers, and whether all these episodes fail.
 
-    Gold answers that fail do not change the exit status, because the column `answer` may hold a text that the policy
-    would not write as a turn.
+    Failing gold answers do not change the exit status: the column `answer` may hold a text that is not a valid turn.
     """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:

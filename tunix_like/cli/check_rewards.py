@@ -52,11 +52,14 @@ class Tried(NamedTuple):
 def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, float]]:
     """Scores completions of several kinds for the first training rows.
 
-    The kinds are: the `answer` of the row (if all rows have an answer), a different answer of another row, an empty
-    text, the prompt itself, and a nonsense sentence. Returns the problems, the scores and the weights of the functions.
+    The kinds are: an empty text, the prompt itself and a nonsense sentence. If all rows have a text in the column
+    `answer`, also this text and, if not all answers are equal, a different answer from another row.
+
+    Returns:
+      the problems, the scored completions of each kind, and the weights of the reward functions by name.
 
     Raises:
-      UserError: the data or the functions are invalid, as in `tunix-like train`.
+      UserError: the data or the reward functions are invalid, as in `tunix-like train`.
     """
     source = load_source(config.data)
     rewards = reward_functions(config, source)
@@ -78,7 +81,8 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, f
 
 
 class _Few(io.TextIOBase):
-    """Writes up to `PRINTED` lines to standard error, escaped with `visible`, and counts all lines."""
+    """A text stream that writes the first `PRINTED` lines to standard error, escaped with `visible`, and counts all
+    lines."""
 
     def __init__(self) -> None:
         self.to, self.lines = sys.stderr, 0
@@ -93,8 +97,8 @@ class _Few(io.TextIOBase):
 
 @contextlib.contextmanager
 def few_lines() -> Iterator[None]:
-    """Redirects the output of reward functions and workers to standard error. Writes only the first `PRINTED` lines and
-    the number of further lines."""
+    """Context manager that redirects the output of reward functions and of their worker processes to standard error.
+    Writes only the first `PRINTED` lines, and at the end the number of further lines."""
     few = _Few()
     try:
         with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
@@ -105,7 +109,7 @@ def few_lines() -> Iterator[None]:
 
 
 def problem_of(number: int, source: DataSource) -> Problem:
-    """Returns a training row as a problem without tokens."""
+    """Returns training row `number` as a `Problem` without tokens."""
     row: Mapping[str, Any] = source.train[number]
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # there is no chat template here
@@ -147,8 +151,8 @@ def print_report(config: Config) -> int:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Returns the first failure of each kind of completion; failures that differ only in the prompt and completion are
-    listed once."""
+    """Returns the first failure of each kind of completion. Of failures that differ only in the prompt and the
+    completion, returns only the first."""
     failures: dict[str, str] = {}
     for kind in tried:
         if kind.scores.first_failure is not None:
@@ -157,8 +161,9 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
-    """Describes the reward functions that give a nonsense completion their maximum reward, if there are several
-    functions. Such a reward can be intended, so it does not change the exit status."""
+    """Describes the reward functions that give a nonsense completion the highest reward that they gave to any
+    completion. Returns no lines if there is only one function. Such a reward can be intended and does not change the
+    exit status."""
     lines = []
     nonsense = next(kind for kind in tried if NONSENSE in kind.kind)
     for name, weight in weights.items() if len(weights) > 1 else ():
@@ -190,7 +195,7 @@ def passed(scores: Scores, threshold: float) -> np.ndarray:
 
 
 def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> list[str]:
-    """Describes suspicious scores of one kind of completion, each with its first case."""
+    """Describes the failed, missing and unexpected scores of one kind of completion, each with the first such row."""
     scores, gold = each.scores, each.kind == GOLD
     checks = [
         (scores.timeouts | scores.errors, "the function failed or timed out"),

@@ -1,6 +1,6 @@
 """Declares the commands and their options.
 
-The function of a command is given as `file:function`. It is imported when the command runs.
+The function of a command is given as `file:function`. Its module is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def function_of(place: str) -> Callable[[argparse.Namespace], Any]:
 
 
 def add_commands(commands: Any) -> None:
-    """Adds every command to the parser's subparsers."""
+    """Adds every command to `commands`, the subparsers action of the argument parser."""
 
     def command(name: str, function: str, summary: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary, epilog=f"example: tunix-like {example}")
@@ -241,7 +241,7 @@ def _add_checks(command: AddCommand) -> None:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for a run of several processes."""
+    """Adds the options of a run of several processes: `--coordinator`, `--num-processes` and `--process-id`."""
     several = parser.add_argument_group(
         "several processes",
         "start the same command in every process; under SLURM and on a GKE TPU slice no option is needed",

@@ -26,7 +26,8 @@ QUIT = "/quit"
 
 
 def read_line(label: str) -> str | None:
-    """Returns the next line of standard input without its line break; None at the end of the input and for `QUIT`.
+    """Returns the next line of standard input without its line break; None at the end of the input or if the line is
+    `QUIT`.
 
     On a terminal, prints `label` before the line.
     """
@@ -45,8 +46,8 @@ class Person:
 
     Args:
       bridge: converts a line to tokens.
-      conversation: with `environment.history=template`, the object that renders the conversation at each turn, and the
-        conversation; otherwise None.
+      conversation: the `Conversations` that renders the conversation at each turn, and the conversation; None unless
+        `environment.history=template` is set.
     """
 
     lockstep = True
@@ -62,7 +63,7 @@ class Person:
         return () if self._conversation is None else self._conversation[1].opening
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Prints the turn of the policy."""
+        """Prints the turn of the policy. `turns` has one element."""
         (turn,) = turns
         if self._conversation is not None:
             self._conversation[1].add_turn(self._tokenizer.decode(turn.tokens), turn.tokens)
@@ -76,7 +77,12 @@ class Person:
         self._turn = None if turn.truncated else turn
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Reads the answer to the last turn. If a line cannot be sent, prints the reason and reads another line."""
+        """Reads the answer to the last turn. If a line cannot be converted to tokens, prints the reason and reads
+        another.
+
+        Returns:
+          one reply; its tokens are None at the end of the input. Empty if the last turn was truncated.
+        """
         turn, self._turn = self._turn, None
         while turn is not None:
             with progress.paused():
@@ -101,9 +107,9 @@ def talk(
 ) -> None:
     """Lets a person answer the turns of the model, until the end of standard input, `QUIT` or the token limit.
 
-    The conversation is one row of the engine, so earlier tokens are computed again only if the chat template changes
-    them (`environment.history=template`). A line is a user message if the prompt is a list of messages. Otherwise it is
-    plain text.
+    The conversation stays in one row of the KV cache of the engine. Earlier tokens are computed again only if the chat
+    template changes them (`environment.history=template`). A line is a user message if the prompt is a list of
+    messages. Otherwise it is plain text.
 
     Raises:
       UserError: the prompt has no tokens or too many, or the chat template cannot be used for several turns.

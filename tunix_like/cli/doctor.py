@@ -89,7 +89,8 @@ def _core(name: str, module: str) -> Check:
 
 
 def _jax(version: str) -> Check:
-    """Checks the version of jax. Gives advice if it is older or has a later minor version than the tested versions."""
+    """Checks the version of jax. Gives advice if the version is older than the tested versions, or has a later minor
+    version."""
     first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
     found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
     tested = first <= found and found[:2] <= last
@@ -111,7 +112,8 @@ def _extra(name: str) -> Check:
 
 
 def _devices() -> list[Check]:
-    """Lists the devices of jax, runs a small program on the first, and looks for accelerators that jax does not use."""
+    """Lists the devices of jax, runs a small program on the first device, and looks for accelerators that jax does not
+    use."""
     import jax  # not at the top, because the report must work without jax
 
     try:
@@ -163,7 +165,7 @@ def _cache(environment: Mapping[str, str]) -> Check:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reports on this machine or, with `--config`, on the programs of a run for devices that this machine lacks."""
+    """Checks this machine or, with `--config`, compiles the programs of a run for devices that this machine lacks."""
     if arguments.config is None and arguments.devices is None and arguments.json is None and not arguments.overrides:
         return print_report()
     if arguments.config is None or arguments.devices is None:

@@ -32,7 +32,7 @@ PRESETS = {
 
 
 class Measured(NamedTuple):
-    """An evaluated model, the data split and the result."""
+    """An evaluated model, the name of the data split, the evaluator and its result."""
 
     trained: Trained
     split: str
@@ -41,10 +41,11 @@ class Measured(NamedTuple):
 
 
 def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
-    """Evaluates a run, a checkpoint or a model and prints the table. With `out`, also writes problems and summary.
+    """Evaluates a run, a checkpoint or a model and prints the table. If `out` is given, also writes the JSONL file
+    `out` and a summary file.
 
     Raises:
-      UserError: the source, the overrides or `out` are invalid. The error is raised before sampling.
+      UserError: `source`, `overrides` or `out` is invalid. The error is raised before sampling.
     """
     files = None if out is None else out_files(Path(out))
     evaluated = measured(source, overrides)
@@ -111,7 +112,8 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
 
 
 def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
-    """Removes values of `eval.k` above `eval.samples` if the overrides set `eval.samples` but not `eval.k`."""
+    """Removes the values of `eval.k` that exceed `eval.samples` if the overrides set `eval.samples` but not
+    `eval.k`."""
     names = {word.partition("=")[0] for word in overrides}
     settings = trained.config.eval
     beyond = [k for k in settings.k or () if k > settings.samples]
@@ -125,7 +127,8 @@ def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
 
 
 def problem_rows(found: Measured) -> list[dict[str, Any]]:
-    """Converts the result of each problem to plain values; unknown rewards, successes and values are null."""
+    """Returns the result of each problem as a row of JSON values; unknown rewards, successes and metric values are
+    None."""
     rows, result = [], found.result
     for i, problem in enumerate(found.evaluator.problems):
         rewards, answers = result.rewards[i].tolist(), result.answers[i]
@@ -142,7 +145,8 @@ def problem_rows(found: Measured) -> list[dict[str, Any]]:
 
 
 def summary_of(found: Measured) -> dict[str, Any]:
-    """Returns the settings and all metrics; `eval/<name>/low` and `/high` are the ends of the interval of a metric."""
+    """Returns the settings and all metrics. `eval/<name>/low` and `eval/<name>/high` are the ends of the interval of
+    the metric `eval/<name>`."""
     settings, config = found.evaluator.config, found.trained.config
     metrics: dict[str, Any] = {}
     for key, value in found.result.metrics.items():

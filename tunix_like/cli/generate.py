@@ -34,7 +34,7 @@ def _greedy(overrides: Sequence[str]) -> list[str]:
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Completes one prompt and prints the completion; with an environment or a person, prints all turns.
+    """Completes one prompt and prints the completion; if an environment or a person answers, prints all turns.
 
     Raises:
       UserError: the options conflict; also the errors of `play` and `talk`.
@@ -73,7 +73,8 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raises UserError unless there is exactly one prompt. With `--interactive`, the first line can be the prompt."""
+    """Raises UserError unless exactly one prompt is given, or if `--row` is below 1. With `--interactive`, the prompt
+    can be omitted and is then the first line of standard input."""
     given = [f"--{name}" for name in ("prompt", "row") if getattr(arguments, name) is not None]
     if len(given) > 1:
         raise UserError("generate: --prompt and --row both set the prompt; give one of them.")
@@ -123,7 +124,7 @@ def _print_completion(completion: str) -> None:
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:
-    """Describes the sampling parameters in one line. They can differ from those of an evaluation."""
+    """Describes the sampling parameters in one line, because they can differ from those of an evaluation."""
     if sampling.temperature == 0:
         return "greedy: the most likely token at every position"
     top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"

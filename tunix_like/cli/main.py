@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trains(arguments: argparse.Namespace) -> bool:
-    """Returns whether the command trains a run. A run continues if its output cannot be written."""
+    """Returns whether the command trains a run. Only such a command continues if its output cannot be written."""
     return arguments.command in ("train", "sft") and not getattr(arguments, "dry_run", False)
 
 
@@ -101,7 +101,7 @@ def _started_by_scheduler() -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the arguments. Overrides are accepted before and after options. argparse alone rejects overrides after
+    """Parses the arguments. Accepts overrides before and after options; argparse alone rejects overrides after
     options."""
     parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)

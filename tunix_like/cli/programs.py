@@ -2,7 +2,7 @@
 
 It reports the memory, the network traffic and the predicted times of the programs.
 The compiler of the devices is used if it is installed (XLA:TPU comes with `libtpu`, XLA:GPU with a CUDA plugin).
-Otherwise the CPU compiler is used, for as many simulated devices.
+Otherwise the CPU compiler is used, for the same number of simulated devices.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Compiled:
       costs: costs of all calls in a training step.
       token: costs of one iteration of the loop over tokens; None if the program has no such loop.
       unknown: loops whose number of iterations is an input of the program; `costs` contains one iteration of each.
-      refusal: the short message if the program does not fit into memory; all costs are then 0. None if it fits.
+      refusal: the message that the program does not fit into memory; all costs are then 0. None if the program fits.
     """
 
     program: Program
@@ -85,8 +85,8 @@ class Compiled:
         return self.arguments + self.temporaries
 
     def times(self, target: Target) -> Times | None:
-        """Returns the times of a step. Returns None for a simulation, because its costs are those of the CPU compiler.
-        Also returns None for a program that does not fit into memory."""
+        """Returns the predicted times of a step. Returns None if the devices are simulated, because the costs are then
+        those of the CPU compiler, and if the program does not fit into memory."""
         if target.kind is None or target.described is None or self.refusal:
             return None
         return times(self.costs, self.program.operations / target.number, target.kind, target.number)
@@ -108,7 +108,8 @@ def pretend(number: int) -> None:
 
 
 def find_target(text: str) -> Target:
-    """Parses `--devices` and finds the compiler of the devices. If there is none, simulates the devices on the CPU.
+    """Parses `--devices` and finds the compiler of the devices. If no compiler can be used, simulates the devices on
+    the CPU.
 
     Raises:
       UserError: see `parse_devices` and `pretend`.
@@ -148,7 +149,7 @@ def check_size(plan: Plan, target: Target) -> None:
 
 
 def compile_program(program: Program) -> Compiled:
-    """Compiles a program and adds up its costs."""
+    """Compiles a program. Returns its memory, its costs and the time of compilation."""
     start = time.perf_counter()
     try:
         with scope(program.mesh):
@@ -168,7 +169,7 @@ def compile_program(program: Program) -> Compiled:
 
 
 def refusal_of(message: str) -> str:
-    """Shortens the message of a compiler that a program does not fit into memory."""
+    """Shortens the out-of-memory message of a compiler to the memory that is used and available."""
     used = _OUT_OF_MEMORY.search(message)
     if used is None:
         return "does not fit"
@@ -182,7 +183,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
       file: JSON file to write in addition; None writes no file.
 
     Returns:
-      the exit status: 1 if a program does not fit into the devices, else 0. If the compiler of the devices is missing,
+      the exit status: 1 if a program does not fit into the memory of a device, else 0. If the devices are simulated,
         the memory estimate decides.
 
     Raises:
@@ -224,7 +225,8 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
 
 
 def too_large(compiled: Compiled, target: Target) -> bool:
-    """Returns whether a program needs more memory than a device has. The GPU compiler does not check this."""
+    """Returns whether a program needs more memory than a device has; False if the devices are simulated. The GPU
+    compiler does not check the needed memory."""
     return target.kind is not None and target.described is not None and compiled.bytes > target.kind.memory
 
 

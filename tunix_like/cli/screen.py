@@ -42,17 +42,18 @@ def announce(parts: Parts, folder: Path) -> None:
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
-    """Formats a sequence. If it has more than `most` values, formats only its ends, where a chat template adds text."""
+    """Formats a text or a list of ids. If it is longer than `most`, formats only its first and its last part, because a
+    chat template adds text there."""
     half = most // 2
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
 class StepLines:
-    """Prints a line for each RL step and for selected SFT steps, with the samples of a step below its line.
+    """Prints a line for each RL step and for selected SFT steps. Prints the samples of a step below its line.
 
     Attributes:
-      phases: names of the phases (`sft`, `train`) that have produced a row. A phase that an earlier call of the command
-        has finished produces no row.
+      phases: names of the phases (`sft`, `train`) that have produced a row of metrics. If a run is resumed, a phase
+        that was already complete produces no row.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class StepLines:
 
 
 def show_samples(step: int, samples: Samples) -> None:
-    """Prints the best and worst completion of a prompt."""
+    """Prints the best and the worst completion of a prompt; one completion if all rewards are equal."""
     chosen = {"best": samples.best, "worst": samples.worst}
     if samples.scored == 0 or samples.best.reward == samples.worst.reward:
         names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} equal"}

@@ -37,7 +37,7 @@ def serve(arguments: argparse.Namespace) -> None:
     """Serves a model until SIGTERM or Ctrl-C.
 
     Raises:
-      UserError: an option is invalid, the port is in use, or the extra is not installed; also the errors of
+      UserError: an option is invalid, the port is in use, or the extra `serve` is not installed; also the errors of
         `open_trained`.
     """
     _check(arguments)
@@ -80,7 +80,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _api_key(host: str) -> str | None:
-    """Returns the API key; None if there is none. Raises UserError if there is none and the host is not loopback."""
+    """Returns the API key; None if there is none. Raises UserError if there is no key and `host` is not a loopback
+    address."""
     key = os.environ.get(KEY, "").strip()
     if key:
         return key
@@ -97,7 +98,8 @@ def _api_key(host: str) -> str | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to the address but does not listen. Raises UserError if this is impossible."""
+    """Returns a socket that is bound to the address but does not listen. Raises UserError if the socket cannot be
+    bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -117,7 +119,8 @@ def _refused(host: str, port: int, error: OSError) -> UserError:
 
 
 def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
-    """Returns the limits and defaults of requests. Raises UserError if `--max-length` exceeds the model's positions."""
+    """Returns the limits and defaults of requests. Raises UserError if `--max-length` exceeds the number of
+    positions of the model."""
     from tunix_like.rollout.serving.requests import Settings
 
     rollout, model = trained.config.rollout, trained.model_config

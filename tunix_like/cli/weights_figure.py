@@ -39,7 +39,8 @@ _LOWEST = 0.03  # lower end of the y axis; needed because the weight of max@k fa
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A curve of the figure: its label, family (`ml`, `rl`, `grpo`, `maxrl`, `max@k` or `other`) and weights."""
+    """A curve of the figure: its label, family (`ml`, `rl`, `grpo`, `maxrl`, `max@k` or `other`), and its weight at
+    each pass rate."""
 
     label: str
     family: str
@@ -47,8 +48,8 @@ class Curve:
 
 
 def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
-    """Returns the pass rates at which the curves are computed. They are dense near 0 and 1. The lowest is below 1/G,
-    the pass rate of one success in a group of G completions."""
+    """Returns the pass rates at which the curves are computed. The rates are dense near 0 and 1. The lowest
+    rate is below 1/G, where G is the group size: 1/G is the pass rate of one success in a group."""
     end = min(0.01, 0.1 / group_size)
     logits = np.linspace(np.log(end / (1 - end)), np.log(0.99 / 0.01), 400)
     return 1 / (1 + np.exp(-logits))
@@ -59,7 +60,7 @@ def drawn_estimators(
 ) -> list[tuple[str, str, GroupEstimator]]:
     """Returns the label, the family and the estimator of each curve that the group size allows.
 
-    MaxRL of order `G - 1` is Algorithm 1 of the paper; the lower orders are truncations of it.
+    MaxRL of order `G - 1`, where G is the group size, is Algorithm 1 of the MaxRL paper. Lower orders truncate it.
     """
     label = "GRPO" if ddof is None else f"GRPO (ddof {ddof})"
     lines = [(label, "grpo", GroupEstimator("grpo", {} if ddof is None else {"ddof": ddof}))]

@@ -45,7 +45,8 @@ def key(
 
 
 def number_problem(value: Any) -> str | None:
-    """Returns a message if a program cannot represent this number in int32 or float32, its widest types, else None."""
+    """Returns the problem of an integer that int32 cannot represent, or of a float that float32 cannot represent. These
+    are the widest types of a compiled program. Returns None for any other value."""
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return f"integers must be between -{LARGEST_INT} and {LARGEST_INT}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -56,7 +57,8 @@ def number_problem(value: Any) -> str | None:
 
 
 def _text_problem(text: str) -> str | None:
-    """Returns what is wrong with a text that cannot be a file name or be encoded in UTF-8, or None."""
+    """Returns the problem of a text that cannot be a file name or cannot be encoded in UTF-8; None for any other
+    text."""
     if "\0" in text:
         return "it contains a NUL character, which is invalid in file names; remove it"
     try:
@@ -75,7 +77,8 @@ def shortened(value: Any) -> str:
 
 
 def check_ranges(section: Any, path: str) -> None:
-    """Raises `UserError` naming `path.key` for the first value of a config dataclass outside its declared range."""
+    """Raises `UserError` for the first value of a config dataclass that is outside its declared range. The message
+    names the key as `path.key`."""
     for field in dataclasses.fields(section):
         value, rule, name = getattr(section, field.name), field.metadata, f"{path}.{field.name}"
         if value is None or not rule:
@@ -106,7 +109,8 @@ def check_ranges(section: Any, path: str) -> None:
 
 
 class Checked:
-    """Checks ranges in the constructor, so that Python and YAML users get the same errors."""
+    """Base class of config sections. Checks the ranges in the constructor, so that Python and YAML users get the same
+    errors."""
 
     section = ""
 

@@ -96,7 +96,7 @@ def temporary_of(path: Path) -> Path:
 
 
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:
-    """Reads the keys of a file that `save` wrote, with the YAML rules of `load` but without its checks.
+    """Reads the keys of a file that `save` wrote, with the YAML rules of `load` but without checks of keys and values.
 
     Raises:
       UserError: the file cannot be read, is not valid YAML, or is empty.
@@ -112,7 +112,8 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Returns the dotted keys in which two `as_dict` results differ, each as `key: value in a -> value in b`."""
+    """Returns the dotted keys whose values differ between two results of `as_dict`, each as `key: value in a -> value
+    in b`."""
     left, right = dict(flat(a)), dict(flat(b))
     return [
         f"{name}: {left.get(name, '(absent)')!r} -> {right.get(name, '(absent)')!r}"
@@ -184,8 +185,8 @@ def _optional(hint: Any) -> bool:
 
 
 def _defaults(section: Any) -> dict[str, Any]:
-    """Returns the tree of defaults. A leaf of a plain type keeps that type; any other leaf becomes a reference of type
-    `object`, because its values are checked here and not by ml_collections."""
+    """Returns the defaults as nested dicts. A key of type str, int, float or bool keeps its default. The default of any
+    other key is wrapped as a `FieldReference` of type `object`, because this module, not ml_collections, checks it."""
     hints, result = _hints(type(section)), {}
     for field in _fields(type(section)):
         value, hint = getattr(section, field.name), hints[field.name]
@@ -199,7 +200,8 @@ def _defaults(section: Any) -> dict[str, Any]:
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-    """Builds the frozen dataclass from a checked tree; range errors name the full path of a key in a nested section."""
+    """Builds the frozen dataclass `cls` from nested mappings of checked types. Range errors name the full path of the
+    key."""
     hints, arguments = _hints(cls), {}
     for name, value in values.items():
         nested = dataclasses.is_dataclass(hints[name])
@@ -288,8 +290,8 @@ def _refuse_secret(name: str) -> None:
 
 
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
-    """Returns a hint with the nearest valid keys: a similar key of the same section, else the same key of another
-    section, else any similar name."""
+    """Returns a hint for an unknown key with the nearest valid keys: a similar key of the same section, else the same
+    key of another section, else any similar name."""
     section, _, last = name.rpartition(".")
     siblings = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
@@ -336,7 +338,8 @@ def _assign(tree: ConfigDict, name: str, value: Any) -> None:
 
 
 def _assign_inside(tree: ConfigDict, free: str, rest: str, value: Any) -> None:
-    """Sets one key, at any depth, of a free mapping such as `model.config`; creates missing intermediate mappings."""
+    """Sets one key, at any depth, of a config value that is a mapping, such as `model.config`. Creates missing
+    intermediate mappings."""
     whole: Any = tree.to_dict()
     for part in free.split("."):
         whole = whole[part]

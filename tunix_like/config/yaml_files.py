@@ -89,7 +89,8 @@ _use_numbers(Dumper)
 
 
 def read_mapping(path: Path) -> Mapping[Any, Any]:
-    """Reads a YAML file whose content is a mapping. Raises UserError naming the file and, where known, the line."""
+    """Reads a YAML file whose content is a mapping. Raises UserError if this is impossible; the message names the file
+    and, if known, the line."""
     if problem := file_problem(path):
         raise UserError(f"{path}: cannot read this config file (it {problem}); give the path of a YAML file.")
     try:

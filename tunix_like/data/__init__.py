@@ -41,7 +41,8 @@ class Source(NamedTuple):
     """An entry of `SOURCES`.
 
     Attributes:
-      place: `MODULE:FUNCTION` of this package; the function takes a `DataConfig` and returns a `DataSource`.
+      place: `MODULE:FUNCTION`, where MODULE is a module of this package; the function takes a `DataConfig` and returns
+        a `DataSource`.
       reads: keys of `data` that the source reads. Every source also reads `train_size` and `eval_size`.
     """
 

@@ -1,8 +1,8 @@
 """Generates questions about products of two three-digit numbers, as chats in which the model can call a calculator.
 
 A tiny model cannot learn these products, but it can learn to copy the digits into a call and to copy the result. The
-answers for SFT show both ways: one answer in `CALLS` is a call, the others give the product directly. Some training
-rows contain a call and its result, so that SFT also shows the answer after a result.
+answers for SFT show both ways: one answer in `CALLS` is a call, the other answers give the product directly. Some
+training rows contain a call and its result, so that SFT also shows the answer after a result.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _draw(rng: random.Random) -> tuple[int, int]:
 
 
 def record(drawn: tuple[int, int, bool, bool]) -> Record:
-    """Returns the row of two factors: `prompt` (messages), `answer` (for SFT) and `gold` (the product, for the reward).
+    """Returns the row of a question: `prompt` (messages), `answer` (for SFT) and `gold` (the product, for the reward).
 
     Args:
       drawn: the two factors, whether `answer` is a call, and whether the chat already contains the call and its result.

@@ -24,7 +24,7 @@ _OF_AN_ESTIMATOR = ("advantage_estimator", "k", "truncation_order", "ddof")
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The keys of an entry that are not keys of a config section."""
+    """The keys of an entry that belong neither to the `data` section nor to the `algorithm` section."""
 
     section = "data"
     label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")
@@ -58,7 +58,7 @@ def entries(config: DataConfig) -> list[Entry]:
 
     Raises:
       UserError: an unknown key, a value of the wrong type or out of range, duplicate labels, weights in some entries
-        only, keys beside `data.sources` that belong in an entry, or `data.sources` without a mix.
+        only, a key of the `data` section that must be set in the entries, or `data.sources` without a mix.
     """
     if config.name != "mix":
         if config.sources is not None:
@@ -115,7 +115,7 @@ def template_variables(config: DataConfig) -> dict[str, Any]:
     """Returns the variables of the chat template: `chat_template_args`, which all sources of a mix must share.
 
     Raises:
-      UserError: two entries differ; the message names both.
+      UserError: two entries have different `chat_template_args`; the message names both entries.
     """
     parts = entries(config)
     first, *others = [entry.config.chat_template_args or {} for entry in parts] or [config.chat_template_args or {}]
@@ -129,13 +129,14 @@ def template_variables(config: DataConfig) -> dict[str, Any]:
 
 
 def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
-    """Returns the estimator and its parameters by label, for the sources of a mix that set any of these.
+    """Returns the estimator and its parameters by label, for each entry that sets the estimator or a parameter.
 
     Args:
-      algorithm: the resolved `algorithm` section. Entries that set no estimator use the estimator of this section.
+      algorithm: the resolved `algorithm` section. An entry that sets only parameters uses the estimator of this
+        section.
 
     Raises:
-      UserError: an unknown estimator, or parameters that it does not accept; the message names the entry.
+      UserError: an estimator is unknown or does not accept its parameters; the message names the entry.
     """
     estimators = {}
     for entry in entries(config):

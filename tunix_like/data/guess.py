@@ -24,8 +24,8 @@ def load(config: DataConfig) -> DataSource:
     """Generates training games with random hidden numbers from `data.seed`. The hidden
     numbers of the held-out rows are 0, 1, 2 and so on.
 
-    All rows have the same prompt. The held-out numbers also occur in training, because the model learns a
-    method to find any number.
+    All rows have the same prompt. The held-out numbers also occur in training, because the model should
+    learn a method that finds any number.
 
     Raises:
       UserError: `data.eval_size` is larger than the number of possible hidden numbers.
@@ -43,7 +43,8 @@ def load(config: DataConfig) -> DataSource:
 
 
 def game(number: int, rng: random.Random) -> tuple[int, str]:
-    """Returns the number and the text of a random game: each guess is uniform among the numbers still possible."""
+    """Returns `number` and the text of a game with this hidden number. Each guess is uniform among the numbers that the
+    earlier replies leave possible."""
     low, high = 0, NUMBERS - 1
     words: list[str] = []
     for turn in range(MOST_GUESSES):

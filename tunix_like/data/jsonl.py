@@ -41,7 +41,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the JSON escape of a surrogate; two
 
 
 class JsonlRows(Sequence[Record]):
-    """The rows of one JSON-lines file, parsed on access. Picklable and safe to read from several threads.
+    """The rows of one JSON-lines file, parsed on access. The object can be pickled and read from several threads.
 
     Columns that a row lacks are None, so every row has the same columns. Blank lines are ignored.
     """
@@ -113,7 +113,8 @@ class JsonlRows(Sequence[Record]):
 
 @contextlib.contextmanager
 def _shown(path: Path) -> Iterator[Callable[[int], None]]:
-    """Shows progress for a long file. Yields a function that takes the number of MiB read since its last call."""
+    """Context manager that shows the progress of reading a long file. Yields a function whose argument is the number of
+    MiB read since its last call."""
     size = path.stat().st_size >> 20
     if size < LONG_FILE:
         yield lambda done: None
@@ -217,7 +218,8 @@ def split_folder(
 
     Args:
       check: called once on every row, with its file and line.
-      make: called on a row when it is read; adds its prompt and further columns.
+      make: called on a row when the row is read; adds the prompt and further columns.
+      reward: registered name of the default reward function.
 
     Raises:
       UserError: see `load`.
@@ -254,7 +256,7 @@ def check_hub_rows(
     held_out: Sequence[Record],
     check: Callable[[Record, str], None],
 ) -> None:
-    """Runs `check` on every row of both splits. In a hub dataset, any value can be missing."""
+    """Runs `check` on every row of both splits, because any value can be missing in a hub dataset."""
     for split, rows in ((config.split, train), (config.eval_split, held_out)):
         with progress.task(f"checking {path}, {split}", len(rows)) as advance:
             for number, row in enumerate(rows, start=1):

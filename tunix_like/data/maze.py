@@ -91,7 +91,7 @@ def _log10_distinct(size: int) -> float:
 
 
 def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> list[str]:
-    """Generates `count` distinct grids that are not in `taken`. This is slow if few mazes are left."""
+    """Generates `count` distinct grids that are not in `taken`. The search is slow if few mazes are left."""
     grids: dict[str, None] = {}
     while len(grids) < count:
         grid = make(size, rng)
@@ -101,8 +101,8 @@ def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> lis
 
 
 def make(size: int, rng: random.Random) -> str:
-    """Generates one maze with Prim's algorithm: the maze grows from a random cell through random walls at its border.
-    Every maze has a positive probability."""
+    """Generates one maze with Prim's algorithm: starting from a random cell, opens random walls between the maze and
+    the remaining cells. Every maze has a positive probability."""
     cells = bytearray(b"#" * (size * size))
     neighbours = _neighbours(size)
     # `random()` gives the same sequence on every Python version; `choice` does not guarantee that.
@@ -177,7 +177,7 @@ def record(grid: str) -> Record:
 
 
 def grid_of(prompt: str) -> str | None:
-    """Parses the grid from a prompt of `record`; returns None for any other text."""
+    """Parses the grid from a prompt that `record` made; returns None for any other text."""
     cells = {word: cell for cell, word in _CELL_TOKENS.items()} | {"NEWLINE": "\n"}
     first, *words = prompt.split() or [""]
     if first != "GRID_START" or words[-2:] != ["GRID_END", "PATH_START"]:

@@ -28,15 +28,15 @@ def load(config: DataConfig) -> DataSource:
 def record(grid: str) -> Record:
     """Returns the row of a maze: `prompt`, `answer` (a random walk, for SFT) and the grid in the column `hidden`.
 
-    The environment adds the first view to the prompt. SFT uses the prompt without this view, so the
-    answer begins with the view.
+    The environment adds the first view to the prompt. The prompt of SFT has no view, so `answer` begins with
+    the first view.
     """
     return {"prompt": PROMPT, "answer": random_walk(grid), HIDDEN_COLUMN: grid}
 
 
 def random_walk(grid: str) -> str:
-    """Returns the views and the turns of a random walk as text. Each move is uniform among the open moves. Equal grids
-    give equal walks."""
+    """Returns the views and the turns of a random walk as text. Each move is uniform among the open moves. For equal
+    grids, the walks are equal."""
     rng = random.Random(grid)
     rows, row, column = grid.split("\n"), 1, 1
     words = []

@@ -96,10 +96,10 @@ def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> T
 
 
 def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], number: int) -> Sequence[Record]:
-    """Returns the training rows of source `number`, without the rows that another source of the same name holds out.
+    """Returns the training rows of source `number` whose prompts are not held out by another source of the same name.
 
     Raises:
-      UserError: no row is left.
+      UserError: there are no such rows.
     """
     entry, rows = mix_entries[number], sources[number].train
     same = [i for i, other in enumerate(mix_entries) if other.config.name == entry.config.name and i != number]
@@ -123,11 +123,11 @@ def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], n
 def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
     """Returns the number of rows of each source in an epoch.
 
-    The counts are proportional to the weights, up to one row. They are the smallest counts with which every row occurs
-    at least once. Without weights, the counts equal the sizes.
+    The counts are proportional to `weights`, rounded to whole rows. They are the smallest such counts that are not
+    below `sizes`, so every row occurs at least once. Without weights, the counts equal `sizes`.
 
     Raises:
-      UserError: the sum exceeds `LONGEST_EPOCH`.
+      UserError: the sum of the counts exceeds `LONGEST_EPOCH`.
     """
     shares = [float(size) if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
     scale = max(size / share for size, share in zip(sizes, shares, strict=True))
@@ -141,13 +141,14 @@ def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[
 
 
 def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int, needs_answer: bool) -> None:
-    """Checks that each source of a mix has prompts that fit and, if SFT needs it, the column `answer`.
+    """Checks that each source of a mix has usable prompts (1 to `max_prompt_length` tokens) among its first rows and,
+    if `needs_answer` is True, the column `answer`.
 
     Args:
       needs_answer: whether the run begins with supervised fine-tuning.
 
     Raises:
-      UserError: a source has no prompt that fits, or no column `answer`; the message names the source.
+      UserError: a source has no usable prompt, or no column `answer`; the message names the source.
     """
     for label, part in source.parts.items():
         if needs_answer and "answer" not in part.train[0]:
@@ -169,9 +170,9 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
 def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
     """Checks that the rows of each source of a mix have the columns that the reward functions need.
 
-    In a mix a row gets None for the columns that only other sources have. A check of the columns of the whole mix would
-    therefore not find a missing column. For the function `by_source`, the default reward
-    function of the source is checked.
+    A row of a mix has the columns of all sources, with None for those that its own source lacks. A check of these
+    columns would therefore not find a missing column. For the function `by_source`, the default reward function of the
+    source is checked.
 
     Raises:
       UserError: a column is missing; the message names the source.
@@ -189,7 +190,7 @@ def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunct
 
 
 class Repeated(Sequence[Any]):
-    """Repeats a sequence of rows cyclically up to a length of `count`."""
+    """A sequence of `count` rows that repeats `rows` cyclically."""
 
     def __init__(self, rows: Sequence[Any], count: int) -> None:
         self._rows, self._range = rows, range(count)
@@ -204,8 +205,8 @@ class Repeated(Sequence[Any]):
 
 
 class Interleaved(Sequence[Any]):
-    """Interleaves the rows of several sources. Each source keeps its order and is spread evenly: row `j` of `n` is
-    placed at the fraction `(j + 1/2) / n` of the total."""
+    """Interleaves the rows of several sources. Each source keeps its order and is spread evenly: row `j` (from
+    0) of a source of `n` rows is placed at the fraction `(j + 1/2) / n` of all rows."""
 
     def __init__(self, parts: Sequence[Sequence[Any]]) -> None:
         self._parts = list(parts)
@@ -226,7 +227,8 @@ class Interleaved(Sequence[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Tag:
-    """Adds columns to a row of a mix: the label and the reward of its source, and None for columns of other sources."""
+    """Adds columns to a row of a mix: the label and the default reward function of its source, and None for each column
+    that only other sources have."""
 
     label: str
     reward: str | None
@@ -239,7 +241,7 @@ class _Tag:
 
 @dataclasses.dataclass(frozen=True)
 class _Pick:
-    """A picklable function that returns the row at `index`."""
+    """A picklable function that returns the row of `rows` at `index`."""
 
     rows: Sequence[Record]
 
@@ -248,7 +250,8 @@ class _Pick:
 
 
 def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_Tag]:
-    """Returns the `_Tag` of each source. Logs a warning if a label replaces another value in the rows of its source."""
+    """Returns the `_Tag` of each source. Logs a warning if a label replaces another value of the column
+    `data_source`."""
     first_rows = [rows[0] for source in sources for rows in (source.train, source.eval) if len(rows)]
     columns = tuple(dict.fromkeys(name for row in first_rows for name in row))
     for entry, source in zip(mix_entries, sources, strict=True):

@@ -31,7 +31,7 @@ class Overlap(NamedTuple):
     Attributes:
       both: number of held-out prompts that are also training prompts.
       held_out: number of held-out rows compared.
-      compared: number of training rows compared, from the first.
+      compared: number of training rows compared; these are the first rows.
       rows: number of training rows.
     """
 
@@ -42,7 +42,7 @@ class Overlap(NamedTuple):
 
 
 def warn_shared(train: Any, held_out: Any) -> None:
-    """Logs a warning if held-out prompts are also in the training data. Does nothing within `compared_once`.
+    """Logs a warning if held-out prompts are also in the training data. Does nothing inside a `compared_once` block.
 
     In a run of several processes, only the first process compares the prompts.
     """
@@ -66,7 +66,8 @@ def warn_shared(train: Any, held_out: Any) -> None:
 
 @contextlib.contextmanager
 def compared_once(train: Any, held_out: Any) -> Iterator[None]:
-    """Calls `warn_shared` once and disables it within the block, because SFT and RL use the same rows."""
+    """Context manager that calls `warn_shared` once and disables it within the block, in which SFT and RL use the same
+    rows."""
     warn_shared(train, held_out)
     token = _compared.set(True)
     try:
@@ -81,7 +82,7 @@ def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
     Rows without a prompt, and rows that raise a UserError, are not counted.
 
     Args:
-      train: a sequence or a grain `MapDataset`. Other data is not compared, because it can be readable only once.
+      train: a sequence or a grain `MapDataset`. Other data is not compared, because an iterator can be read only once.
 
     Returns:
       the counts; None if there is nothing to compare.
@@ -99,7 +100,8 @@ def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
 
 
 def _key(rows: Any, place: int) -> int | None:
-    """Returns a 64-bit hash of the prompt and of `HIDDEN_COLUMN` of a row; None for a row without a prompt."""
+    """Returns a 64-bit hash of the columns `prompt` and `HIDDEN_COLUMN` of row `place`; None for a row without a
+    prompt."""
     try:
         row = rows[place]
     except UserError:

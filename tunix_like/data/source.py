@@ -43,12 +43,12 @@ class DataSource:
 
     Attributes:
       train: rows to train on, in a fixed order; never empty.
-      eval: held-out rows, none of them in `train`; may be empty.
+      eval: held-out rows for evaluation; may be empty.
       tokenizer: the source's own tokenizer; None: the tokenizer of the model is used.
       reward: registered name of the default reward function.
       draw: `draw(row, completion)` returns a picture for the terminal; None: there is no picture.
-      parts: for a mix, its sources by label. The `train` of each contains its rows as often as one epoch of the mix
-        uses them. Empty for other sources.
+      parts: for a mix, its sources by label. In the `train` of a part, each row occurs as often as in one epoch of
+        the mix. Empty if the source is not a mix.
     """
 
     train: Sequence[Record]
@@ -111,7 +111,7 @@ class PromptFormat:
         """Returns the format that `config` sets; `template` is the default prompt template of the source.
 
         Raises:
-          UserError: a template is not a format string over named columns, or keys contradict each other.
+          UserError: a template is not a format string over named columns, or keys of `config` contradict each other.
         """
         if config.system_prompt is not None and config.apply_chat_template is False:
             raise UserError("data.system_prompt needs the chat template; remove data.apply_chat_template=false.")
@@ -122,7 +122,8 @@ class PromptFormat:
         return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Checks that the prompt can be built from the row. If there is an answer template, also checks the answer.
+        """Checks that the prompt can be built from the row and, if there is an answer template, that the answer can be
+        built.
 
         Raises:
           UserError: the prompt or the answer cannot be built; the message starts with `where`.

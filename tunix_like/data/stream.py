@@ -47,10 +47,10 @@ class Skipped(NamedTuple):
 
     Attributes:
       rows: number of rows.
-      scanned: number of rows that were tokenised, from the first.
+      scanned: number of rows that were tokenised; these are the first rows.
       limit: maximum number of tokens of a prompt.
-      long: prompts with more than `limit` tokens.
-      empty: prompts without tokens.
+      long: number of prompts with more than `limit` tokens.
+      empty: number of prompts without tokens.
     """
 
     rows: int
@@ -64,7 +64,8 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def fitting_batch(self, batch_size: int) -> int:
-        """Returns `batch_size`. If there are fewer usable rows, logs a warning and returns their number."""
+        """Returns `batch_size`. If there are fewer rows with a usable prompt, logs a warning and returns the number of
+        these rows."""
         usable_rows = self.rows - self.prompts
         if usable_rows < batch_size:
             logger.warning(
@@ -74,7 +75,8 @@ class Skipped(NamedTuple):
         return min(batch_size, usable_rows)
 
     def warn(self, what: str) -> None:
-        """Logs a warning if prompts are skipped; `what` names the kind of prompts (training, evaluation)."""
+        """Logs a warning if any prompts will be skipped. `what` names the prompts in the warning: training or
+        evaluation."""
         if self.prompts:
             logger.warning("%d %s prompts, %s", self.rows, what, self)
 
@@ -96,8 +98,8 @@ def check_overlong(overlong: str) -> None:
 
 
 def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
-    """Returns the value of `most` for `render`. It is larger for `overlong="error"`, because this error reports the
-    length of the prompt."""
+    """Returns the value of `most` for `render`. The value is larger for `overlong="error"`, because the error message
+    gives the number of tokens of the prompt."""
     return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
 
@@ -107,7 +109,7 @@ def unusable(length: int, limit: int, row: str, most: int) -> UserError:
     Args:
       length: number of tokens of the prompt: 0, or more than `limit`.
       row: the name of the row for the message.
-      most: the value of `most` for `render`, which can have truncated the prompt.
+      most: the value of `most` with which `render` made the prompt, which may therefore be truncated.
     """
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
@@ -119,7 +121,7 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
     """Renders and tokenises the `prompt` of a row: text unchanged, messages through the chat template.
 
     Args:
-      most: a prompt with more tokens can be truncated, but not below `most` tokens. None: it is not truncated.
+      most: a prompt with more than `most` tokens may be truncated, but keeps more than `most`. None: never truncated.
 
     Raises:
       UserError: the column `prompt` is missing, is neither text nor messages, or cannot be encoded.
@@ -224,8 +226,8 @@ def prompt_batches(
     """Iterates over batches of `batch_size` prompts of 1 to `max_prompt_length` tokens; drops an incomplete last batch.
 
     Args:
-      rows: a sequence or a grain `MapDataset` (reshuffled each epoch if `shuffle`), a grain `IterDataset` (in its own
-        order), or any other iterable (in its own order; its position cannot be saved).
+      rows: a sequence or a grain `MapDataset` (reshuffled each epoch if `shuffle` is True), a grain `IterDataset`, or
+        any other iterable, whose position cannot be saved. The last two are read in their own order.
       forever: whether to start again after each epoch.
 
     Returns:
@@ -247,8 +249,8 @@ def prompt_batches(
 
 
 def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
-    """Applies `data.overlong_prompts` to an iterator of type `SharedBatches`, and returns the iterator. Other iterators
-    always skip unusable prompts."""
+    """Sets whether unusable prompts raise an error (`overlong` is `error`) or are skipped, and returns `batches`. Only
+    `SharedBatches` is changed: all other iterators skip unusable prompts."""
     if isinstance(batches, SharedBatches):
         batches.refuses = overlong == "error"
     return batches
@@ -264,11 +266,12 @@ class Resumable(Protocol):
 
 
 class SharedBatches(Iterator[list[Prompt]]):
-    """Iterates over batches from randomly accessible rows; the processes of a run share the work.
+    """Iterates over batches of prompts from randomly accessible rows. The processes of a run divide the rendering among
+    themselves.
 
-    The rows are candidates for the batches, in their order. Each candidate is rendered by one process. The saved
-    position is the index of the next candidate, so it does not depend on the number of processes. A row that cannot be
-    rendered is skipped. The first such row is logged as a warning.
+    The rows are candidates for the batches, in the order of `rows`. Each candidate is rendered by one process. The
+    saved position is the index of the next candidate, so it does not depend on the number of processes. A row that
+    cannot be rendered is skipped. The first such row is logged as a warning.
 
     Args:
       rows: pairs `(number, row)`; None in place of a row that a filter removed.
@@ -277,7 +280,7 @@ class SharedBatches(Iterator[list[Prompt]]):
     Attributes:
       refuses: whether a row without a usable prompt raises an error instead of being skipped.
       next: index of the next candidate.
-      end: index at which the candidates end; None: they do not end.
+      end: index after the last candidate; None if the candidates repeat without end.
 
     Raises:
       UserError: no candidate of a whole `epoch` is usable; or `refuses` is set and a candidate is not usable (the
@@ -314,7 +317,8 @@ class SharedBatches(Iterator[list[Prompt]]):
         return batch
 
     def next_epoch(self) -> None:
-        """Advances to the next epoch and skips the rest of this one."""
+        """Advances to the next epoch and skips the remaining candidates of the current epoch. Does nothing if the
+        candidates repeat without end."""
         if self.end is not None:
             self.next, self.end = self.end, self.end + self.epoch
 
@@ -359,7 +363,7 @@ def _check_sendable(prompt: Prompt | None) -> None:
 
 
 def _keeps(value: Any) -> bool:
-    """Returns whether a JSON round trip preserves the value."""
+    """Returns whether `value` is unchanged after conversion to JSON and back."""
     if isinstance(value, list):
         return all(map(_keeps, value))
     if isinstance(value, dict):

@@ -36,7 +36,7 @@ _LONG_TOKEN = 16
 
 
 class Tokenizer:
-    """A tokenizer with its special tokens and its chat template; ids are plain lists of int."""
+    """A tokenizer with its special tokens and its chat template. Token ids are returned as lists of int."""
 
     def __init__(
         self,
@@ -144,12 +144,13 @@ class Tokenizer:
         )
 
     def with_eos_ids(self, ids: Sequence[int]) -> Tokenizer:
-        """Returns a copy in which these ids (from generation_config.json) and the tokenizer's own `eos_id` end a
-        completion."""
+        """Returns a copy in which a completion ends with any of `ids` (from generation_config.json) or with
+        `eos_id`."""
         return self._copy(eos_ids=ids)
 
     def with_template_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
-        """Returns a copy that passes these variables too to every chat template rendering, e.g. `enable_thinking`."""
+        """Returns a copy that adds `variables`, e.g. `enable_thinking`, to the variables of every chat template
+        rendering."""
         return self._copy(template_variables={**self._template_variables, **variables})
 
     def _copy(self, **changed: Any) -> Tokenizer:
@@ -180,7 +181,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """Id of the tokenizer's own end-of-sequence token, which ends a turn of its chat template, or None."""
+        """Id of `eos_token`, which ends a turn of the chat template, or None."""
         return self._eos_id
 
     @property
@@ -268,7 +269,7 @@ class Tokenizer:
         """Encodes a text of `render_guarded`, or a part of it, without adding special tokens.
 
         Args:
-          most: if a text has more ids than this, the result may contain only its first ids, but more than this number.
+          most: if a text has more than `most` ids, the result may contain only its first ids, but more than `most`.
             This bounds the time.
 
         Raises:
@@ -323,8 +324,8 @@ class Tokenizer:
         encoded as plain text. In a string that is the whole prompt, control tokens are encoded as control tokens.
 
         Args:
-          most: if a prompt has more ids than this, only its beginning may be encoded, to at least `most` + 1 ids. This
-            bounds the time: 100,000 characters would take up to a second.
+          most: if a prompt has more than `most` ids, only its beginning may be encoded, to at least `most` + 1 ids.
+            This bounds the time: 100,000 characters would take up to a second.
 
         Raises:
           UserError: see `render` and `encode`.
@@ -347,7 +348,7 @@ class Tokenizer:
     ) -> Iterator[tuple[str, list[int]] | UserError]:
         """Yields `encode_prompt` of each prompt, or its error; strings are encoded unchanged, messages are rendered.
 
-        It is faster than one call per prompt, since rendering and encoding overlap.
+        This is faster than one call of `encode_prompt` per prompt, because rendering and encoding overlap.
         """
         enough = [
             prompt if most is None or isinstance(prompt, str) else self._enough(prompt, most) for prompt in prompts
@@ -370,8 +371,9 @@ class Tokenizer:
             yield result
 
     def _enough(self, prompt: Any, most: int) -> Any:
-        """Returns the prompt. If one of its texts has more than twice `most` tokens, the texts are truncated to a
-        length that still exceeds `most` tokens. This bounds the time: encoding a text of 30 MB takes a minute."""
+        """Returns the prompt. If one of its texts has more than twice `most` tokens, all texts are truncated to a
+        number of characters at which the longest text still has more than twice `most` tokens. This bounds the time:
+        encoding a text of 30 MB takes a minute."""
         longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
         while size < len(longest):
             if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
@@ -387,8 +389,8 @@ class Tokenizer:
             return error
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
-        """Returns the text and ids of guarded text (for `most` see `encode_prompt`). A control token that the text
-        contains by reference is encoded by its characters; token boundaries are placed on both sides of it."""
+        """Returns the text and the ids of a text of `render_guarded`; `most` is that of `encode_prompt`. A reference to
+        a control token is replaced by the characters of the token, which are encoded separately as plain text."""
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):
             return text, self._encode_enough(text, add_special_tokens, most)
@@ -414,7 +416,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _open(self, text: str) -> list[int]:
-        """Encodes with the special tokens that the tokenizer adds, except end-of-sequence tokens after the text."""
+        """Encodes `text` with the special tokens that the tokenizer adds, except end-of-sequence tokens after the
+        text."""
         ids = self.encode(text)
         return ids[: len(ids) - self._appended_ends]
 

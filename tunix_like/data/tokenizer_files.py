@@ -78,7 +78,7 @@ def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedTo
 
 
 def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Adds the tokens that tokenizer_config.json declares and that are not among the added tokens of tokenizer.json."""
+    """Adds to `backend` the tokens that tokenizer_config.json declares, except the added tokens of tokenizer.json."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]

@@ -82,7 +82,8 @@ def _split(tasks: Sequence[Any], train: int | None, held_out: int | None) -> tup
 
 
 def record(task: Mapping[str, Any]) -> Record:
-    """Returns the row of a task: `prompt`, `task`, `hidden` (a hash) and `answer` if the task has such a text."""
+    """Returns the row of a task: `prompt`, `task`, `hidden` (a hash of the task) and, if the task has a text
+    `answer`, the column `answer`."""
     data = task["data"]
     known = {name: value for name, value in data.items() if name != "idx"}
     row = {

@@ -1,4 +1,4 @@
-"""Makes the tokenizer of generated tasks with a fixed list of words, one token per word."""
+"""Makes the tokenizer of a generated task that uses a fixed list of words. Each word is one token."""
 
 from __future__ import annotations
 

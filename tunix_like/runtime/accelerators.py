@@ -42,7 +42,7 @@ class Accelerator:
     description: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def network(self, number: int) -> float:
-        """Returns the bytes per second that a device receives in a group of `number` devices."""
+        """Returns the bytes per second that each device of a group of `number` devices receives."""
         if self.between_nodes is not None and number > NODE:
             return self.between_nodes
         return self.network_bytes
@@ -133,7 +133,7 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int]:
 
 
 def sizes_of(kind: Accelerator) -> str:
-    """Returns the sizes of a TPU kind's slices as text."""
+    """Returns the available numbers of chips of a TPU kind as text."""
     return ", ".join(map(str, (1, *kind.slices)))
 
 

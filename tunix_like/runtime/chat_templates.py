@@ -59,7 +59,8 @@ class TemplateFailed(Exception):
 
 
 class _Worker:
-    """The process that renders templates. `render` starts it at the first call; it ends with the run."""
+    """The process that renders templates. `render` starts the process at its first call, and the process ends
+    with the run."""
 
     def __init__(self) -> None:
         settings = {"path": sys.path, "seconds": SECONDS, "memory": MEMORY}
@@ -81,10 +82,10 @@ class _Worker:
         return self.process.stdin
 
     def answers(self, requests: Sequence[bytes]) -> Iterator[tuple[int, str]]:
-        """Yields the status and the text of each answer, in order.
+        """Sends requests and yields the status and the text of each answer, in the order of the requests.
 
-        The process renders the next request while the last answer is read. Unread requests fit into the pipe, so
-        neither side blocks the other.
+        The process renders the next request while this method reads the previous answer. A further request
+        is sent only if all unread requests fit into the pipe, so neither process waits for the other.
 
         Raises:
           TemplateFailed: the process ended while it rendered the next request.
@@ -156,7 +157,8 @@ def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
 
 
 def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
-    """Renders requests. Returns the text of each request, or its failure (an exception, or too many characters).
+    """Renders requests. Returns for each request the rendered text or the failure: the template raised an exception,
+    or the text has too many characters.
 
     A request that takes more than `SECONDS` or `MEMORY` ends the process. The last result is then the failure of this
     request. The requests after it have no result, and the caller must send them again.

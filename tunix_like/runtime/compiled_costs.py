@@ -92,7 +92,8 @@ class Counter:
         return self._costs(self.module.entry, 1.0)
 
     def one_trip(self, scope: str) -> Costs:
-        """Returns the costs of one trip of each loop in a scope, added up; zero if the scope has no loop."""
+        """Returns the sum, over the loops of a scope, of the costs of one trip. The costs are 0 if the scope has no
+        loop."""
         found = Costs()
         for name, computation in self.module.computations.items():
             for loop in computation:
@@ -101,7 +102,11 @@ class Counter:
         return found
 
     def _computation(self, name: str, around: float) -> Costs:
-        """Returns the costs of a computation; `around` is the number of trips of the enclosing loop, or 1."""
+        """Returns the costs of one run of a computation.
+
+        Args:
+          around: the number of trips of the enclosing loop; 1 if there is none.
+        """
         total, channels = Costs(), set[str]()
         computation = self.module.computations[name]
         for instruction in computation:
@@ -140,9 +145,11 @@ class Counter:
     def _inside(
         self, computation: Computation, instruction: Instruction, costs: Costs, channels: set[str], around: str = ""
     ) -> None:
-        """Adds the products and collectives of an instruction. For a fusion, adds those of all instructions inside.
+        """Adds to `costs` the matrix products and collectives of an instruction, and of all instructions inside a
+        fusion.
 
-        A collective that overlaps with other work is in several fusions with the same channel. It counts once.
+        A collective that overlaps with other work occurs in several fusions with the same channel. It is counted once:
+        `channels` holds the channels that are counted already.
 
         Args:
           around: the name of the fused computation that contains the instruction; empty if there is none.
@@ -202,7 +209,8 @@ def _main(shapes: list[Shape]) -> float:
 
 
 def _used(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes of a parameter a fusion reads. If the fusion reads only slices, only the slices count."""
+    """Returns how many bytes the fusion `called` reads of its parameter `value`. If the fusion reads only slices, only
+    the slices are counted."""
     read = 0.0
     for user in called.users.get(value.name, []):
         if user.opcode == "bitcast":
@@ -217,7 +225,8 @@ def _used(called: Computation, value: Instruction) -> float:
 
 
 def _written(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes a fusion writes for a result. For an update in place, only the update is counted."""
+    """Returns how many bytes the fusion `called` writes for its result `value`. If the result is an operand that is
+    updated in place, only the update is counted."""
     while value.opcode == "bitcast" and (inner := called.operand(value, 0)) is not None:
         value = inner
     if value.opcode == "dynamic-update-slice" and (update := called.operand(value, 1)) is not None:
@@ -230,7 +239,7 @@ def _is_async_collective(instruction: Instruction) -> bool:
 
 
 def _received(computation: Computation, instruction: Instruction, kind: str) -> float:
-    """Returns the bytes that a device receives in a collective if each byte is sent only once.
+    """Returns the bytes that a device receives in a collective. Assumes that each byte is sent only once.
 
     An all-reduce counts as a reduce-scatter and an all-gather.
     """
@@ -280,7 +289,7 @@ def _products(computation: Computation, instruction: Instruction) -> float:
 
 
 def _convolution(instruction: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """Returns the multiplications and additions of a convolution, except those with padding.
+    """Returns the multiplications and additions of a convolution, except those whose input is padding.
 
     The TPU compiler represents matrix products as convolutions, and batch axes as spatial axes.
     """

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """An instruction.
+    """An instruction of a computation.
 
     Attributes:
       type: type of the result, as text.
@@ -123,7 +123,8 @@ class Computation:
         return self.instructions.get(instruction.operands[index])
 
     def constant(self, name: str) -> int | None:
-        """Returns the value of an integer constant, or of a copy of one; None for other instructions."""
+        """Returns the value of instruction `name`, an integer constant or a copy of one; None for other
+        instructions."""
         instruction = self.instructions.get(name)
         while instruction is not None and instruction.opcode in _PASSED_ON:
             instruction = self.operand(instruction, 0)
@@ -176,14 +177,14 @@ class Module:
         return math.ceil(max(0, end - start) / step) if step else None
 
     def _start(self, parent: Computation, loop: Instruction, index: int) -> int:
-        """Returns the initial value of a loop's counter; 0 if it is not a constant of the same computation."""
+        """Returns the initial value of a loop's counter; 0 if this value is not a constant of the same computation."""
         state = parent.operand(loop, 0)
         if state is None or state.opcode != "tuple":
             return 0
         return parent.constant(state.operands[index]) or 0
 
     def _step(self, body: Computation, index: int) -> int:
-        """Returns the increment of a loop's counter; 0 if it is not a sum of constants."""
+        """Returns the increment of a loop's counter; 0 if the increment is not a sum of constants."""
         if body.root.opcode != "tuple":
             return 0
         total, value = 0, body.operand(body.root, index)

@@ -1,6 +1,6 @@
 """Prints the console output of a run: one line per step, tables, and text with control characters escaped.
 
-Absent metrics are omitted.
+Metrics that a row does not contain are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tunix_like.runtime.visible import visible
 
 class _Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        """Raises the BrokenPipeError again. The method of rich would exit the process without a message."""
+        """Raises the BrokenPipeError again. The overridden method of rich would exit the process without a message."""
         raise
 
 
@@ -55,10 +55,11 @@ def print_completion(text: str) -> None:
 
 
 def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any]) -> str:
-    """Formats a step as one line: rewards, success, length, loss, speed, share of the time per phase, evaluation.
+    """Formats a step as one line: rewards, success, length, loss, speed, share of the step time
+    per phase, evaluation.
 
     Args:
-      name: the phase (`train` or `sft`), which can be a prefix of metric names.
+      name: the phase (`train` or `sft`). Metric names can begin with the phase and a slash.
       step: number of the step, from 1.
       total: total number of steps; None if unknown.
       metrics: a row of `metrics.jsonl`. Times are in seconds, ratios between 0 and 1.
@@ -207,7 +208,8 @@ _OF_THE_STEP_BEFORE = frozenset(
 
 
 def _time_shares(metrics: Mapping[str, float]) -> str:
-    """Formats the shares of the step time, largest first; shares below 5% are omitted to keep the line short.
+    """Formats the share of each phase in the step time, largest first. Shares below 5% are omitted to keep the line
+    short.
 
     If the rollout was sampled during the previous step, the phases of the rollout are left out.
     """

@@ -80,7 +80,7 @@ def wait_for(address: str, seconds: float) -> None:
 
 
 def _first_bytes(host: str, port: int) -> bytes:
-    """Returns the first bytes of the answer to the preface; empty if the connection ends or times out.
+    """Returns the first bytes of the answer to the HTTP/2 preface; empty if the connection ends or times out.
 
     Raises:
       OSError: the connection cannot be opened.

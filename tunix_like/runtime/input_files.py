@@ -1,4 +1,4 @@
-"""Checks whether an input file can be read. If it cannot be read, describes the problem."""
+"""Checks whether an input file can be read and, if not, describes the problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads small JSON files from other programs and reports invalid ones in one line."""
+"""Reads small JSON files from other programs. The error for an invalid file is one line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Replaces standard output and standard error by streams that never raise and never stop a run.
 
 A write fails if the reader has exited (`| head`), the terminal was closed or the disk is full. A write blocks if the
-terminal is paused. In both cases a run continues. Its unwritten text is kept and written later, or written to a file in
+terminal is paused. In both cases a run continues. The unwritten text is kept and written later, or written to a file in
 the run folder. Other commands exit if a write fails, because their output is their result.
 """
 
@@ -91,8 +91,8 @@ class _Stream(io.RawIOBase):
         return len(text)
 
     def drain(self, patience: float | None) -> None:
-        """Writes the waiting text. Stops if the stream fails or is blocked for `patience` seconds (None: waits
-        indefinitely)."""
+        """Writes the text that is not written yet. Stops if a write fails, or if the stream is blocked for `patience`
+        seconds (None: waits indefinitely)."""
         with _lock:
             while self._waiting:
                 try:
@@ -113,7 +113,8 @@ class _Stream(io.RawIOBase):
                 del self._waiting[:written]
 
     def _move(self, error: OSError) -> bool:
-        """Redirects the descriptor to the file in the run folder; returns False if that is impossible or not needed."""
+        """Redirects the descriptor to the file in the run folder. Returns False without redirecting if there is no such
+        file, if it cannot be opened, if the descriptor is redirected already, or if the disk is full."""
         if _file is None or self._moved or error.errno in _FULL:
             return False
         try:
@@ -196,15 +197,15 @@ def check() -> None:
 
 
 def finish() -> None:
-    """Flushes both streams. Raises what `check` raises."""
+    """Flushes standard output and standard error. Raises the errors of `check`."""
     sys.stdout.flush()
     sys.stderr.flush()
     check()
 
 
 def from_handler(text: str) -> None:
-    """Writes to standard error if it is ready; otherwise drops the text. Meant for signal handlers, which must neither
-    wait nor take a lock, because the interrupted code can hold the lock."""
+    """Writes to standard error if a write would not block; otherwise drops the text. For signal handlers, which must
+    not wait and must not take a lock that the interrupted code may hold."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())

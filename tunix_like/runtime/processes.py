@@ -86,7 +86,8 @@ def _not_found(coordinator: str | None, why: str) -> str:
 
 
 def _leave_late(coordinator: str | None) -> NoReturn:
-    """Exits this process while it waits for the other processes. An exception cannot interrupt this wait inside jax."""
+    """Prints an error and exits this process, which waits inside jax for the other processes. An exception could not
+    interrupt this wait."""
     why = f"not all processes connected within {START_SECONDS} seconds"
     print(f"error: {_not_found(coordinator, why)}", file=sys.stderr)
     sys.stderr.flush()
@@ -173,8 +174,8 @@ def leave_refused(status: int) -> NoReturn:
 
 
 def leave(error: BaseException) -> NoReturn:
-    """Exits this process immediately after an exception. A normal exit would wait for the other processes, which
-    wait for this process."""
+    """Prints `error` and exits this process immediately. A normal exit would wait for the other processes, which wait
+    for this process."""
     traceback.print_exception(error, limit=-1 if isinstance(error, jax.errors.JaxRuntimeError) else None)
     print(
         f"process {jax.process_index()} of {jax.process_count()} stops: the error above is from this process, or the "

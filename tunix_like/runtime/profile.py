@@ -38,7 +38,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops() -> float | None:
-    """Returns the peak bfloat16 FLOPs per second of all devices together; None if unknown."""
+    """Returns the sum of the peak bfloat16 FLOPs per second of all devices; None if the kind of device is unknown."""
     kind = jax.devices()[0].device_kind
     names = [name for name in PEAK_FLOPS if kind.startswith(name)]
     return PEAK_FLOPS[max(names, key=len)] * jax.device_count() if names else None
@@ -84,7 +84,8 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 def _on_begin(event: str, value: float, **metadata: str | int) -> None:
-    """Reports the start of a compilation. jax sends a scalar event at the start and a duration event at the end."""
+    """Reports the start of a compilation to `progress`. jax sends a scalar event at the start of a compilation and a
+    duration event at its end."""
     if event == _COMPILE:
         name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
         progress.compiling("decoding" if name == "advance" else name)

@@ -50,9 +50,9 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Estimates the remaining seconds from the last `_STEPS` steps. The first step includes
+        """Estimates the remaining seconds from the times of the last `_STEPS` steps. The first step includes
         compilation and is used only until the second step is done. If the current step takes longer than the average,
-        it is assumed to end now."""
+        the estimate assumes that the step ends now."""
         marks = list(self.marks)  # a copy, because another thread appends to the deque
         (first, before), (last, done) = marks[0], marks[-1]
         if self.total is None or done == before or done >= self.total:
@@ -128,7 +128,7 @@ class _Display:
         return text + (f": {parts}" if (parts := self.parts(now)) else "")
 
     def tick(self) -> None:
-        """Prints the plain line if nothing was printed for `every` seconds and the task has run for `every` seconds."""
+        """Prints the plain line if nothing was printed for `every` seconds and the outermost task has run that long."""
         now = time.monotonic()
         if self.paused:
             return
@@ -180,7 +180,7 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
 def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
     """Context manager that shows the progress of a long operation. Inside another task it shows a subtask.
 
-    Yields a function `advance(done, note="")`, which adds `done` finished items and sets the note after the count.
+    Yields a function `advance(done, note="")`, which adds `done` finished items and shows `note` after the count.
 
     Args:
       total: number of items; None if unknown or if there is only one.

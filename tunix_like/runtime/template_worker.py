@@ -2,8 +2,8 @@
 
 A template is untrusted code that can loop forever or exhaust the memory. `chat_templates.py` therefore starts this
 program in a separate interpreter, with limits that the operating system enforces. A request is a pickled tuple
-`(source, variables, most)`. An answer is a status and a UTF-8 text. Both begin with a header that has their
-length.
+`(source, variables, most)`. An answer is a status and a UTF-8 text. Requests and answers begin with a header that
+contains their length.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _answer(source: str, variables: dict[str, Any], most: int) -> tuple[int, str
 
 
 class _Generation(jinja2.ext.Extension):
-    """Renders the body of `{% generation %} ... {% endgeneration %}`, which marks assistant text for other tools."""
+    """Jinja extension that renders the body of `{% generation %} ... {% endgeneration %}` and ignores the two tags,
+    which mark assistant text for other programs."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -69,8 +70,8 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
-    """Compiles a template in the Hugging Face jinja dialect. Jinja evaluates constant expressions at this point, so the
-    limits must apply here too."""
+    """Compiles a template in the Hugging Face jinja dialect. Jinja evaluates constant expressions during
+    compilation, so the limits on time and memory must apply to this function too."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

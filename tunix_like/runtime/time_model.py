@@ -9,7 +9,8 @@ from tunix_like.runtime.compiled_costs import Costs
 
 
 class Times(NamedTuple):
-    """Seconds of a program by resource, each as if it were the only limit. `cycles` is None without an estimate."""
+    """Seconds of a program by resource, each computed as if this resource were the only limit. `cycles` is the estimate
+    of the compiler, None if there is none."""
 
     arithmetic: float
     memory: float
@@ -24,7 +25,8 @@ class Times(NamedTuple):
 
     @property
     def predicted(self) -> float:
-        """Predicted seconds: the larger of `device` and `network`. This assumes that both work at the same time."""
+        """Predicted seconds: the larger of `device` and `network`. This assumes that device and network work at the
+        same time."""
         return max(self.device, self.network)
 
     @property
@@ -35,7 +37,7 @@ class Times(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The predicted time divided by the time without any overlap of network and device."""
+        """The predicted time divided by the sum of the times of device and network; 1 if the sum is 0."""
         total = self.device + self.network
         return self.predicted / total if total else 1.0
 
@@ -44,8 +46,8 @@ def times(costs: Costs, needed: float, kind: Accelerator, number: int) -> Times:
     """Returns the times of a program on `number` devices. `costs` are per device.
 
     Args:
-      needed: calculated operations per device. The larger of these and `costs.operations` is used, because `costs`
-        lacks products inside kernels.
+      needed: calculated operations per device. The larger of `needed` and `costs.operations` is used, because `costs`
+        does not contain the matrix products inside kernels.
     """
     return Times(
         arithmetic=max(costs.operations, needed) / kind.operations,

@@ -26,8 +26,8 @@ _CUT = _OPEN + _CLOSE
 
 class _Marking(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """Looks up a field. A name with dots or brackets is first looked up as the name of a value. If there is no such
-        value, it is looked up as an attribute or item of another value."""
+        """Looks up a field. A field name with dots or brackets is first looked up as the name of a value. If there is
+        no such value, the name is read as an attribute or item of another value."""
         if kwargs.get(field_name) is not None:
             return kwargs[field_name], field_name
         return super().get_field(field_name, args, kwargs)
@@ -47,7 +47,7 @@ class Filled(str):
     values: list[tuple[int, int]]
 
     def beginning(self, size: int) -> Filled:
-        """Returns the first `size` characters."""
+        """Returns the first `size` characters with the positions of the inserted values in them."""
         out = Filled(self[:size])
         out.values = [(begin, min(end, size)) for begin, end in self.values if begin < size]
         return out
@@ -101,7 +101,7 @@ def refer_deep(value: Any, control: Sequence[str]) -> Any:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yields the texts in a JSON value."""
+    """Yields all strings in a JSON value, except the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -110,7 +110,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def beginnings(value: Any, size: int) -> Any:
-    """Truncates each text in a JSON value to its first `size` characters."""
+    """Returns a JSON value in which each string, except the keys of mappings, is truncated to `size` characters."""
     if isinstance(value, Filled):
         return value.beginning(size)
     if isinstance(value, str):
@@ -121,8 +121,8 @@ def beginnings(value: Any, size: int) -> Any:
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """Splits a text at its references. Returns pairs of a piece and whether the piece is a control token from data. For
-    the separator `_CUT`, the piece is empty."""
+    """Splits a text at the references that `refer` inserted. Returns pairs `(piece, from_data)`: a reference gives its
+    control token and True, the separator `_CUT` gives an empty text and True, any other text is paired with False."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
         (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)
@@ -138,5 +138,5 @@ def _cut(text: str, control: Sequence[str]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Replaces the reserved characters, so that data cannot contain marks."""
+    """Replaces the noncharacters U+FDD0 to U+FDEF by U+FFFD, so that data cannot contain the marks of this module."""
     return _RESERVED.sub("\ufffd", text)

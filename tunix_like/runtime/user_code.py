@@ -46,7 +46,7 @@ def kind_of(value: Any) -> str:
 def describe_error(error: Exception) -> str:
     """Describes an exception of a user function in one line, with file and line number.
 
-    It must be called in the function that called the user function and caught the exception.
+    Must be called in the same function that called the user function and caught the exception.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:2]  # the frame of the user function, which our frame called
     where = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else ""

@@ -27,14 +27,14 @@ _SECONDS_TO_READ = 1.0
 
 
 class Lost(Exception):
-    """The process has ended. The message gives the reason if it is known."""
+    """The process of the environment has ended. The message gives its exit status and the end of its error output."""
 
 
 class VerifiersProcess:
     """Starts the process of `verifiers_worker.py` and exchanges messages with it.
 
     Args:
-      settings: the first message to the process.
+      settings: the first message to the process (see `verifiers_worker.load`).
 
     Attributes:
       first: the first message from the process.

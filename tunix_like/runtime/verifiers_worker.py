@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when the process `parent` has ended. Works also while an environment loads."""
+    """Ends this process when the process with the id `parent` has ended, also while an environment loads."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -85,7 +85,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _wrong(where: str, error: Any) -> str:
-    """Describes a validation error of `verifiers` in one line; `where` is the key of the arguments."""
+    """Describes a pydantic validation error in one line; `where` is the config key, such as `data.eval_arguments`."""
     found = error.errors()[0]
     return f"{'.'.join([where, *map(str, found['loc'])])}: {found['msg']}"
 
@@ -126,7 +126,7 @@ def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with the id of the taskset. If `path` is a file, makes it importable."""
+    """Returns the arguments with the id of the taskset. If `path` is a Python file, makes the module importable."""
     name = path
     if path.endswith(".py"):
         file = Path(path).absolute()
@@ -166,7 +166,8 @@ def _tasks(taskset: Any, most: int | None) -> list[dict[str, Any]]:
 
 
 def _messages(data: Any) -> list[dict[str, str]]:
-    """Returns the prompt of a task as text messages. The harness can send other messages to the model."""
+    """Returns the prompt of a task as text messages. During an episode, the harness can send different
+    messages to the model."""
     from verifiers.v1.types import content_text
 
     found = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
@@ -195,7 +196,7 @@ class Episodes:
         self._key = secrets.token_urlsafe(32)
 
     async def run(self) -> None:
-        """Plays until standard input ends."""
+        """Plays episodes until standard input ends."""
         os.environ[KEY_VARIABLE] = self._key
         for name in ("no_proxy", "NO_PROXY"):
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), LOCAL, "localhost"]))
@@ -269,7 +270,7 @@ class Episodes:
             running.cancel()
 
     async def _play(self, episode: int, data: Mapping[str, Any]) -> None:
-        """Plays one episode and reports its end."""
+        """Plays one episode with the task `data` and sends the message `end` to the training process."""
 
         def began(trace: Any) -> None:
             self._traces[episode], self._of_trace[trace.id] = trace, episode
