@@ -145,7 +145,7 @@ def test_an_environment_is_played_with_a_prompt(generate):
 
 def test_an_environment_that_cannot_be_reset_has_no_turns(generate):
     code, said, error = generate("--prompt", "abc>", "environment.name=mine.py:Short")
-    assert code == 2 and said == "" and "needs an argument 'text'" in error and "--row N plays a row" in error
+    assert code == 2 and said == "" and "needs an argument 'text'" in error and "use --row N" in error
 
 
 def test_text_of_an_environment_is_never_a_turn_of_the_model(generate):
@@ -168,7 +168,7 @@ def test_a_row_without_an_environment(generate):
         (["--row", "5", *DATA], "the data has 4 held-out rows"),
         (["--row", "1"], "data.name="),
         (["--interactive"], "no prompt was written"),
-        (["--prompt", "a>", "environment.name=mine.py:Short"], "--row N plays a row"),
+        (["--prompt", "a>", "environment.name=mine.py:Short"], "use --row N"),
         (["--prompt", "a>", "environment.name=mine.py:Broken"], "ValueError: not \\x1b[2J today"),
         (["--prompt", "a>", "environment.name=mine.py:Nothing"], "Nothing"),
         (["--prompt", "a>", "environment.max_turns=2"], "it needs an environment"),

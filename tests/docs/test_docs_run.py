@@ -89,6 +89,7 @@ NOT_RUN = {
     ),
     "engines.md: vllm serve maze_model --enable-scale-out --dtype float32 --max-model-len 512 --enforce-eager "
     "--port 8000 &": "needs vLLM; tests/rollout/engines/test_real_vllm.py starts one",
+    "engines.md: until curl -sf http://127.0.0.1:8000/health; do sleep 2; done": "waits for the server above",
     "serving.md: pip install 'tunix-like[serve]'": "changes the environment that the tests run in",
     "serving.md: curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d "
     '\'{"prompt": "GRID_START WALL", "max_tokens": 16, "temperature": 0}\'': "tests/rollout/serving/test_server.py",

@@ -151,7 +151,7 @@ def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ([4, 1, 1], r"rollout.mesh: \[4, 1, 1\] must give .* 8 in all"),
+        ([4, 1, 1], r"rollout.mesh: got \[4, 1, 1\]; give the numbers .* whose product must be 8"),
         ([8], r"rollout.mesh: got \[8\]; give auto, or the numbers of devices along data, fsdp and tp"),
         ("replicated", "rollout.mesh: got 'replicated'"),
         ([True, 1, 8], "rollout.mesh: got .True"),
