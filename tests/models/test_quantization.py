@@ -17,7 +17,7 @@ from tests.parameters import others_slow
 from tunix_like import LoraConfig, UserError, add_lora, load_model, merge_lora
 from tunix_like.models import quantization, weights
 from tunix_like.models.loading import load_abstract, save_model
-from tunix_like.models.lora import split_params
+from tunix_like.models.lora import _bit_sum, split_params
 from tunix_like.models.quantization import BLOCK, NF4, dequantize, fused_product, quantize, quantized_product
 from tunix_like.rollout.decoding import _merge
 
@@ -129,6 +129,15 @@ def test_quantised_weights_stay_small_while_sampling():
     small = {"kernel_codes": np.uint8, "kernel_scale": np.float32}
     assert dtypes == small | {"lora_a": jnp.bfloat16, "lora_b": jnp.bfloat16}
     assert cast["embed_tokens"]["embedding"].dtype == jnp.bfloat16
+
+
+def test_the_fingerprint_of_nf4_is_that_of_earlier_versions():
+    """These had the codes of two neighbouring inputs in a byte."""
+    codes, _ = quantize(jnp.asarray(KERNEL), "nf4")
+    halves = np.asarray(codes).reshape(-1, 1, BLOCK // 2, 9)
+    inputs = np.concatenate([halves & 15, halves >> 4], axis=1).reshape(-1, 9)
+    earlier = inputs[::2] | (inputs[1::2] << 4)
+    assert int(_bit_sum(codes)) == int(earlier.astype(np.uint64).sum()) != int(np.asarray(codes, np.uint64).sum())
 
 
 def test_what_is_refused():
