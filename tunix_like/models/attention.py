@@ -1,8 +1,10 @@
-"""Computes softmax attention over one or several parts of the keys, with grouped heads. Scores and softmax are float32.
+"""Computes softmax attention over one or several parts of the keys, with grouped query heads. Scores and softmax are
+float32.
 
-A part is a set of keys and values with a mask. All completions of a prompt share one part with the keys of the prompt,
-so these keys are stored once per group. This module contains the plain implementation, which materialises the scores.
-It also selects between the plain implementation, the blocked implementation and the kernels of the device.
+A part (`attention_parts.Part`) is a set of keys and values with a mask. The keys and values of a prompt are one part,
+and all completions of the prompt share it, so they are stored once per group. This module contains the plain
+implementation, which materialises the scores. It also selects between the plain implementation, the blocked
+implementation and the library kernels (`attention_kernels`).
 """
 
 from __future__ import annotations
@@ -34,17 +36,18 @@ _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "spla
 
 
 def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None) -> str:
-    """Selects the attention implementation: `name`, or for "auto" the kernel of the device if the kernel supports this
-    model.
+    """Returns the attention implementation for `name`. "auto" becomes the kernel of the device, if that kernel exists
+    and supports `dtype` and `head_dim`.
 
     Args:
-      devices: the devices to select for; defaults to the devices of jax.
+      devices: the devices on which the model runs; None: `jax.devices()`.
 
     Returns:
-      one of `ATTENTIONS`. If it is "auto", each call selects the plain or the blocked implementation by its size.
+      one of `ATTENTIONS`. If the result is "auto", each call of `attention` or `group_attention` selects the plain or
+        the blocked implementation by its number of scores.
 
     Raises:
-      UserError: the name is unknown, or this device or model does not support the implementation.
+      UserError: the name is unknown, or the named implementation does not support the device, `dtype` or `head_dim`.
     """
     if name not in ATTENTIONS:
         raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
@@ -76,9 +79,9 @@ def _splash_lacks(device: Any) -> str | None:
 def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
     """Returns an implementation that does not materialise the scores, or None for the plain implementation.
 
-    Parts with array masks always use the plain implementation; decoding uses array masks, with one query per row.
-    Kernels do not support caps, and splash attention does not support windows. In these cases the number of scores
-    selects the implementation, as for "auto".
+    If the mask of a part is an array, the result is None. (Decoding uses such masks, with one query per completion.)
+    Kernels do not support caps, and splash attention does not support windows. If `kind` is a kernel that does not
+    support the call, the number of scores selects the implementation, as for "auto".
     """
     if kind == "plain" or not all(part.described for part in parts):
         return None
@@ -117,12 +120,13 @@ def group_attention(
       q: queries of every completion of every prompt.
       prompt: part with `B = P`, stored once per group. Its mask has `G * T` queries per prompt, or is broadcast over
         the queries.
-      own: parts with `B = P * G`: the keys of each completion.
+      own: parts with `B = P * G`, which contain the keys and values of each completion.
       kind: a result of `resolve_attention`.
       cap: as in `attention`.
 
-    The parts are combined through their common maximum and the sum of their exponentials, so no `[T, S + T]` array is
-    built. Gradients flow through all parts. They would not flow through the residual of `jax.nn.dot_product_attention`.
+    The plain implementation combines the parts through the common maximum of their scores and the common sum of
+    exponentials, so no `[T, S + T]` array is built. Gradients flow through all parts. `jax.nn.dot_product_attention` is
+    not used: no gradient flows through the log-sum-exp that it returns.
     """
     if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
         return implementation(q, (prompt, *own)) if cap is None else implementation(q, (prompt, *own), cap=cap)
@@ -154,8 +158,11 @@ def group_attention(
 
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
-    """Computes scaled, capped and masked scores. Heads precede positions, so the product is a plain batched matrix
-    product. On the CPU, the gradient of a product with batch axes between other axes would take twice as long."""
+    """Computes scaled, capped and masked scores; `R = H / K` query heads share a key head.
+
+    In the result, heads precede positions, so one plain batched matrix product computes the scores. A product with
+    batch axes between other axes would have a gradient that takes twice as long on the CPU.
+    """
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]
     split = (q * width**-0.5).reshape(batch, count, key_heads, heads // key_heads, width)

@@ -2,8 +2,9 @@
 2205.14135; Dao, arXiv 2307.08691).
 
 Several parts (`attention_parts.Part`: keys and values with a mask) share one softmax. In the forward pass, the output
-and log-sum-exp of each part are computed and then combined. In the backward pass, each part needs only the log-sum-exp
-over all parts. A mask must be a description, such as `Causal`, and not an array.
+and log-sum-exp of each part are computed and then combined. The backward pass computes the gradients of each part
+separately, from the output and log-sum-exp over all parts. A mask must be a `Lengths`, `Positions` or `Causal`, not an
+array.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ NOTHING = -1e30
 def joined_attention(
     q: Float[Array, "*B H h"], parts: Sequence[Part], cap: float | None = None
 ) -> Float[Array, "*B H h"]:
-    """Computes `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]` in one softmax; masks must be descriptions.
+    """Computes attention of the queries over the keys of all parts in one softmax.
+
+    The result is `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]`, where `k_i` and `v_i` are the keys and
+    values of part `i`. No mask of a part may be an array.
 
     Args:
-      q: queries with any leading axes. For a part with `B` rows of keys, they are reshaped to `[B, N, H, h]`.
+      q: queries with any leading axes. For a part with `B` batch entries, the queries are reshaped to `[B, N, H, h]`.
       cap: scores become `cap tanh(scores / cap)`.
 
     Returns:
@@ -64,7 +68,11 @@ def _joined_forward(cap: float | None, q: Array, parts: tuple[Part, ...]) -> tup
 
 
 def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[Array, tuple[Part, ...]]:
-    """Computes the gradients from `dS = P (dO V^T - rowsum(dO O))`. `P = exp(S - lse)` is recomputed for each block."""
+    """Computes the gradients with respect to queries, keys and values.
+
+    For scores S, output O and values V, the gradient of the scores is `dS = P * (dO V^T - rowsum(dO * O))` with the
+    attention weights `P = exp(S - lse)`. S and P are recomputed for each block.
+    """
     q, parts, out, lse = saved
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
     for part in parts:
@@ -84,14 +92,15 @@ def _rows(x: Float[Array, "*B H h"], part: Part) -> Float[Array, "B N H h"]:
 
 
 class _Work(NamedTuple):
-    """Queries, keys and values of a part, padded to whole blocks, and the pairs of blocks to compute.
+    """Queries, keys and values of a part, padded to whole blocks, and the pairs of query and key blocks to compute.
 
     Attributes:
       query_ids, key_ids: segment of each query and key. A query sees keys of its own segment only.
-      positions: positions of the keys, which are compared with `starts`.
-      starts: the first position that each query sees if there are windows, else None.
-      order: for each block of queries, the indices of the key blocks. The visible key blocks come first.
-      number: for each block of queries, the number of visible key blocks.
+      positions: position of each key. A query sees keys from its start (`starts`) on.
+      starts: the first position that each query sees; None if the mask has no windows.
+      order: for each of the n query blocks, the indices of all m key blocks. The blocks that `_meetings` selects come
+        first.
+      number: for each query block, the number of selected key blocks.
     """
 
     q: Float[Array, "B K R N h"]
@@ -109,7 +118,7 @@ def part_forward(
     q: Float[Array, "B N H h"], part: Part, cap: float | None = None
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
     """Computes the output and log-sum-exp of one part by an online softmax over the key blocks. For a query without
-    visible keys, they are 0 and `NOTHING`."""
+    visible keys, the output is 0 and the log-sum-exp is `NOTHING`."""
     work, blocks = _plan(q, part, cap)
 
     def of_queries(i: Array) -> tuple[Array, Array]:
@@ -143,8 +152,8 @@ def part_backward(
     part: Part,
     cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
-    """Computes the gradients (float32) with respect to queries, keys and values. `out` and `lse` are the output and
-    log-sum-exp of the softmax over all parts."""
+    """Computes the gradients (float32) with respect to `q` and to the keys and values of `part`. `cotangent` is the
+    gradient with respect to `out`. `out` and `lse` are the output and log-sum-exp of the softmax over all parts."""
     work, blocks = _plan(q, part, cap)
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     cotangent, lse, delta = (
@@ -189,7 +198,7 @@ class _Blocks(NamedTuple):
 
     @property
     def loop(self) -> str:
-        """Name of the loop over key blocks in a compiled program."""
+        """The name that the loop over key blocks has in a compiled program."""
         return CAUSAL_BLOCKS if self.causal else ALL_BLOCKS
 
     def queries(self, x: Float[Array, "B K R N x"], i: Array) -> Float[Array, "B K R b x"]:
@@ -202,7 +211,7 @@ class _Blocks(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, self.keys(x, j, axis) + block, j * self.key, axis)
 
     def scores(self, work: _Work, queries: Array, i: Array, j: Array) -> tuple[Array, Bool[Array, "B 1 1 b c"]]:
-        """Computes the scores `[B K R b c]` of a block and its mask."""
+        """Computes the scores `[B K R b c]` of query block `i` with key block `j`, and the mask of the visible keys."""
         query_ids = jax.lax.dynamic_slice_in_dim(work.query_ids, i * self.query, self.query, axis=1)
         seen = query_ids[:, :, None] == self.keys(work.key_ids, j, 1)[:, None]
         if work.starts is not None:
@@ -235,11 +244,11 @@ def _meetings(
     positions: Int[Array, "#B U"],
     starts: Int[Array, "B N"] | None,
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
-    """Selects the key blocks that each query block must process.
+    """Selects the key blocks that each query block must process; returns `order` and `number` of `_Work`.
 
-    A key block is selected if its range of segments overlaps the range of the query block in some batch entry. With a
-    `Causal` mask, key blocks entirely after the query block are skipped. With windows, key blocks entirely before the
-    window are skipped.
+    A key block is selected if the range of its segments overlaps the range of the segments of the query block in some
+    batch entry. With a `Causal` mask, key blocks entirely after the query block are skipped. With windows, key blocks
+    entirely before the first visible position of the query block are skipped.
     """
 
     def ranges(ids: Array, size: int) -> tuple[Array, Array]:

@@ -1,9 +1,9 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
-The kernels compute causal attention over one part (`attention_parts.Part`) and its gradient. They do not support the
-mask of a completion, which sees its prompt and its own segment of a bin. Each function below handles this mask in its
-own way. Neither kernel supports caps, and splash attention does not support windows. The caller must not use a kernel
-in these cases.
+The kernels compute causal attention over one part (`attention_parts.Part`), and the gradient. They do not support the
+mask of a completion, which sees its prompt and its own segment of a bin. `cudnn_attention` passes this mask as an
+array, and `splash_attention` combines the results of several parts. Neither kernel supports caps, and splash attention
+does not support windows. The caller must use another implementation for caps, and for windows on a TPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _LANES = 128
 def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
     """Computes attention with cuDNN. The mask of every part must be a `Lengths`, `Positions` or `Causal`, not an array.
 
-    Only float16 and bfloat16 are supported. A single causal part needs no mask. Otherwise the parts are concatenated
-    and their masks are materialised. The masks take `2 H` times less memory than the scores
-    would. The parts are not computed one by one for two reasons. The public interface of cuDNN has no segments. It also
-    rounds the log-sum-exp to the dtype of `q`, and combining parts through a rounded log-sum-exp would give errors of
-    some percent in the weights. If the masks have more than `MASK_ELEMENTS` elements, the blocked implementation is
-    used instead.
+    Only float16 and bfloat16 are supported. A single part with a causal mask, without segments or a window, needs no
+    mask array. Otherwise the parts are concatenated and their masks are materialised. The masks take `2 H` times less
+    memory than the scores would. The parts are not computed one by one for two reasons. The public interface of cuDNN
+    (`jax.nn.dot_product_attention`) has no segments. This interface also rounds the log-sum-exp to the dtype of `q`,
+    and combining parts through a rounded log-sum-exp would give errors of some percent in the attention weights. If the
+    masks have more than `MASK_ELEMENTS` elements, the blocked implementation is used instead.
     """
     call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     if len(parts) == 1 and parts[0].only_causal:
@@ -59,11 +59,12 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
 
 
 def splash_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
-    """Computes attention with the splash attention kernel, over parts whose masks are descriptions.
+    """Computes attention with the splash attention kernel. The mask of every part must be a `Lengths`, `Positions` or
+    `Causal` without windows.
 
-    The kernel returns the log-sum-exp in float32, so parts and their gradients are computed one by one and combined.
-    The keys of a prompt are repeated for each row of the prompt. All parts then have the layout in which the kernel
-    returns its results.
+    The kernel returns the log-sum-exp in float32, so the outputs and gradients of the parts are computed one by one and
+    then combined. The keys and values of a prompt are repeated for each row of queries of the prompt. The results of
+    all parts then have the same shape.
     """
     rows = q.reshape(max(part.k.shape[0] for part in parts), -1, *q.shape[-2:])
     causal = tuple(isinstance(part.mask, Causal) for part in parts)
@@ -132,18 +133,20 @@ def _heads_first(q: Float[Array, "B N H h"]) -> Float[Array, "B H M h"]:
 
 
 def _tiled(k: Float[Array, "B K h U"], v: Float[Array, "B K U h"]) -> tuple[Array, Array]:
-    """Returns keys and values `[B K W h]`, padded to whole tiles."""
+    """Returns keys and values `[B K W h]`, where W is U, padded to a multiple of `_LANES`."""
     return padded(k.swapaxes(2, 3), 2, _LANES), padded(v, 2, _LANES)
 
 
 def _repeated(x: Shaped[Array, "B ..."], rows: int) -> Shaped[Array, "R ..."]:
-    """Repeats each entry for the consecutive rows of its group. `jnp.repeat` is not used: its gradient is a scatter."""
+    """Repeats each batch entry `rows // B` times; copies of an entry are consecutive. `jnp.repeat` would give the same
+    result, but its gradient is a scatter."""
     wide = jnp.broadcast_to(x[:, None], (x.shape[0], rows // x.shape[0], *x.shape[1:]))
     return wide.reshape(rows, *x.shape[1:])
 
 
 def _splash_ids(part: Part, rows: int, count: int) -> Any:
-    """Returns the segments of queries and keys of each row, padded to whole tiles; None for a plain causal mask."""
+    """Returns the segments of the queries and keys of each row, padded to a multiple of `_LANES`; None for a causal
+    mask without segments."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     if part.only_causal:  # a causal mask already hides the trailing padding of the keys
@@ -167,10 +170,11 @@ def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residua
 
 
 def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
-    """Calls `function(q, keys, ids, *more)` on each device with its own rows and heads.
+    """Calls `function(q, keys, ids, *more)` on each device, with the rows and heads of that device.
 
-    The compiler itself cannot partition a kernel over a mesh. A mesh axis that does not divide the rows or heads is not
-    used. `more` contains arrays `[B H ...]`, followed by the cotangent in the layout of `q`.
+    The compiler itself cannot partition a kernel over a mesh. If the mesh axes do not divide the rows (heads), every
+    device computes all rows (heads). `more` is empty, or contains arrays `[B H ...]` followed by the cotangent in the
+    layout of `q`. `results` names the layout of each result: "queries" for `[B N H h]`, "heads" for `[B H ...]`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -190,7 +194,8 @@ def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *
 
 
 def _tiles(queries: int, keys: int) -> dict[str, Any]:
-    """Returns the largest tile sizes up to 512 that divide the lengths, for the forward and backward kernels."""
+    """Returns the largest tile sizes up to 512 that divide the numbers of queries and keys, for the forward and
+    backward kernels."""
     q, kv = (max(size for size in range(_LANES, 513, _LANES) if length % size == 0) for length in (queries, keys))
     return {f"block_{side}{of}": size for side, size in (("q", q), ("kv", kv)) for of in ("", "_dkv", "_dq")}
 
@@ -200,8 +205,8 @@ def _positions_first(part: Part) -> tuple[Float[Array, "B U K h"], Float[Array, 
 
 
 def _mask(part: Part, batch: int, count: int) -> Bool[Array, "R #N U"]:
-    """Returns the mask of a part for `batch` rows of `count` queries. Several rows can use the same entry of the
-    part."""
+    """Returns the mask of a part for `batch` rows of `count` queries. If the part has fewer batch entries than `batch`,
+    consecutive rows use the same entry."""
     mask = dense_mask(part, batch * count // part.k.shape[0])
     if isinstance(part.mask, Lengths | Positions) and part.mask.starts is not None:
         return mask.reshape(batch, count, -1)
@@ -209,5 +214,5 @@ def _mask(part: Part, batch: int, count: int) -> Bool[Array, "R #N U"]:
 
 
 def _repeat(x: Shaped[Array, "B ..."], batch: int) -> Shaped[Array, "R ..."]:
-    """Repeats each entry of a part for the consecutive rows of its group."""
+    """Repeats each batch entry of a part `batch // B` times; copies of an entry are consecutive."""
     return jnp.repeat(x, batch // x.shape[0], axis=0)

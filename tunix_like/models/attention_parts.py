@@ -1,5 +1,5 @@
-"""Defines the inputs of attention: keys and values with a mask. A mask is an array or a compact description of an
-array."""
+"""Defines the inputs of attention: keys and values with a mask. A mask is an array, or one of the classes `Lengths`,
+`Positions` and `Causal`, which describe such an array with fewer elements."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Lengths(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """A mask that lets a query see the keys whose position is at least the query's start, or at least 0 without
-    `starts`.
+    """A mask by the positions of the keys. Query `n` of batch entry `i` sees the keys of this entry with a position of
+    at least `starts[i, n]`, or of at least 0 without `starts`.
 
     The keys can be in any order. A key with position -1 is never seen.
     """
@@ -31,9 +31,9 @@ class Positions(NamedTuple):
 class Causal(NamedTuple):
     """A causal mask: each position sees itself and earlier positions.
 
-    With `segments`, a position sees its own segment only. Positions in segment -1 are padding; they see nothing and are
-    not seen. With `window`, a query sees at most that many positions, including its own. Padding on the right needs no
-    segments: it comes after every real position, and its outputs are not used.
+    With `segments`, a position sees its own segment only. Positions in segment -1 are padding; padding sees nothing and
+    is not seen. With `window`, a query sees at most that many positions, including its own. Padding on the right needs
+    no segments: real positions never see later positions, and the outputs of padding are not used.
     """
 
     segments: Int[Array, "B U"] | None = None
@@ -45,7 +45,7 @@ Mask = Bool[Array, "#B #N U"] | Lengths | Positions | Causal
 
 
 class Part(NamedTuple):
-    """Keys and values that the queries of a batch entry attend to, with a mask.
+    """Keys and values of each batch entry, with a mask that defines which of the keys each query sees.
 
     Attributes:
       k, v: keys and values, one row per batch entry. The two matrix products of attention read this layout, so a cache
@@ -59,7 +59,8 @@ class Part(NamedTuple):
 
     @property
     def described(self) -> bool:
-        """Whether the mask is a description. The blocked implementation and the kernels need a description."""
+        """Whether the mask is a `Lengths`, `Positions` or `Causal`. The blocked implementation and the kernels do not
+        support an array."""
         return isinstance(self.mask, Lengths | Positions | Causal)
 
     @property
@@ -86,10 +87,11 @@ def laid_out(k: Float[Array, "*B U K h"], v: Float[Array, "*B U K h"]) -> tuple[
 
 
 def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "B U"]]:
-    """Returns the segments of the `count` queries and of the keys for a described mask.
+    """Returns the segments of the `count` queries and of the keys. The mask must not be an array.
 
-    A query sees the keys of its own segment (under `Causal`, only keys at or before its position). Padding has segment
-    -2 for queries and -1 for keys, so padding matches nothing.
+    A query sees the keys of its own segment (under `Causal`, only keys at or before its position; with a window, only
+    keys from `first_keys` on). Padded queries have segment -2, and padded or hidden keys have segment -1, so they match
+    nothing.
     """
     batch, width = part.k.shape[0], part.k.shape[-1]
     if isinstance(part.mask, Causal) and part.mask.segments is not None:
@@ -104,7 +106,8 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
 
 
 def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
-    """Returns the first position that each of the `count` queries sees under a described mask; None without windows."""
+    """Returns the first position that each of the `count` queries sees; None if the mask has neither `starts` nor
+    `window`."""
     if isinstance(part.mask, Lengths | Positions):
         return part.mask.starts
     if not isinstance(part.mask, Causal) or part.mask.window is None:
@@ -113,8 +116,8 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
-    """Returns the positions of the keys, to compare with the result of `first_keys`. If the mask is not `Positions`,
-    the position of a key is its index."""
+    """Returns the positions of the keys. A query sees the positions from `first_keys` on. If the mask is not
+    `Positions`, the position of a key is its index."""
     return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
 
 

@@ -22,7 +22,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """The configuration of one decoder; hashable, so it can be static under jit.
+    """The configuration of one decoder. A config is hashable, so it can be a static argument of `jax.jit`.
 
     Attributes:
       vocab_size: rows of the embedding table, V.
@@ -36,7 +36,7 @@ class DecoderConfig:
       rope_scaling: scaling of the rotary frequencies, or None.
       local_rope_theta: base in layers with a window; these layers then have no scaling. None: all layers have the same
         base and scaling.
-      norm_eps: added to the mean square in every RMS norm.
+      norm_eps: number added to the mean square in every RMS norm.
       tie_embeddings: whether the output head is the embedding table.
       qkv_bias: whether the q, k and v projections have a bias.
       qk_norm: whether each head of q and k has an RMS norm before the rotation.
@@ -54,7 +54,7 @@ class DecoderConfig:
       expert_layers: per layer, whether its MLP is a mixture of experts.
       max_positions: maximum sequence length of the model, in tokens.
       source: the HF mapping from which this config was read. An export copies the fields that do not define the model.
-        The mapping is not compared or hashed, and no field that defines the model is read from it again.
+        The mapping is not compared or hashed, and no field that defines the model is read from the mapping again.
 
     `windows`, `rotary` and `expert_layers` are empty if all layers have the default: no window, rotated queries and
     keys, and experts if the model has experts. Entries beyond the last layer are dropped.
@@ -117,11 +117,11 @@ class DecoderConfig:
             object.__setattr__(self, name, () if all(entry is plain for entry in entries) else entries)
 
     def window(self, layer: int) -> int | None:
-        """Returns the number of positions that a query of this layer sees; None: it sees all earlier positions."""
+        """Returns the number of positions that a query of this layer sees; None: a query sees all earlier positions."""
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
-        """Returns the base (theta) and the scaling of this layer's rotary positions, or None if it has no rotary
+        """Returns the base (theta) and the scaling of this layer's rotary positions, or None if the layer has no rotary
         positions."""
         if self.rotary and not self.rotary[layer]:
             return None
@@ -160,9 +160,9 @@ class DecoderConfig:
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` with which transformers loads this decoder.
 
-        Fields of `source` that do not define the model are kept. All other fields come from this object. If an id is
-        None, the value in `source` is kept. The result has no `torch_dtype`; the function that writes the weights adds
-        it.
+        Fields of `source` that do not define the model are kept. All other fields come from this config. If `eos_ids`,
+        `bos_id` or `pad_id` is None, the value in `source` is kept. The result has no `torch_dtype`;
+        `loading.save_description` adds this field.
 
         Raises:
           UserError: no family has this combination of options.
@@ -203,7 +203,7 @@ class DecoderConfig:
 
 
 def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the source for messages, and its fields."""
+    """Returns the name of the source for error messages, and the fields of the source."""
     if isinstance(source, Mapping):
         return "HF config (model.config of a YAML)", dict(source)
     path = Path(source)

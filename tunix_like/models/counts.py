@@ -1,4 +1,4 @@
-"""Counts the parameters of a decoder and of its adapters from its configuration."""
+"""Counts the parameters of a decoder and of its adapters from the configuration of the decoder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tunix_like.models.layer_kinds import Adapters
 
 
 def parameter_count(model: DecoderConfig) -> int:
-    """Returns the number of parameters of a decoder."""
+    """Returns the number of parameters of a decoder without adapters."""
     layers = sum(map(functools.partial(_layer_count, model), range(model.num_layers)))
     width = model.hidden_size
     return layers + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
 
 
 def layer_count(model: DecoderConfig) -> int:
-    """Returns the number of parameters of the largest layer."""
+    """Returns the number of parameters of the largest layer of a decoder."""
     return max(map(functools.partial(_layer_count, model), range(model.num_layers)))
 
 
@@ -35,7 +35,7 @@ def adapter_count(model: DecoderConfig, adapters: Adapters) -> int:
 
 
 def _kernels(model: DecoderConfig, targets: Sequence[str] = LORA_TARGETS) -> list[tuple[int, int]]:
-    """Returns the input and output widths of the `Decoder.projections` named in `targets`."""
+    """Returns the input and output widths of every projection (`Decoder.projections`) whose name is in `targets`."""
     width, inner = model.hidden_size, model.intermediate_size
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = {"q_proj": (width, query), "k_proj": (width, key), "v_proj": (width, key), "o_proj": (query, width)}

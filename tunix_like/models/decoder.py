@@ -1,8 +1,8 @@
-"""Defines the decoder of all model families, which maps tokens to logits and computes the prompt of a group once.
+"""Defines the decoder of all model families. It maps tokens to logits, and computes the prompt of a group once.
 
-Modules have the attribute names of Hugging Face, and the names of weights follow from these. The same layers run in
-several ways. `__call__` is a plain forward pass. `prefill` processes prompts. After `prefill`, `decode` and `extend`
-process new tokens of completions for sampling, and `completion_hidden` processes completions for training.
+Modules have the attribute names of Hugging Face, and the names of weights follow from the attribute names. The same
+layers run in several ways. `__call__` is a plain forward pass. `prefill` processes prompts. After `prefill`, `decode`
+and `extend` process new tokens of completions for sampling, and `completion_hidden` processes completions for training.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ class Decoder(nnx.Module):
 
     Args:
       config: the configuration; it contains no family name.
-      rngs: random keys of the initial weights. These are normal with standard deviation `inputs ** -0.5`. (The common
-        constant 0.02 suits widths near 2,500. It is too small for tiny models that are trained from scratch.)
+      rngs: random keys of the initial weights. The weights are normal with standard deviation `inputs ** -0.5`, for the
+        embedding `hidden_size ** -0.5`. (The common constant 0.02 suits widths near 2,500, and is too small for tiny
+        models that are trained from scratch.)
       dtype: compute dtype of matrix products; norms, softmax and logits are always float32.
       param_dtype: dtype of the stored weights.
       attention: attention implementation, one of `schema.ATTENTIONS`; `decode` always uses the plain implementation.
 
     Attributes:
-      adapters: the adapters that `lora.add_lora` added to the projections, or None.
+      adapters: rank, alpha and targets of the adapters that `lora.add_lora` added to the projections, or None.
       segments: the repeated patterns whose layers are stacked (`training/working_weights.py`), or None.
-      output_matrix: the output matrix of a model with tied embeddings while it is trained, else None.
+      output_matrix: the transposed embedding table in a training step with tied embeddings, else None.
       quantized: the quantisation of the projections by `quantization.quantize_base`, one of `schema.QUANTIZATIONS`, or
         None.
 
@@ -94,8 +95,8 @@ class Decoder(nnx.Module):
         segments: Int[Array, "B L"] | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
-        """Runs all layers with causal attention. The real tokens of a row are contiguous, so a window over columns
-        equals a window over positions."""
+        """Runs all layers with causal attention; returns the hidden states, and the keys and values of every layer. The
+        real tokens of a row are contiguous, so a window over columns equals a window over positions."""
         ropes = self._ropes(positions)
 
         def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, KeyValue]:
@@ -117,12 +118,12 @@ class Decoder(nnx.Module):
         """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order.
 
         Args:
-          inputs: one input per layer. If layers are stacked, one input per stack; its first axis runs over the
-            repetitions of the pattern.
+          inputs: one input per layer. If layers are stacked (`layer_stack.py`), one input per stack of layers; the
+            first axis of such an input runs over the repetitions of the pattern.
           remat: whether each layer is recomputed in the backward pass.
 
         Returns:
-          the last `x`, and the outputs in the form of `inputs`.
+          the `x` that the last layer returns, and the outputs in the form of `inputs`.
         """
         inputs = [None] * len(self.layers) if inputs is None else inputs
         outputs: list[Any] = []
@@ -163,7 +164,7 @@ class Decoder(nnx.Module):
 
     @property
     def _attention(self) -> tuple[str, float | None]:
-        """The attention implementation and the cap of scores."""
+        """The attention implementation, and the cap of attention scores (None: no cap)."""
         return self.attention, self.config.attention_cap
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -171,7 +172,8 @@ class Decoder(nnx.Module):
         return self.scores(hidden, self.head())
 
     def scores(self, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
-        """Computes logits (float32) with an output matrix from `head()`, so several calls can share one matrix."""
+        """Computes logits (float32) from normalised hidden states and the result of `head()`, which several calls can
+        share."""
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
         return soft_cap(logits, self.config.logits_cap)
 
@@ -205,8 +207,9 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
     ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
-        """Returns the normalised hidden state of the last token of each prompt, and the keys `[P K h S]` and values
-        `[P K S h]` of every layer. `remat` recomputes each layer in the backward pass."""
+        """Returns the normalised hidden state of the last token of each prompt, and the keys `[P K h S]` and values `[P
+        K S h]` of every layer. The prompts are padded on the right. With `remat`, each layer is recomputed in the
+        backward pass."""
         # Padding is on the right, so causal attention needs no other mask.
         hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], remat=remat)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
@@ -221,19 +224,20 @@ class Decoder(nnx.Module):
         column: Int[Array, ""],
         columns: Int[Array, "P G U"],
     ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
-        """Runs one decoding step: one token of every completion.
+        """Runs one decoding step, which processes one new token of every completion.
 
         Args:
-          positions: position of each token in its sequence, which begins with the prompt. The results of a row with
-            position -1 are undefined.
-          prompt_cache: from `prefill`, shared by the group.
+          positions: position of each token in its sequence, which begins with the prompt. The result of a completion
+            with position -1 is undefined.
+          prompt_cache: the keys and values that `prefill` returned; all completions of a prompt share them.
           cache: keys `[R K h U]` and values `[R K U h]` of the completions per layer, `R = P G`.
-          column: index along `U` at which the keys and values of this token are written; the same for all rows.
-          columns: the position of the token in each column of the cache. At index `column`, it is the position of the
-            new token. A row attends to the columns with a position of at least 0.
+          column: index along `U` at which the keys and values of the new token are written; the same for all
+            completions.
+          columns: for each column of the cache, the position of the token in this column. The entry at index `column`
+            is the position of the new token. A completion attends to the columns with a position of at least 0.
 
         Returns:
-          normalised hidden states that predict the next token, and the cache with `column` written.
+          normalised hidden states that predict the next token, and the cache, which contains the new token at `column`.
         """
         ropes = self._ropes(positions[:, :, None])
         masks: dict[int | None, tuple[Array, Array]] = {None: (prompt_mask, columns >= 0)}
@@ -264,11 +268,11 @@ class Decoder(nnx.Module):
         Args:
           tokens: padded on the left.
           positions: position of each token in its sequence, which begins with the prompt; -1 for padding.
-          prompt_cache: from `prefill`, shared by the group.
+          prompt_cache: as in `decode`.
           cache: as in `decode`.
           column: index along `U` of the first of the `N` columns to which keys and values are written.
-          columns: the position of the earlier token in each column of the cache; -1 for a column without an earlier
-            token.
+          columns: for each column of the cache, the position of the earlier token in this column; -1 for a column
+            without an earlier token.
 
         Returns:
           the normalised hidden states that predict the token after the last new token, and the cache with the new
@@ -315,18 +319,18 @@ class Decoder(nnx.Module):
         segments: Int[Array, "A b T"],
         remat: bool = False,
     ) -> Float[Array, "A b T D"]:
-        """Computes the normalised hidden states that predict each token of completions, given `prefill` of the prompts.
+        """Computes the normalised hidden states that predict each token of completions, given the results of `prefill`.
 
         The first axis runs over lanes: a lane has one prompt and `b` bins. A bin of length `T` contains one or several
-        completions of this prompt, one after another. Gradients flow into `first` and `prompt_cache`, so a prompt needs
-        to be computed only once if its completions are split over several calls.
+        completions of this prompt, one after another. Gradients flow into `first` and `prompt_cache`, so a prompt is
+        computed only once, even if its completions are split over several calls.
 
         Args:
-          first, prompt_cache: from `prefill`; `first` is the hidden state that predicts the first token of every
-            completion.
+          first, prompt_cache: the results of `prefill`; `first` is the hidden state that predicts the first token of
+            every completion.
           offsets: position of each token relative to the end of its prompt, from 0.
-          segments: number of the completion, or of the segment of a completion, to which each token of a bin belongs;
-            -1 for padding. Within the bin, a token sees only tokens with the same number.
+          segments: for each token of a bin, the number of its completion or of its segment of a completion; -1 for
+            padding. Within the bin, a token sees only earlier tokens with the same number.
           remat: whether each layer is recomputed in the backward pass.
         """
         positions = prompt_lengths[:, None, None] + offsets
@@ -369,10 +373,11 @@ def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:
 def cached_attend(
     prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue], cap: float | None
 ) -> Attend:
-    """Returns the attention function for one new token per completion.
+    """Returns the function that computes attention for one new token per completion.
 
-    The function writes the keys and values of the token to the cache at `column`, and appends the new cache to
-    `filled`. The function then attends to the prompt and to the `seen` columns of the cache.
+    The returned function writes the keys and values of the new token to the cache `own` at `column`, and appends the
+    new cache to `filled`. The new token then attends to `prompt`, and to the columns of the new cache where `seen` is
+    True.
     """
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -1,7 +1,7 @@
 """The supported Hugging Face families, and the conversion of their `config.json` fields from and to `DecoderConfig`.
 
-No other module refers to a family by name. A field that is not in the tables below is an error, because an ignored
-field could silently give a different model.
+No other module refers to a family by name. A field that is not in the tables of this module is an error, because an
+ignored field could silently give a different model.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ class Family:
 
     Attributes:
       architecture: name of the architecture in config.json.
-      adds: maps fields of `DecoderConfig` to their values in every model of the family.
+      adds: maps the fields of `DecoderConfig` that have one value in all models of the family to this value.
       options: fields of `DecoderConfig` that a model of the family may set.
       required: fields of `DecoderConfig` that config.json must set, in addition to the fields that every family needs.
         transformers fills an absent field with a constant of the family's largest model. Here, an absent field is an
-        error, because it is probably a mistake.
+        error, because the absence is probably a mistake.
       named: HF fields that must be present but can be null. An absent field is an error, as for `required`.
       defaults: defaults of transformers for fields of `DecoderConfig`, if they differ from the defaults of
         `DecoderConfig`.
-      fields: HF fields that are allowed in this family only. Some of them are read; the others have no effect.
-      fixed: allowed values of HF fields in this family, as in `_FIXED`; they replace entries of `_FIXED`.
+      fields: HF fields that are allowed in this family only. Some of these fields are read; the other fields have no
+        effect.
+      fixed: maps HF fields to their allowed values in this family. An entry replaces the entry of the field in
+        `_FIXED`.
     """
 
     architecture: str
@@ -204,7 +206,7 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) -> dict[str, Any]:
-    """Returns the fields that differ between layers."""
+    """Returns the per-layer fields of `DecoderConfig` that the family has: windows, rotary positions and experts."""
     result: dict[str, Any] = {}
     if name in _WINDOWED:
         result["windows"] = windows_of(fields, count, _WINDOWED[name])
@@ -216,11 +218,11 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
 
 
 def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
-    """Returns the name of a family that supports the given switches and options. `preferred` is returned if it supports
-    them.
+    """Returns the name of a family whose `adds` are `switches` and whose `options` include `options`. If there are
+    several such families and `preferred` is one of them, `preferred` is returned.
 
     Raises:
-      UserError: no family supports them.
+      UserError: there is no such family.
     """
     matching = [
         name for name, family in FAMILIES.items() if family.adds == dict(switches) and options <= family.options
@@ -240,7 +242,8 @@ def family_fields(
     options: Mapping[str, Any],
     local_theta: float | None,
 ) -> dict[str, Any]:
-    """Returns the HF fields that are specific to a family; per-layer tuples must have an entry for every layer.
+    """Returns the HF fields that are specific to a family; `windows`, `rotary` and `with_experts` must have an entry
+    for every layer.
 
     Raises:
       UserError: the fields of the family cannot represent the windows.

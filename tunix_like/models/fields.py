@@ -1,4 +1,4 @@
-"""Maps field names of `DecoderConfig` to those of Hugging Face, and checks the type and range of single values."""
+"""Maps field names of `DecoderConfig` to Hugging Face field names, and checks the type and range of single values."""
 
 from __future__ import annotations
 
@@ -53,19 +53,21 @@ _FLOATS = frozenset(
 
 
 def spelt(name: str, names: dict[str, str] | None = None) -> str:
-    """Returns the field name for a message: the HF name, followed by the name in `DecoderConfig` if it differs."""
+    """Returns the field name for an error message: the HF name, followed by the name in `DecoderConfig` if it
+    differs."""
     hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES).get(name, name)
     return name if hf == name else f"{hf} ({name})"
 
 
 def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
-    """Checks the type and range of a value and returns it, with integers converted to float for float fields.
+    """Checks the type and range of the value of field `name`, and returns the value. For a float field, an integer is
+    converted to float.
 
     Args:
-      names: maps fields to HF names, for the message.
+      names: maps field names to HF names, for the error message; None: the tables of this module.
 
     Raises:
-      UserError: the value is invalid; the message names the field.
+      UserError: the value is invalid. The message names the field.
     """
     if name in _BOOLEANS:
         if not isinstance(value, bool):

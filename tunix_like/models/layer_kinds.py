@@ -47,9 +47,9 @@ class Adapters:
     """Low-rank adapters of some projections in every layer.
 
     Attributes:
-      rank: number of columns of A and of rows of B, r.
-      alpha: the output of the adapters is multiplied by `alpha / rank`.
-      targets: names of the projections.
+      rank: r, the number of columns of each matrix A and of rows of each matrix B (`lora.py`).
+      alpha: the output of each adapter is multiplied by `alpha / rank`.
+      targets: names of the projections that have adapters.
     """
 
     rank: int
@@ -67,8 +67,9 @@ class Adapters:
 def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:
     """Returns the window of every layer, in positions; None for a layer without a window.
 
-    The field `layer_types` names the layers with a window. Without this field, every `pattern`-th layer has no window,
-    and all other layers have a window. With `pattern` 0, `layer_types` is not read and all layers have the same window.
+    The field `layer_types` defines which layers have a window. Without this field, every n-th layer has no window, and
+    all other layers have a window; n is the field `sliding_window_pattern`, or else `pattern`. With `pattern` 0, these
+    fields are not read, and all layers have the same window.
     """
     size = fields.get("sliding_window")
     if not pattern:
@@ -89,8 +90,8 @@ def _window(size: Any) -> int:
 def rotary_of(fields: Mapping[str, Any], count: int) -> tuple[bool, ...]:
     """Returns which layers have rotary positions.
 
-    Contrary to its name, the field `no_rope_layers` has a 1 for each layer with rotary positions. Without this field
-    every `no_rope_layer_interval`-th layer has no rotary positions.
+    Contrary to its name, the field `no_rope_layers` has a 1 for each layer with rotary positions. Without this field,
+    every `no_rope_layer_interval`-th layer (by default every fourth) has no rotary positions.
     """
     kinds = fields.get("no_rope_layers")
     if kinds is None:
@@ -107,7 +108,7 @@ def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
 
 
 def experts_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns `experts` and `expert_layers`.
+    """Returns the fields `experts` and `expert_layers` of `DecoderConfig`.
 
     Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`. The number of experts is
     in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the file.

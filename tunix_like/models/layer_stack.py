@@ -1,7 +1,8 @@
-"""Stacks layers of equal kinds. A compiled program then has one copy of each kind instead of one copy per layer.
+"""Stacks the parameters of layers of the same kind. A compiled program then has one copy of the code per stack instead
+of one copy per layer.
 
-A decoder with stacked layers runs them with `jax.lax.scan`. Its compilation time and the memory of its program then
-hardly depend on the number of layers.
+Layers are of the same kind if their windows, rotary positions and MLPs are. A decoder with stacked layers runs them
+with `jax.lax.scan`. Its compilation time and the memory of its program then hardly depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Segment(NamedTuple):
     repeats: int
 
     def layers(self, offset: int) -> range:
-        """Returns the indices of the layers at one position of the pattern."""
+        """Returns the indices of the layers at position `offset` of the pattern, one layer per repetition."""
         end = self.start + self.period * self.repeats
         return range(self.start + offset, end, self.period)
 
 
 def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
-    """Splits the layers of a model into repeated patterns. From the first layer on, each pattern covers as many layers
-    as possible."""
+    """Splits the layers of a model into repeated patterns. Each segment begins after the preceding segment, and its
+    pattern is chosen to cover as many layers as possible."""
     kinds = [(config.window(i), config.rope(i), config.has_experts(i)) for i in range(config.num_layers)]
     segments: list[Segment] = []
     start = 0
@@ -50,18 +51,18 @@ def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
 
 
 def single_segments(layers: int) -> tuple[Segment, ...]:
-    """Returns one segment per layer."""
+    """Returns `layers` segments of one layer each."""
     return tuple(Segment(index, 1, 1) for index in range(layers))
 
 
 def _covered(segment: Segment) -> int:
-    """Returns the number of layers of a segment whose pattern occurs at least twice. For a pattern that occurs once,
-    returns 1 if it has a single layer, and otherwise 0."""
+    """Returns the number of layers of a segment if its pattern occurs at least twice. If the pattern occurs once,
+    returns 1 for a pattern of one layer and 0 for a longer pattern."""
     return segment.period * segment.repeats if segment.repeats > 1 else int(segment.period == 1)
 
 
 def _repeats(kinds: Sequence[Any], period: int) -> int:
-    """Returns how often the first `period` kinds occur in a row."""
+    """Returns how many times in a row the first `period` entries of `kinds` occur at the beginning of `kinds`."""
     repeats = 1
     while list(kinds[repeats * period : (repeats + 1) * period]) == list(kinds[:period]):
         repeats += 1
@@ -69,8 +70,8 @@ def _repeats(kinds: Sequence[Any], period: int) -> int:
 
 
 def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
-    """Stacks the parameters of layers. The result has one entry per position of each pattern. The first axis of its
-    arrays runs over the repetitions."""
+    """Stacks the parameters of layers. The result has one entry per position of the pattern of each segment. The first
+    axis of the arrays in an entry runs over the repetitions of the pattern."""
     stacked = [
         jax.tree.map(lambda *arrays: jnp.stack(arrays), *(layers[i] for i in segment.layers(offset)))
         for segment in segments

@@ -1,7 +1,7 @@
 """Defines the layers of a decoder: projections, norms, rotary positions, attention projections and the MLP.
 
-Modules have the attribute names of Hugging Face. Inputs can have any leading axes. The caller passes in the attention
-function.
+Modules have the attribute names of Hugging Face. Inputs can have any leading axes. The caller of a layer passes the
+attention function (`Attend`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Attend = Callable[[Array, Array, Array], Array]
 def rope_tables(
     head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None, positions: Int[Array, "..."]
 ) -> Tables:
-    """Computes cosine and sine `[..., head_dim / 2]` of rotary positions, float32, with optional frequency scaling."""
+    """Computes cosines and sines (float32, `[..., head_dim / 2]`) of the rotary angles of `positions`. With `scaling`,
+    the rotary frequencies are scaled."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if isinstance(scaling, LinearScaling):
@@ -68,15 +69,16 @@ def _gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"]:
-    """Applies the rotary embedding with the halves convention of Hugging Face (Su et al., arXiv 2104.09864)."""
+    """Applies the rotary embedding (Su et al., arXiv 2104.09864). As in Hugging Face, entry `i` of the first half of a
+    head is rotated with entry `i` of the second half."""
     return jax.lax.platform_dependent(x, *tables, tpu=_rotate_by_product, default=_rotate)
 
 
 def _rotate_by_product(
     x: Float[Array, "... N h"], cosine: Float[Array, "... k"], sine: Float[Array, "... k"]
 ) -> Float[Array, "... N h"]:
-    """Computes the same as `_rotate`, but exchanges the halves with a permutation matrix. On a TPU, moving half of the
-    lanes would take twice the time."""
+    """Computes the same as `_rotate`, but exchanges the halves of each head through a product with a permutation
+    matrix. On a TPU, moving the halves without a product would take twice as long."""
     width = x.shape[-1]
     exchange = jnp.roll(jnp.eye(width, dtype=x.dtype), width // 2, axis=1)
     other = jnp.matmul(x, exchange, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
@@ -130,7 +132,8 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square and multiplies by the weight. With `offset`, multiplies by 1 + weight instead."""
+    """Divides each vector by its root mean square and multiplies the result by the weight, or with `offset` by 1 +
+    weight."""
 
     def __init__(self, width: int, epsilon: float, *, offset: bool, param_dtype: Any):
         self.scale = nnx.Param((jnp.zeros if offset else jnp.ones)(width, param_dtype))
@@ -145,7 +148,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Looks up rows of the embedding table. With `scaled`, multiplies them by the square root of their width, rounded
+    """Looks up rows of the embedding table. With `scaled`, multiplies the rows by the square root of the width, rounded
     to the compute dtype."""
 
     def __init__(self, vocabulary: int, width: int, *, scaled: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
@@ -194,8 +197,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A layer with norms before attention and before the MLP. With `post_norms`, the outputs of attention and MLP are
-    normalised too. `post_attention_layernorm` is then the norm of the attention output, not of the MLP input."""
+    """A layer with norms before attention and before the MLP. With `DecoderConfig.post_norms`, the outputs of attention
+    and MLP are normalised too. `post_attention_layernorm` is then the norm of the attention output, not of the MLP
+    input."""
 
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
         width, post = config.hidden_size, config.post_norms
@@ -207,7 +211,8 @@ class Layer(nnx.Module):
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
 
     def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
-        """Returns the new residual stream and the keys (rotated, if the layer has rotary positions) and values."""
+        """Returns the output of the layer, and its keys and values. If the layer has rotary positions, the keys are
+        rotated."""
         mixed, key_value = self.self_attn(self.input_layernorm(x), rope, attend)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x = x + mixed

@@ -59,7 +59,8 @@ def load_model(
       seed: random seed of the weights.
       dtype: dtype of matrix products; None: float32 on CPU and bfloat16 on accelerators.
       param_dtype: dtype of the stored weights.
-      attention: attention implementation, one of `schema.ATTENTIONS`; "auto" selects one by device and size.
+      attention: attention implementation, one of `schema.ATTENTIONS`; "auto" selects one by the device and the number
+        of attention scores.
       quantize: "int8" or "nf4": the projections of the layers are quantised one by one while they are read. A quantised
         model supports sampling and the training of adapters (`add_lora`). None: no quantisation.
       mesh: device mesh over which the weights are sharded; each shard is read directly to its device. None: one device.
@@ -68,7 +69,7 @@ def load_model(
       the model, and the tokenizer with the end-of-sequence ids of the model, or None if the folder has no tokenizer.
 
     Raises:
-      UserError: the argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
+      UserError: an argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
         the attention implementation; or the mesh does not divide the model.
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
@@ -95,7 +96,8 @@ def load_abstract(
     attention: str = "auto",
     quantize: str | None = None,
 ) -> tuple[Decoder, Tokenizer | None, str]:
-    """Like `load_model`, but the parameters are shapes (`jax.ShapeDtypeStruct`): no weights are needed or downloaded.
+    """Loads a model like `load_model`, but with shapes (`jax.ShapeDtypeStruct`) as parameters. No weights are needed or
+    downloaded.
 
     Returns:
       the model, the tokenizer, and a description of the check of the weights (`weights.check_weights`).
@@ -125,7 +127,8 @@ def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig
 def _described(
     path_or_hub_id: str | Path | Mapping[str, Any], init: str, *, with_weights: bool
 ) -> tuple[Path | None, DecoderConfig, Tokenizer | None]:
-    """Returns the folder, the config and the tokenizer. For a config mapping, folder and tokenizer are None."""
+    """Returns the folder, the config and the tokenizer of a model. The tokenizer is None if the folder has none. For a
+    config mapping, folder and tokenizer are None. `with_weights` is whether a download includes the weights."""
     if init not in _INITS:
         raise UserError(f"init {init!r} is unknown. {nearest(str(init), _INITS)}")
     if isinstance(path_or_hub_id, Mapping):
@@ -200,7 +203,8 @@ def load_description(
     attention: str = "auto",
     mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
-    """Loads the description of a model from a folder. The folder needs no weights.
+    """Loads the config and the tokenizer of a model from a folder, and derives the abstract parameters. The folder
+    needs no weights.
 
     Returns:
       the graph definition, the abstract parameters with their shardings on the mesh, the config and the tokenizer.
@@ -223,8 +227,8 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
     """Checks that model, tokenizer and sequence lengths are compatible.
 
     Raises:
-      UserError: the tokenizer has more tokens than the model, the maximum sequence length exceeds the positions of the
-        model, or no token ends a completion.
+      UserError: the tokenizer has more tokens than the vocabulary of the model, the maximum length of prompt and
+        completion together exceeds `max_positions` of the model, or no token of the vocabulary ends a completion.
     """
     ends = tokenizer.eos_ids if rollout.eos_tokens is None else rollout.eos_tokens
     if not ends or not all(0 <= end < config.vocab_size for end in ends):
@@ -248,7 +252,7 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
 
 
 def default_dtype() -> Any:
-    """Returns float32 on the CPU, and bfloat16 on accelerators."""
+    """Returns the default compute dtype: float32 on the CPU, and bfloat16 on accelerators."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
@@ -315,7 +319,8 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
 
 
 def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
-    """Returns the local folder of a model. Downloads the model if a hub id is given."""
+    """Returns the local folder of a model. Downloads the model if a hub id is given, without its weights if
+    `with_weights` is False."""
     cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
     check_type("load_model", path_or_hub_id, (str, Path), cure)
     path = Path(path_or_hub_id).expanduser()

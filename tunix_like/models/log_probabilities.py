@@ -21,14 +21,15 @@ def token_logprobs(
     entropy_gradient: bool = False,
     cap: float | None = None,
 ) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
-    """Computes `log_softmax(hidden @ head / temperature)` at the targets, and the entropy, both in nats.
+    """Computes `log_softmax(hidden @ head / temperature)` at `targets`, and the entropy of the distribution at each
+    token, in nats.
 
     The entropy has a gradient only if `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
     before the temperature.
 
     Tokens are processed in pieces of about `chunk` tokens. The backward pass computes the logits of each piece again,
-    so the full `[A, N, V]` array is never materialised. If a mesh splits the vocabulary into n parts, a piece has
-    `n * chunk` tokens. Each device then holds as many logits as a single device without a mesh.
+    so the full `[A, N, V]` array is never materialised. If a mesh splits the vocabulary into n parts, a piece has `n *
+    chunk` tokens. Each device then holds as many logits as a single device without a mesh.
     """
     parts = vocabulary_parts(head.shape[-1])
     options = _Options(temperature, entropy_gradient, cap, parts > 1)
@@ -49,7 +50,7 @@ def token_logprobs(
 
 
 class _Options(NamedTuple):
-    """Options of a piece. `split` is True if each device holds only a part of the vocabulary."""
+    """Options of `_piece`. `split` is True if each device holds only a part of the vocabulary."""
 
     temperature: float
     entropy_gradient: bool
@@ -59,10 +60,11 @@ class _Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
-    """Computes log-probabilities and entropies of one piece.
+    """Computes log-probabilities and entropies of one piece of the tokens (`token_logprobs`).
 
-    The gradient is defined explicitly. It needs one pass over the recomputed logits; automatic differentiation would
-    need three. The log-sum-exp is stored, so `p = exp(logits - lse)` needs no maximum and no sum.
+    The gradient is defined explicitly, and needs one pass over the recomputed logits. Automatic differentiation would
+    need three passes. The forward pass stores the log-sum-exp `lse`, so the backward pass computes the probabilities
+    `exp(logits - lse)` without a maximum or a sum.
     """
     return _piece_forward(options, hidden, head, targets)[0]
 
@@ -86,14 +88,18 @@ def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array
 
 
 def _piece_forward_with_zeros(options: _Options, hidden: Any, head: Any, targets: Any) -> tuple[Any, Any]:
-    """Runs `_piece_forward`, and also stores whether the output matrix is trained. A frozen matrix has no gradient."""
+    """Runs `_piece_forward`, and also stores whether the output matrix is trained. `_piece_backward` computes no
+    gradient for a frozen matrix."""
     out, saved = _piece_forward(options, hidden.value, head.value, targets.value)
     return out, (saved, () if head.perturbed else None)
 
 
 def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Array, Array | None, None]:
-    """Computes the gradients: for logits `l` and `p = softmax(l)`, `d log p_t / dl = 1[t] - p` and
-    `dH / dl = p (mean(l) - l)`."""
+    """Computes the gradients with respect to the hidden states and the output matrix.
+
+    For logits `l`, `p = softmax(l)`, target `t`, entropy `H` and `mean = sum(p * l)`, the derivatives are `d log p_t /
+    dl = onehot(t) - p` and `dH / dl = p * (mean - l)`.
+    """
     (hidden, head, targets, lse, mean), trained = saved
     zeros = jax.custom_derivatives.SymbolicZero
     of_chosen, of_entropy = (
@@ -118,7 +124,7 @@ _piece.defvjp(_piece_forward_with_zeros, _piece_backward, symbolic_zeros=True)
 
 
 def _logits(options: _Options, hidden: Array, head: Array) -> tuple[Float[Array, "A N V"], Array | float]:
-    """Returns logits (float32), and the derivative of the cap."""
+    """Returns the logits (float32) after cap and temperature, and the derivative of the cap function."""
     logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     logits = split_vocabulary(logits) if options.split else logits
     if options.cap is None:

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685), which add `x A B * alpha / rank` to the outputs of frozen projections.
+"""Low-rank adapters (LoRA, arXiv 2106.09685), which add `x A B * alpha / rank` to the outputs of frozen projections. A
+`[inputs, rank]` and B `[rank, outputs]` are trained.
 
 Adapters are parameters of the projections (`layers.Linear`), so training, sampling and sharding treat them like any
 other parameters. This module adds adapters, separates them from frozen weights, merges them, and reads and writes them
@@ -56,10 +57,11 @@ _NOT_READ = (
 def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     """Returns the model with adapters on its projections.
 
-    The initial adapters add 0: A is uniform in `+-in ** -0.5`, as in PEFT, and B is 0.
+    The output of a new adapter is 0. B is 0, and A is uniform between `-inputs ** -0.5` and `inputs ** -0.5`, as in
+    PEFT.
 
     Args:
-      model: not changed; the result shares its arrays, which may be abstract.
+      model: is not changed. The result shares the arrays of the model, which may be abstract.
       config: `rank` must be set.
       seed: random seed of all matrices A.
 
@@ -88,7 +90,8 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
 
 
 def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
-    """Resolves the defaults of a LoRA config for a model.
+    """Returns the adapters that a LoRA config defines for a model. Default alpha is the rank, and default targets are
+    all projections that support adapters.
 
     Raises:
       UserError: the rank is not set, or a target does not exist in the model.
@@ -166,7 +169,7 @@ def _parted(tree: Mapping[Any, Any]) -> tuple[Params, Params]:
 
 
 def join_params(trained: Params, frozen: Params) -> Params:
-    """Joins the two trees of `split_params`."""
+    """Joins the two trees that `split_params` returns."""
     joined = dict(frozen)
     for name, value in trained.items():
         joined[name] = join_params(value, joined[name]) if name in joined else value
@@ -183,7 +186,7 @@ def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dic
       `backend`: the backend of JAX. Weights that are quantised or drawn at random may differ in their last bits between
         backends, so values of `all` are comparable only on the same backend.
       `read`: the digest of the frozen weights that are not quantised, which is comparable between backends. None if the
-        base model has no name, because its weights are then drawn at random.
+        base model has no name; the weights of such a model are drawn at random.
     """
     leaves = jax.tree_util.tree_leaves_with_path(frozen)
     sums = fetch([_bit_sum(leaf) for _, leaf in leaves], mesh)
@@ -195,7 +198,8 @@ def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dic
 
 @jax.jit
 def _bit_sum(x: jax.Array) -> jax.Array:
-    """Returns the sum of the bit patterns modulo 2 ** 32, which does not depend on the order of summation."""
+    """Returns the sum of the bit patterns of all elements modulo 2 ** 32. The order of summation does not change the
+    result. For NF4 codes, the two codes of neighbouring inputs form one bit pattern."""
     if x.dtype == jnp.uint8:  # nf4: runs of earlier versions had two neighbouring inputs in a byte; the sum is the same
         codes = (x & 15).astype(jnp.uint32) + (x >> 4).astype(jnp.uint32)
         return codes[::2].sum(dtype=jnp.uint32) + 16 * codes[1::2].sum(dtype=jnp.uint32)
@@ -211,7 +215,7 @@ def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) ->
     """Checks that the base model of this run is the model with which the adapters in `folder` were trained.
 
     The check compares the fingerprints under the key `base` of two identities (`Trainer.identity`): `held` was stored
-    in `folder`, and `now` is the identity of this run. If one of them has no fingerprint, the check passes.
+    in `folder`, and `now` is the identity of this run. If one of the identities has no fingerprint, the check passes.
 
     Raises:
       UserError: the fingerprints differ.
@@ -229,7 +233,8 @@ def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def without_adapters(graphdef: Any) -> Any:
-    """Returns the graph definition of the same model without adapters; its parameters are the frozen parameters."""
+    """Returns the graph definition of the same model without adapters. The parameters for the result are the frozen
+    parameters of `split_params`."""
     model: Decoder = nnx.merge(graphdef, [None] * graphdef.num_leaves)
     _take_out(model)
     return nnx.split(model)[0]
@@ -246,7 +251,7 @@ def merge_lora(model: Decoder) -> Decoder:
     """Returns a model without adapters and with merged weights.
 
     `W + A B * alpha / rank` is computed in float32 and rounded once to the dtype of the weights. Quantised weights are
-    dequantised, with or without adapters. The model itself is not changed.
+    dequantised, even if the model has no adapters. The model itself is not changed.
     """
     check_decoder("model", model)
     merged = nnx.merge(*nnx.split(model))

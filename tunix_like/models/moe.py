@@ -21,7 +21,7 @@ Activation = Callable[[Array], Array]
 
 
 class Kernel(nnx.Module):
-    """Holds a weight matrix, or with `number` one matrix per expert."""
+    """Holds one weight matrix or, if `number` is given, a stack of `number` matrices (one per expert)."""
 
     def __init__(
         self, inputs: int, outputs: int, number: int | None = None, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any
@@ -32,7 +32,8 @@ class Kernel(nnx.Module):
 
 
 class ExpertMLPs(nnx.Module):
-    """The gated MLPs of all experts, with stacked kernels `[E, D, i]`, `[E, D, i]` and `[E, i, D]`."""
+    """The gated MLPs of all experts. For experts of width i, the gate and up kernels are `[E, D, i]`, and the down
+    kernel is `[E, i, D]`."""
 
     def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
         self.gate_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
@@ -42,7 +43,8 @@ class ExpertMLPs(nnx.Module):
         self.dtype = kinds["dtype"]
 
     def __call__(self, x: Float[Array, "N D"], sizes: Int[Array, "E"]) -> Float[Array, "N D"]:
-        """Applies the first expert to the first `sizes[0]` rows, the second to the next `sizes[1]`, and so on."""
+        """Applies the first expert to the first `sizes[0]` rows of `x`, the second expert to the next `sizes[1]` rows,
+        and so on."""
         gate, up = (self._product(x, projection, sizes) for projection in (self.gate_proj, self.up_proj))
         return self._product(self.activation(gate) * up, self.down_proj, sizes)
 
@@ -51,13 +53,13 @@ class ExpertMLPs(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Computes `sum over the k selected experts of weight * expert(x)`. The weights are the router's softmax, in
-    float32.
+    """Computes `sum over the k selected experts of weight * expert(x)`. The weights come from the router's softmax, in
+    float32 (`route`).
 
-    On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without this, the compiler would sort the
-    tokens of all devices together. The router matrix is cast to the compute dtype. The sampler does the same, because
-    trainer and sampler must select the same experts. On the CPU, XLA computes a grouped product as one product over all
-    experts. The result is the same.
+    On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without `per_device`, the compiler would
+    sort the tokens of all devices together. The router matrix is cast to the compute dtype in training and in sampling,
+    because trainer and sampler must select the same experts. On the CPU, XLA computes a grouped product as one product
+    over all experts, with the same result.
     """
 
     def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
@@ -83,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape)
 
     def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Returns the weights (float32) and indices of the experts of each token."""
+        """Returns the weights (float32) and indices of the k selected experts of each token (`Experts.normalised`)."""
         logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
         if self.numbers.normalised:

@@ -12,12 +12,13 @@ from tunix_like.models.config import DecoderConfig
 def forward_operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
 ) -> float:
-    """Returns the number of multiplications and additions of one forward pass over groups. Each prompt is computed
-    once.
+    """Returns the number of multiplications and additions of one forward pass over `P` prompts with `G` completions
+    each. Each prompt is computed once.
 
-    Counts matrix products, attention over the visible tokens, and logits at completion tokens. For a mixture of
-    experts, the router and the experts that process a token are counted. Adapters are not counted; they take about one
-    percent of the operations. Completions of length 0 and prompts without completions are ignored.
+    The number includes matrix products, attention over the visible tokens, and logits at completion tokens. For a
+    mixture of experts, the number includes the router, and for each token the experts that process this token. Adapters
+    are not counted; adapters take about one percent of the operations. Completions of length 0 and prompts without
+    completions are ignored.
     """
     return sum(_operations(config, prompt_lengths, lengths))
 
@@ -25,9 +26,9 @@ def forward_operations(
 def update_operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"], frozen: bool
 ) -> float:
-    """Returns the number of operations of a forward and a backward pass. The backward pass takes twice the operations
-    of the forward pass. If the matrices are `frozen`, their products take the same number of operations in both passes,
-    because there is no weight gradient."""
+    """Returns the number of operations of a forward and a backward pass together. The backward pass takes twice the
+    operations of the forward pass. If the weight matrices are `frozen`, products with them take as many operations in
+    the backward pass as in the forward pass, because no weight gradient is computed."""
     matrices, scores = _operations(config, prompt_lengths, lengths)
     return (2 if frozen else 3) * matrices + 3 * scores
 
@@ -35,7 +36,7 @@ def update_operations(
 def _operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
 ) -> tuple[float, float]:
-    """Returns the number of operations of the products with weights, and of attention."""
+    """Returns two numbers of operations of a forward pass: of the products with weights, and of attention."""
     n = lengths.astype(np.float64)
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
@@ -54,7 +55,7 @@ def _operations(
 
 
 def _pairs(count: Float[np.ndarray, "..."], window: int | None) -> Float[np.ndarray, "..."]:
-    """Returns the number of scores of the first `count` positions. A position has one score with itself and one with
-    each earlier position in its window."""
+    """Returns the number of attention scores of the first `count` positions. A position has one score with itself and
+    one with each earlier position in its window."""
     full = count if window is None else np.minimum(count, window)
     return full * (full + 1) / 2 + (count - full) * full

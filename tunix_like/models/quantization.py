@@ -4,8 +4,8 @@ NF4 is the 4-bit type of QLoRA (arXiv 2305.14314, appendix E): its 16 values are
 the scale of each block is its largest absolute value. Each matrix product dequantises the codes that it uses.
 Embedding, head, norms and biases are not quantised.
 
-The order of the codes was chosen so that XLA:TPU fuses the dequantisation into a product of few rows. Decoding then
-reads each weight from memory as 4 or 8 bits.
+The order of the NF4 codes in memory (`Codes`) was chosen so that XLA:TPU fuses the dequantisation into a matrix product
+if the input has few rows. Decoding then reads each weight from memory as 4 or 8 bits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def check_kind(kind: str) -> None:
 
 @functools.partial(jax.jit, static_argnames="kind")
 def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array, "B O"]]:
-    """Quantises a matrix to the nearest codes; returns codes and scales, with `B` = 1 for int8 and `I / 64` for nf4."""
+    """Replaces each weight of a matrix by the nearest code; returns codes and scales. `B` is 1 for int8 and `I / 64`
+    for nf4."""
     inputs, outputs = kernel.shape
     wide = kernel.astype(jnp.float32)
     if kind == "int8":
@@ -94,8 +95,9 @@ def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
 def quantized_product(
     x: Float[Array, "... I"], codes: Codes, scale: Float[Array, "B O"], dtype: Any
 ) -> Float[Array, "... O"]:
-    """Dequantises W and computes `x W`. An optimization barrier makes the dequantisation depend on `x`, so the compiler
-    cannot move it out of a loop. The backward pass dequantises W again, so W is not stored."""
+    """Dequantises the matrix W of `codes` and `scale`, and computes `x W` in `dtype`. An optimization barrier makes the
+    dequantisation depend on `x`, so the compiler cannot move it out of a loop. The backward pass dequantises W again,
+    so W is not stored."""
 
     def product(x: Array, codes: Array, scale: Array) -> Array:
         x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
@@ -111,16 +113,17 @@ def quantized_product(
 
 
 def plain_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
-    """Dequantises the whole matrix, then multiplies."""
+    """Dequantises the whole matrix, then multiplies `x` by the matrix."""
     return x @ dequantize(codes, scale).astype(dtype)
 
 
 def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
-    """Computes `plain_product` without storing the dequantised matrix.
+    """Computes the result of `plain_product` without storing the dequantised matrix.
 
     XLA:TPU fuses elementwise functions of the codes into a product. For int8, `x` is multiplied by the codes, which are
-    exact in bfloat16, and the product by the scales. For nf4, there is a product for each half of the blocks. Sums are
-    in float32.
+    exact in bfloat16, and the product is multiplied by the scales. For nf4, one product takes the first half of the
+    inputs of each block, and a second product takes the other half. The products accumulate in float32, and so does the
+    sum of the two.
     """
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     if codes.dtype == jnp.int8:
@@ -133,17 +136,18 @@ def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
 
 
 def _halves(codes: UInt8[Array, "J O"], scale: Float[Array, "B O"]) -> tuple[Array, Array]:
-    """Returns the weights of the first and of the second half of the inputs of each block, both `[J, O]` in float32."""
+    """Returns the dequantised NF4 weights of the first and of the second half of the inputs of each block, both `[J,
+    O]` in float32."""
     outputs = codes.shape[1]
     scales = jnp.broadcast_to(scale[:, None], (len(scale), BLOCK // 2, outputs)).reshape(-1, outputs)
     return _nf4(codes & 15) * scales, _nf4(codes >> 4) * scales
 
 
 def quantize_base(model: Decoder, kind: str | None) -> Decoder:
-    """Replaces the kernel of every projection in the layers of a model by codes and scales, in place.
+    """Replaces the kernel of every projection (`Decoder.projections`) by codes and scales, in place; returns the model.
 
     Args:
-      kind: one of `schema.QUANTIZATIONS`; None: leave the model unchanged.
+      kind: one of `schema.QUANTIZATIONS`; None: the model is not changed.
 
     Raises:
       UserError: the kind is unknown, or the NF4 block size does not divide the inputs of a kernel.
@@ -161,7 +165,8 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
 
 
 def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
-    """Raises a UserError if the number of inputs of a kernel is not a multiple of the NF4 block size."""
+    """Raises a UserError if `kind` is "nf4" and the number of inputs of a kernel is not a multiple of the NF4 block
+    size."""
     if kind == "nf4" and shape[0] % BLOCK:
         raise UserError(
             f"model.quantize: nf4 has blocks of {BLOCK} inputs, which do not divide the {shape[0]} inputs of {name}; "
@@ -170,8 +175,8 @@ def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
 
 
 def _nf4(codes: Array) -> Array:
-    """Looks up codes in `NF4`. Selects between neighbouring values, one bit of the code after another, because a gather
-    would be slow on accelerators."""
+    """Looks up codes in the table `NF4`. Each bit of a code selects between neighbouring values. A gather would be slow
+    on accelerators."""
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in (1, 2, 4, 8):
         chosen = (codes & bit) > 0

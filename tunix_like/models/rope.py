@@ -1,4 +1,5 @@
-"""Defines the scaling of rotary frequencies, and converts it from and to Hugging Face fields. Does not import jax."""
+"""Defines the scaling of rotary frequencies, and converts this scaling from and to Hugging Face fields. This module
+does not import jax."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     `rope_parameters`. The result has no entry for an absent value.
 
     Raises:
-      UserError: both forms are present and differ, the type of scaling is not supported, or a field is missing,
-        unknown or of the wrong type.
+      UserError: the older fields and the newer field are both present and differ, the type of scaling is not supported,
+        or a field is missing, unknown or of the wrong type.
     """
     old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
     if old and new and old != new:
@@ -105,7 +106,8 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     has one entry per kind of layer.
 
     Returns:
-      the result of `read_rope` for the layers without a window, and `local_rope_theta` if it is given.
+      the result of `read_rope` for the layers without a window, and `local_rope_theta` if the fields contain the theta
+        of the layers with a window.
 
     Raises:
       UserError: as in `read_rope`, or the layers with a window have a scaling.

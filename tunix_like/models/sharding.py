@@ -1,7 +1,7 @@
-"""Shards parameters over a device mesh by a table of their names, and prompts over the axes `data` and `fsdp`.
+"""Shards parameters over a device mesh by a table of parameter names, and prompts over the axes `data` and `fsdp`.
 
 The compiler derives all other shardings from the shardings of the inputs. The devices can belong to several processes.
-Every process must call these functions with the same values.
+Every process must call the functions of this module with the same values.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ for _name in LORA_TARGETS:  # entries for adapters and for the arrays of a quant
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
-    """Builds the mesh of a config over all devices; returns None if there is only one device.
+    """Builds the mesh that a config defines over all devices; returns None if there is only one device.
 
     Args:
-      devices: descriptions of devices (`runtime/accelerators.py`), used instead of `jax.devices()`. A single described
-        device gets a mesh too, because a program is compiled for the devices in the shardings of its inputs.
+      devices: descriptions of devices (`runtime/accelerators.py`), used instead of `jax.devices()`. For a single
+        description, a mesh is returned too, because a program is compiled for the devices in the shardings of its
+        inputs.
 
     Raises:
       UserError: an axis name is unknown, the shape does not use every device, or there are several processes that are
@@ -89,7 +90,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
-    """Returns a mesh of the same devices, in the same order, with `shape` along `data`, `fsdp` and `tp`."""
+    """Returns a mesh of the same devices, in the same order, with the sizes `shape` of the axes `data`, `fsdp` and
+    `tp`."""
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -97,7 +99,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """Returns a `NamedSharding` for every parameter of a pure dict of arrays or shapes.
 
     Raises:
-      UserError: a dimension is not divisible by its mesh axis; the message names the parameter.
+      UserError: a dimension is not divisible by the size of its mesh axis. The message names the parameter.
     """
 
     return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(mesh, _spec(path, x.shape, mesh)), params)
@@ -114,7 +116,7 @@ def constrain_params(params: Any) -> Any:
 
 
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the partition of a parameter. The additional first axis of a stacked parameter is not split."""
+    """Returns the `PartitionSpec` of a parameter. The additional first axis of a stacked parameter is not sharded."""
     name = ".".join(str(getattr(key, "key", key)) for key in path)
     axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * len(shape))
     axes = (None,) * (len(shape) - len(axes)) + tuple(axis if axis in mesh.shape else None for axis in axes)
@@ -133,8 +135,8 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Shards parameters by `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but are committed to it.
-    The outputs of a training step are committed too. A second step is therefore not compiled again."""
+    """Shards parameters by `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but are committed to it,
+    as the outputs of a training step are. The second step is therefore not compiled again."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
     return jax.tree.map(_put, params, parameter_shardings(params, mesh))
@@ -154,7 +156,7 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _is_own(x: Any) -> bool:
-    """Returns whether an array is entirely in this process, on the host or on its own devices."""
+    """Returns whether an array is entirely in this process, on the host or on devices of this process."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
@@ -214,9 +216,9 @@ def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
     """Places the arrays of the sampler on the mesh.
 
-    The first dimension (slots, or the rows of slots; see `rollout/sampler.py`) is sharded over `data` and `fsdp`. The
-    heads of a cache `[R K ...]` of four dimensions are sharded over `tp`. A dimension that is not divisible is
-    replicated. An array that already has this sharding is not moved.
+    The first dimension (slots, or the rows of slots; see `rollout/sampler.py`) is sharded over `data` and `fsdp`. An
+    array of four dimensions is a cache `[R K ...]`, and its heads K are sharded over `tp`. A dimension that is not
+    divisible is replicated. An array that already has the resulting sharding is not moved.
     """
     if mesh is None:
         return tree
@@ -236,15 +238,16 @@ def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that sets the mesh for compilation; `split_batch` and similar functions read it."""
+    """Returns a context manager that sets the mesh for compilation; `split_batch` and similar functions read this
+    mesh."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def split_batch(x: jax.Array) -> jax.Array:
     """Shards the first dimension over `data` and `fsdp` inside a compiled function.
 
-    Without this constraint, the compiler follows the sharding of the weights. It would shard rows of a sharded
-    embedding over the model width, and every device would hold a part of every token.
+    Without this constraint, the compiler follows the sharding of the weights. The compiler would shard rows of a
+    sharded embedding over the model width, and every device would hold a part of every token.
     """
     return _constrained(x, BATCH_AXES)
 
@@ -271,8 +274,8 @@ def vocabulary_parts(size: int) -> int:
 def gather_layer(params: Any) -> Any:
     """Gathers the parameters of a layer over `fsdp`, before the layer runs, inside a compiled function.
 
-    Without this, the compiler splits each matrix product along the sharded dimension and adds up partial results of the
-    size of the activations. The gradients have the sharding of the parameters.
+    Without this gathering, the compiler splits each matrix product along the sharded dimension and adds up partial
+    results of the size of the activations. The gradients have the sharding that the parameters have before gathering.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("fsdp", 1) == 1:
@@ -292,7 +295,8 @@ def replicate(x: jax.Array) -> jax.Array:
 
 
 def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, rows: int) -> Callable[..., jax.Array]:
-    """Wraps `function(params, x)`: each device runs it on its own rows of `x`. Used inside a compiled function.
+    """Wraps `function(params, x)`, so that each device processes its own rows of `x`. For use inside a compiled
+    function.
 
     If parameters are split along `tp`, each device computes a partial result, and the partial results are added up.
 
@@ -316,8 +320,8 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
 
 
 def row_axes(mesh: AbstractMesh, rows: int) -> tuple[str, ...]:
-    """Returns the mesh axes (`data`, `fsdp`) that split `rows` rows of prompts; none if their product does not divide
-    `rows`."""
+    """Returns the mesh axes (`data`, `fsdp`) that split `rows` rows of prompts; `()` if the product of the sizes of
+    these axes does not divide `rows`."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
     return axes if rows % math.prod(mesh.shape[name] for name in axes) == 0 else ()
 
@@ -381,17 +385,17 @@ def param_shapes(params: Any, mesh: Mesh | None) -> Any:
 
 
 def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the result of `place_replicated` as shapes."""
+    """Returns the result of `place_replicated` as `jax.ShapeDtypeStruct`s with shardings."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def prompt_shapes(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Returns the result of `place_prompts` as shapes."""
+    """Returns the result of `place_prompts` as `jax.ShapeDtypeStruct`s with shardings."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _prompts(x.shape, mesh, axis)), tree)
 
 
 def slot_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the result of `place_slots` as shapes."""
+    """Returns the result of `place_slots` as `jax.ShapeDtypeStruct`s with shardings."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _slots(x.shape, mesh)), tree)
 
 

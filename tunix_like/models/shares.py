@@ -1,4 +1,4 @@
-"""Computes how many of a model's parameters one device of a mesh holds, from the shapes of the parameters."""
+"""Computes how many parameters of a model one device of a mesh holds, from the shapes of the parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def share_of(params: Any, mesh: Mesh | None) -> Share:
     `params` is a tree of arrays or shapes. A parameter is replicated along a mesh axis that does not shard it.
 
     Raises:
-      UserError: a dimension is not divisible by its mesh axis.
+      UserError: a dimension is not divisible by the size of its mesh axis.
     """
     shapes = param_shapes(params, mesh)
     trained, frozen = part_params(shapes)
@@ -82,5 +82,5 @@ def share_of(params: Any, mesh: Mesh | None) -> Share:
 
 
 def _count(leaf: Any) -> int:
-    """Returns the number of elements of an array on one device."""
+    """Returns the number of elements of one device's shard of an array."""
     return math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))

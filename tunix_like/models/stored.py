@@ -1,4 +1,5 @@
-"""Reads tensors from safetensors files slice by slice, directly to their devices. Pickled weights are never opened."""
+"""Reads tensors from safetensors files slice by slice. Each device receives only the slices of its own shards. Pickled
+weights are never opened."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Index = tuple[slice, ...]
 
 
 class Stored(NamedTuple):
-    """A tensor in an open file."""
+    """A tensor in an open safetensors file."""
 
     file: Path
     reader: Any
@@ -45,8 +46,8 @@ class Stored(NamedTuple):
         return str(self.reader.get_slice(self.name).get_dtype())
 
     def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the slice `index` of the tensor in blocks of a few rows, each with its range of rows within the
-        slice."""
+        """Yields the slice `index` of the tensor in blocks of a few rows. Before each block comes its range of rows
+        within the slice."""
         part = self.reader.get_slice(self.name)
         start, stop, _ = index[0].indices(self.shape[0])
         width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
@@ -105,8 +106,8 @@ def tensors_equal(first: Stored, second: Stored) -> bool:
 
 
 def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
-    """Opens the weight files of a folder and returns the tensors of the decoder, by the names that a text-only model
-    uses.
+    """Opens the weight files of a folder and returns the tensors of the decoder, keyed by the names that a text-only
+    model uses.
 
     Raises:
       UserError: there are no safetensors, or files are missing or not readable.

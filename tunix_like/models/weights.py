@@ -53,7 +53,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
     """Returns the HF name of a parameter. For example, `("layers", 0, "mlp", "up_proj", "kernel")` becomes
-    `"model.layers.0.mlp.up_proj.weight"`. If `expert` is given, it is inserted after `experts`.
+    `"model.layers.0.mlp.up_proj.weight"`. If `expert` is given, this number is inserted after `experts`.
 
     Kernels are `[in, out]` here and `[out, in]` in HF; all other parameters have the same shape in both.
 
@@ -125,7 +125,7 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
       a description of what was compared.
 
     Raises:
-      UserError: as in `load_weights`, with two exceptions: the values of a tied head are not compared, and missing
+      UserError: as in `load_weights`, with two exceptions. The values of a tied head are not compared, and missing
         weight files are not an error.
     """
     folder = Path(folder)
@@ -238,7 +238,8 @@ def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, lis
 
 
 def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Assigns tensors to files in order, with at most `limit` bytes per file; returns file name -> tensor names."""
+    """Assigns tensors to files in the order of `sizes`; returns file name -> tensor names. A file has at most `limit`
+    bytes, or one larger tensor."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
