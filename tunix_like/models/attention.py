@@ -2,8 +2,8 @@
 float32.
 
 A part (`attention_parts.Part`) is a set of keys and values with a mask. The keys and values of a prompt are one part,
-and all completions of the prompt share it, so they are stored once per group. This module contains the plain
-implementation, which materialises the scores. It also selects between the plain implementation, the blocked
+and all completions of the prompt share this part. It is therefore stored once per group. This module contains the plain
+implementation, which materialises the scores. This module also selects between the plain implementation, the blocked
 implementation and the library kernels (`attention_kernels`).
 """
 
@@ -44,7 +44,7 @@ def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[An
 
     Returns:
       one of `ATTENTIONS`. If the result is "auto", each call of `attention` or `group_attention` selects the plain or
-        the blocked implementation by its number of scores.
+      the blocked implementation by the number of scores.
 
     Raises:
       UserError: the name is unknown, or the named implementation does not support the device, `dtype` or `head_dim`.
@@ -125,8 +125,8 @@ def group_attention(
       cap: as in `attention`.
 
     The plain implementation combines the parts through the common maximum of their scores and the common sum of
-    exponentials, so no `[T, S + T]` array is built. Gradients flow through all parts. `jax.nn.dot_product_attention` is
-    not used: no gradient flows through the log-sum-exp that it returns.
+    exponentials, so no `[T, S + T]` array is built. Gradients flow through all parts. No gradient would flow through
+    the log-sum-exp that `jax.nn.dot_product_attention` returns.
     """
     if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
         return implementation(q, (prompt, *own)) if cap is None else implementation(q, (prompt, *own), cap=cap)

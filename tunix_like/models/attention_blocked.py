@@ -96,7 +96,7 @@ class _Work(NamedTuple):
 
     Attributes:
       query_ids, key_ids: segment of each query and key. A query sees keys of its own segment only.
-      positions: position of each key. A query sees keys from its start (`starts`) on.
+      positions: position of each key, for comparison with `starts`.
       starts: the first position that each query sees; None if the mask has no windows.
       order: for each of the n query blocks, the indices of all m key blocks. The blocks that `_meetings` selects come
         first.

@@ -1,9 +1,10 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
-The kernels compute causal attention over one part (`attention_parts.Part`), and the gradient. They do not support the
-mask of a completion, which sees its prompt and its own segment of a bin. `cudnn_attention` passes this mask as an
-array, and `splash_attention` combines the results of several parts. Neither kernel supports caps, and splash attention
-does not support windows. The caller must use another implementation for caps, and for windows on a TPU.
+The kernels compute causal attention over one part (`attention_parts.Part`), and the gradient. The kernels do not
+support the mask of a completion, which sees its prompt and its own segment of a bin. `cudnn_attention` passes this mask
+as an array, and `splash_attention` combines the results of several parts. Neither kernel supports caps, and splash
+attention does not support windows. The caller must use another implementation for caps, and for windows instead of
+splash attention.
 """
 
 from __future__ import annotations

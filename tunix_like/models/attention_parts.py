@@ -90,8 +90,8 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
     """Returns the segments of the `count` queries and of the keys. The mask must not be an array.
 
     A query sees the keys of its own segment (under `Causal`, only keys at or before its position; with a window, only
-    keys from `first_keys` on). Padded queries have segment -2, and padded or hidden keys have segment -1, so they match
-    nothing.
+    keys from `first_keys` on). Padded queries have segment -2, and padded or hidden keys have segment -1, so padding
+    and hidden keys match nothing.
     """
     batch, width = part.k.shape[0], part.k.shape[-1]
     if isinstance(part.mask, Causal) and part.mask.segments is not None:
@@ -116,7 +116,7 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
-    """Returns the positions of the keys. A query sees the positions from `first_keys` on. If the mask is not
+    """Returns the positions of the keys, for comparison with the result of `first_keys`. If the mask is not
     `Positions`, the position of a key is its index."""
     return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
 

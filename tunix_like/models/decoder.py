@@ -207,8 +207,8 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
     ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
-        """Returns the normalised hidden state of the last token of each prompt, and the keys `[P K h S]` and values `[P
-        K S h]` of every layer. The prompts are padded on the right. With `remat`, each layer is recomputed in the
+        """Returns the normalised hidden state of the last token of each prompt, and the keys `[P K h S]` and values
+        `[P K S h]` of every layer. The prompts are padded on the right. With `remat`, each layer is recomputed in the
         backward pass."""
         # Padding is on the right, so causal attention needs no other mask.
         hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], remat=remat)
@@ -229,7 +229,7 @@ class Decoder(nnx.Module):
         Args:
           positions: position of each token in its sequence, which begins with the prompt. The result of a completion
             with position -1 is undefined.
-          prompt_cache: the keys and values that `prefill` returned; all completions of a prompt share them.
+          prompt_cache: the keys and values that `prefill` returned, which all completions of a prompt share.
           cache: keys `[R K h U]` and values `[R K U h]` of the completions per layer, `R = P G`.
           column: index along `U` at which the keys and values of the new token are written; the same for all
             completions.

@@ -1,8 +1,9 @@
 """Stacks the parameters of layers of the same kind. A compiled program then has one copy of the code per stack instead
 of one copy per layer.
 
-Layers are of the same kind if their windows, rotary positions and MLPs are. A decoder with stacked layers runs them
-with `jax.lax.scan`. Its compilation time and the memory of its program then hardly depend on the number of layers.
+Layers of the same kind have equal windows and rotary positions, and either all or none of these layers have experts. A
+decoder with stacked layers runs each stack with `jax.lax.scan`. The compilation time and the memory of the compiled
+program then hardly depend on the number of layers.
 """
 
 from __future__ import annotations

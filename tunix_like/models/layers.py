@@ -132,8 +132,8 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides each vector by its root mean square and multiplies the result by the weight, or with `offset` by 1 +
-    weight."""
+    """Divides each vector by its root mean square and multiplies the result by the weight, or by `1 + weight` with
+    `offset`."""
 
     def __init__(self, width: int, epsilon: float, *, offset: bool, param_dtype: Any):
         self.scale = nnx.Param((jnp.zeros if offset else jnp.ones)(width, param_dtype))

@@ -228,7 +228,8 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
 
     Raises:
       UserError: the tokenizer has more tokens than the vocabulary of the model, the maximum length of prompt and
-        completion together exceeds `max_positions` of the model, or no token of the vocabulary ends a completion.
+        completion together exceeds `max_positions` of the model, or the ids that end a completion are missing or not in
+        the vocabulary.
     """
     ends = tokenizer.eos_ids if rollout.eos_tokens is None else rollout.eos_tokens
     if not ends or not all(0 <= end < config.vocab_size for end in ends):
@@ -319,7 +320,7 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
 
 
 def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
-    """Returns the local folder of a model. Downloads the model if a hub id is given, without its weights if
+    """Returns the local folder of a model. If a hub id is given, the model is downloaded, without the weights if
     `with_weights` is False."""
     cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
     check_type("load_model", path_or_hub_id, (str, Path), cure)

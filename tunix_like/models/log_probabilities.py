@@ -28,8 +28,8 @@ def token_logprobs(
     before the temperature.
 
     Tokens are processed in pieces of about `chunk` tokens. The backward pass computes the logits of each piece again,
-    so the full `[A, N, V]` array is never materialised. If a mesh splits the vocabulary into n parts, a piece has `n *
-    chunk` tokens. Each device then holds as many logits as a single device without a mesh.
+    so the full `[A, N, V]` array is never materialised. If a mesh splits the vocabulary into n parts, a piece has
+    `n * chunk` tokens. Each device then holds as many logits as a single device without a mesh.
     """
     parts = vocabulary_parts(head.shape[-1])
     options = _Options(temperature, entropy_gradient, cap, parts > 1)
@@ -97,8 +97,8 @@ def _piece_forward_with_zeros(options: _Options, hidden: Any, head: Any, targets
 def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Array, Array | None, None]:
     """Computes the gradients with respect to the hidden states and the output matrix.
 
-    For logits `l`, `p = softmax(l)`, target `t`, entropy `H` and `mean = sum(p * l)`, the derivatives are `d log p_t /
-    dl = onehot(t) - p` and `dH / dl = p * (mean - l)`.
+    For logits `l`, `p = softmax(l)`, target `t`, entropy `H` and `mean = sum(p * l)`, the derivatives are
+    `d log p_t / dl = onehot(t) - p` and `dH / dl = p * (mean - l)`.
     """
     (hidden, head, targets, lse, mean), trained = saved
     zeros = jax.custom_derivatives.SymbolicZero

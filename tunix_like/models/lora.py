@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685), which add `x A B * alpha / rank` to the outputs of frozen projections. A
-`[inputs, rank]` and B `[rank, outputs]` are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685), which add `x A B * alpha / rank` to the outputs of frozen projections.
+The matrices A `[inputs, rank]` and B `[rank, outputs]` are trained.
 
 Adapters are parameters of the projections (`layers.Linear`), so training, sampling and sharding treat them like any
 other parameters. This module adds adapters, separates them from frozen weights, merges them, and reads and writes them
@@ -233,8 +233,8 @@ def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def without_adapters(graphdef: Any) -> Any:
-    """Returns the graph definition of the same model without adapters. The parameters for the result are the frozen
-    parameters of `split_params`."""
+    """Returns the graph definition of the same model without adapters. The parameters that belong to the result are the
+    frozen parameters of `split_params`."""
     model: Decoder = nnx.merge(graphdef, [None] * graphdef.num_leaves)
     _take_out(model)
     return nnx.split(model)[0]

@@ -96,8 +96,8 @@ def quantized_product(
     x: Float[Array, "... I"], codes: Codes, scale: Float[Array, "B O"], dtype: Any
 ) -> Float[Array, "... O"]:
     """Dequantises the matrix W of `codes` and `scale`, and computes `x W` in `dtype`. An optimization barrier makes the
-    dequantisation depend on `x`, so the compiler cannot move it out of a loop. The backward pass dequantises W again,
-    so W is not stored."""
+    dequantisation depend on `x`, so the compiler cannot move the dequantisation out of a loop. The backward pass
+    dequantises W again, so W is not stored."""
 
     def product(x: Array, codes: Array, scale: Array) -> Array:
         x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
@@ -136,8 +136,8 @@ def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
 
 
 def _halves(codes: UInt8[Array, "J O"], scale: Float[Array, "B O"]) -> tuple[Array, Array]:
-    """Returns the dequantised NF4 weights of the first and of the second half of the inputs of each block, both `[J,
-    O]` in float32."""
+    """Returns the dequantised NF4 weights of the first and of the second half of the inputs of each block, both
+    `[J, O]` in float32."""
     outputs = codes.shape[1]
     scales = jnp.broadcast_to(scale[:, None], (len(scale), BLOCK // 2, outputs)).reshape(-1, outputs)
     return _nf4(codes & 15) * scales, _nf4(codes >> 4) * scales

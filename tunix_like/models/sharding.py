@@ -53,9 +53,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     """Builds the mesh that a config defines over all devices; returns None if there is only one device.
 
     Args:
-      devices: descriptions of devices (`runtime/accelerators.py`), used instead of `jax.devices()`. For a single
-        description, a mesh is returned too, because a program is compiled for the devices in the shardings of its
-        inputs.
+      devices: descriptions of devices (`runtime/accelerators.py`), used instead of `jax.devices()`. A single described
+        device gets a mesh too, because a program is compiled for the devices in the shardings of its inputs.
 
     Raises:
       UserError: an axis name is unknown, the shape does not use every device, or there are several processes that are
@@ -90,8 +89,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
-    """Returns a mesh of the same devices, in the same order, with the sizes `shape` of the axes `data`, `fsdp` and
-    `tp`."""
+    """Returns a mesh of the same devices in the same order; `shape` gives the sizes of `data`, `fsdp` and `tp`."""
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -238,8 +236,7 @@ def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that sets the mesh for compilation; `split_batch` and similar functions read this
-    mesh."""
+    """Returns a context manager that sets the mesh for compilation; `split_batch` and similar functions read it."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
@@ -295,8 +292,7 @@ def replicate(x: jax.Array) -> jax.Array:
 
 
 def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, rows: int) -> Callable[..., jax.Array]:
-    """Wraps `function(params, x)`, so that each device processes its own rows of `x`. For use inside a compiled
-    function.
+    """Wraps `function(params, x)`, so that each device processes its own rows of `x`, in a compiled function.
 
     If parameters are split along `tp`, each device computes a partial result, and the partial results are added up.
 
