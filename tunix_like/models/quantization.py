@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 
 from tunix_like.config.schema import QUANTIZATIONS
 from tunix_like.errors import UserError, nearest
+from tunix_like.models.sharding import row_axes
 
 if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
@@ -29,9 +31,10 @@ BLOCK = 64
 """Number of weights along the input dimension that share a scale in NF4."""
 
 FEW_ROWS = 2048
-"""Maximum number of rows of a product for which `fused_product` is used on TPU. Under the compiler for v5e, a product
-of 2 rows with an nf4 matrix of 4,096 x 12,288 takes 0.37 Mcycles (`plain_product`: 1.55). Product and gradient of 8,192
-rows take 16.8 Mcycles and 403 MB (`plain_product`: 17.7 and 151 MB)."""
+"""Maximum number of rows per device for which `fused_product` is used on TPU. Under the compiler for v5e, with a matrix
+of 4,096 x 12,288, a product of 2 rows takes 0.37 Mcycles for nf4 (`plain_product`: 1.55), and one of 2,048 rows 1.85
+(3.12). For int8, 32 rows take 0.04 Mcycles (0.14), and 2,048 rows 1.66 (1.61). With more rows, storing the dequantised
+matrix costs little: for nf4, product and gradient of 8,192 rows take 16.8 Mcycles and 403 MB (17.7 and 151 MB)."""
 
 NF4 = (
     -1.0,
@@ -88,7 +91,7 @@ def dequantize(codes: Codes, scale: Float[Array, "B O"]) -> Float[Array, "I O"]:
     """Returns the matrix that codes and scales represent, in float32."""
     if codes.dtype == jnp.int8:
         return codes.astype(jnp.float32) * jnp.broadcast_to(scale, codes.shape)
-    low, high = (half.reshape(-1, BLOCK // 2, codes.shape[1]) for half in _halves(codes, scale))
+    low, high = (half.reshape(-1, BLOCK // 2, codes.shape[1]) for half in _half_weights(codes, scale))
     return jnp.stack([low, high], axis=1).reshape(-1, codes.shape[1])
 
 
@@ -105,11 +108,20 @@ def quantized_product(
         # here. This gradient would cost the product `x^T dy`.
         scale = jax.lax.stop_gradient(scale)
         plain = functools.partial(plain_product, dtype)
-        if x.size > FEW_ROWS * x.shape[-1]:
+        if _rows_per_device(x) > FEW_ROWS:
             return plain(x, codes, scale)
         return jax.lax.platform_dependent(x, codes, scale, tpu=functools.partial(fused_product, dtype), default=plain)
 
     return jax.checkpoint(product)(x, codes, scale)
+
+
+def _rows_per_device(x: Float[Array, "... I"]) -> int:
+    """Returns the number of rows of `x` that one device of the mesh multiplies, if the mesh splits the first axis."""
+    rows = math.prod(x.shape[:-1])
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or x.ndim == 1:
+        return rows
+    return rows // math.prod(mesh.shape[name] for name in row_axes(mesh, x.shape[0]))
 
 
 def plain_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
@@ -118,9 +130,9 @@ def plain_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
 
 
 def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
-    """Computes the result of `plain_product` without storing the dequantised matrix.
+    """Computes the result of `plain_product` in a form whose dequantisation XLA:TPU fuses into the product.
 
-    XLA:TPU fuses elementwise functions of the codes into a product. For int8, `x` is multiplied by the codes, which are
+    If `x` has few rows, the dequantised matrix is then not stored. For int8, `x` is multiplied by the codes, which are
     exact in bfloat16, and the product is multiplied by the scales. For nf4, one product takes the first half of the
     inputs of each block, and a second product takes the other half. The products accumulate in float32, and so does the
     sum of the two.
@@ -129,13 +141,13 @@ def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
     if codes.dtype == jnp.int8:
         out = product(x, codes.astype(dtype))
         return (out * jnp.broadcast_to(scale[0], out.shape)).astype(dtype)
-    low, high = (half.astype(dtype) for half in _halves(codes, scale))
+    low, high = (half.astype(dtype) for half in _half_weights(codes, scale))
     blocks = x.reshape(*x.shape[:-1], -1, 2, BLOCK // 2)
     first, second = (blocks[..., half, :].reshape(*x.shape[:-1], -1) for half in (0, 1))
     return (product(first, low) + product(second, high)).astype(dtype)
 
 
-def _halves(codes: UInt8[Array, "J O"], scale: Float[Array, "B O"]) -> tuple[Array, Array]:
+def _half_weights(codes: UInt8[Array, "J O"], scale: Float[Array, "B O"]) -> tuple[Array, Array]:
     """Returns the dequantised NF4 weights of the first and of the second half of the inputs of each block, both
     `[J, O]` in float32."""
     outputs = codes.shape[1]

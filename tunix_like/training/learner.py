@@ -96,8 +96,8 @@ class Learner(Trainer):
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
       ref_model: reference model of the KL if `beta > 0`; it can be quantised. Weights are copied only if they share
-        memory with trained weights. Defaults to a copy of the initial weights. If the adapters are newly initialised,
-        it defaults to the frozen weights, which are not copied.
+        memory with trained weights. Defaults to a copy of the initial weights, or, if the adapters are newly
+        initialised, to the frozen weights, which are not copied.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) if its total reward is at least this value.

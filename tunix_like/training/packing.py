@@ -64,7 +64,7 @@ def choose_layout(
     micro_batch_size: int,
     device_parts: int = 1,
 ) -> Layout:
-    """Chooses the layout whose chunks have about `micro_batch_size` bins.
+    """Chooses the layout whose chunks have at most about `micro_batch_size` bins.
 
     Args:
       num_generations: completions per prompt.
@@ -92,7 +92,7 @@ def choose_layout(
         return Layout(prompts, prompts, _bins_per_lane(max(1, size // prompts), num_generations), True)
     if prompts == 1:
         return Layout(1, 1, _bins_per_lane(size, num_generations), False)
-    bins = min(size, num_generations, max(1, width // (2 * steps)))
+    bins = _bins_per_lane(min(size, max(1, width // (2 * steps))), num_generations)
     return Layout(prompts, max(1, min(size // bins, prompts * math.ceil(num_generations / bins))), bins, False)
 
 

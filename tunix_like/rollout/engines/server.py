@@ -215,8 +215,12 @@ def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
         ids = [entry["token_id"] for entry in entries]
     except (KeyError, TypeError, ValueError) as error:
         raise WrongAnswer(f"its answer lacks tokens, log-probabilities or versions ({one_line(error)})") from None
-    if ids != tokens or not tokens or not all(isinstance(token, int) for token in tokens):
-        raise WrongAnswer(f"its answer has {len(tokens)} tokens, and {len(ids)} log-probabilities that do not match")
+    if not tokens or not all(isinstance(token, int) for token in tokens):
+        raise WrongAnswer(f"its answer has no tokens, or tokens that are not integers: {tokens!r:.60}")
+    if ids != tokens:
+        raise WrongAnswer(
+            f"the {len(ids)} log-probabilities of its answer do not belong to its {len(tokens)} tokens in this order"
+        )
     if len(tokens) > parameters["max_tokens"] or reason not in ("stop", "length"):
         raise WrongAnswer(
             f"its answer has {len(tokens)} of at most {parameters['max_tokens']} tokens, and finish reason {reason!r}"

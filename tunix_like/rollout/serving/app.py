@@ -182,7 +182,8 @@ async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) ->
         request = await run_in_threadpool(parse, body, server.settings, server.tokenizer)
         server.hub.check_room()
         answer = make(request, server.settings, server.tokenizer)
-        if request.stream and isinstance(answer, StreamedAnswer):
+        if request.stream:
+            assert isinstance(answer, StreamedAnswer), "`parse` refuses streams of other answers"
             return _Events(_events(server.hub, answer, began))
         return await _whole(server.hub, http, answer, began)
     except RequestError as error:
