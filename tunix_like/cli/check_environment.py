@@ -361,7 +361,8 @@ def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float)
         return [], False
     row = int(np.flatnonzero(failing)[0])
     if failing.all():
-        line = f"no gold answer reaches rewards.success_threshold={threshold:g}; check that some turn can reach it"
+        line = f"no gold answer succeeds: none reaches rewards.success_threshold={threshold:g}"
+        line = f"{line}; check that some turn can reach it"
     else:
         line = f"gold answer: fails in {int(failing.sum())} of {len(failing)} rows"
     case = f"prompt {problems[row].text!r:.200}, answer {problems[row].columns['answer']!r:.200}"

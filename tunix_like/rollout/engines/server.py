@@ -219,7 +219,7 @@ def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
         raise WrongAnswer(f"its answer has no tokens, or tokens that are not integers: {tokens!r:.60}")
     if ids != tokens:
         raise WrongAnswer(
-            f"the {len(ids)} log-probabilities of its answer do not belong to its {len(tokens)} tokens in this order"
+            f"its answer has {len(tokens)} tokens, and {len(ids)} log-probabilities that do not belong to them in order"
         )
     if len(tokens) > parameters["max_tokens"] or reason not in ("stop", "length"):
         raise WrongAnswer(
