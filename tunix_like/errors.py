@@ -34,7 +34,8 @@ class EngineLost(UserError):
 
 class EnvironmentUnavailable(UserError):
     """A service that an environment needs cannot be reached. Environments raise this error. The trajectory of the
-    environment is then unscored. If this happens to all trajectories of a batch, the run stops with `EngineLost`."""
+    environment is then unscored. If all trajectories of a batch end with this error, the run stops with
+    `EngineLost`."""
 
 
 class EnvironmentMisconfigured(UserError):
@@ -43,7 +44,10 @@ class EnvironmentMisconfigured(UserError):
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) -> None:
-    """Raises UserError if `value`, the argument `name` of a Python call, is not a `kind`; `cure` is the remedy."""
+    """Raises UserError if `value`, the argument `name` of a Python call, is not an instance of `kind`.
+
+    `cure` is the remedy that the message names.
+    """
     if not isinstance(value, kind):
         raise UserError(f"{name}: got {type(value).__name__}; {cure}.")
 

@@ -31,7 +31,7 @@ class Problem:
       text: the rendered prompt, as the model and the reward functions receive it.
       tokens: the token ids of the prompt.
       columns: all other columns of the row, passed to reward functions by name.
-      source: the prompt before it was rendered, text or messages.
+      source: the prompt before rendering: a text, or a list of messages.
     """
 
     number: int
@@ -42,7 +42,8 @@ class Problem:
 
 
 class GroupBatch(NamedTuple):
-    """The rollouts of one step. Prompts and completions are separate, because a prompt is computed once per group.
+    """The rollouts of one training step. Prompts and completions are in separate arrays, because all completions of a
+    group have the same prompt.
 
     All arrays are padded on the right. Masks are derived from lengths, never from token values. The end-of-sequence
     token is part of a completion and counts in its length.
@@ -70,7 +71,7 @@ class GroupBatch(NamedTuple):
 
     @property
     def sampled(self) -> Bool[AnyArray, "P G T"]:
-        """Returns `token_mask`, or the mask derived from the lengths if it is None."""
+        """Returns `token_mask`. If `token_mask` is None, returns the mask derived from the lengths."""
         if self.token_mask is not None:
             return self.token_mask
         return np.arange(self.completion_tokens.shape[-1])[None, None] < self.completion_lengths[..., None]
@@ -109,8 +110,8 @@ class Request(NamedTuple):
 
     Attributes:
       tokens: the token ids of the prompt.
-      number: distinguishes the requests of one call. The random numbers of a completion depend only on this number, the
-        index of the completion in its group, and the key of the call.
+      number: distinguishes the requests of one call of `Engine.generate`. The random numbers of a completion depend
+        only on `number`, the index of the completion in its group, and the `key` of the call.
       samples: number of completions.
     """
 
@@ -123,16 +124,17 @@ class Sample(NamedTuple):
     """One sampled completion of `n` tokens.
 
     Attributes:
-      request: index of its request in the call.
-      sample: index in its group.
+      request: index of the request in the call of `Engine.generate`.
+      sample: index of the completion in its group.
       tokens: token ids, including the end-of-sequence token.
       logprobs: log-probability of each token in nats, under the weights that `Engine.generate` gets, with the sampling
         temperature and before truncation by top-k or top-p.
       finished: False if the token limit truncated the completion.
       token_mask: True for tokens that the policy sampled, False for tokens from a `Responder` (None: the policy sampled
         every token).
-      segment_start: index of the first token of each token's segment. It is 0 until a `Reply` restarts the row. From
-        then on, it is the index of the first token of that reply (None: the row was not restarted).
+      segment_start: index of the first token of each token's segment. It is 0 until a `Reply` with `restart` starts
+        a new segment. From then on, it is the index of the first token of this reply (None: the completion is one
+        segment).
     """
 
     request: int
@@ -145,7 +147,8 @@ class Sample(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """The samples of a call as numpy arrays on the host. Entries at or beyond a completion's length are not read.
+    """The samples of one call of `Engine.generate`, as numpy arrays on the host. Entries at or beyond a completion's
+    length are not read.
 
     Attributes:
       tokens: token ids. `T` is at least the longest length.
@@ -154,7 +157,8 @@ class Completions(NamedTuple):
       finished: False if the token limit truncated the completion.
       token_mask: True for tokens that the policy sampled, False for tokens from a `Responder` and beyond the length
         (None: the policy sampled every token).
-      segment_start: index of the first token of each token's segment; see `Sample` (None: no row was restarted).
+      segment_start: index of the first token of each token's segment; see `Sample` (None: every completion is one
+        segment).
     """
 
     tokens: Int[np.ndarray, "P G T"]
@@ -170,7 +174,8 @@ class Turn(NamedTuple):
     limit.
 
     Attributes:
-      group, sample: index of the prompt and of the completion in its group.
+      group: index of the prompt.
+      sample: index of the completion in its group.
       tokens: the tokens sampled in this turn. If an end-of-sequence token ended the turn, it is the last of these
         tokens.
       truncated: whether the token limit ended the turn. If so, the trajectory has ended too.
@@ -207,7 +212,7 @@ class Responder(Protocol):
     def lockstep(self) -> bool:
         """Whether the engine waits for the replies to all turns before it samples again.
 
-        The schedule then does not depend on time, so a rollout can be repeated bit for bit.
+        If True, the order of the computations does not depend on time, so a rollout can be repeated bit for bit.
         """
 
     def opening(self, group: int) -> Sequence[int]:
@@ -238,17 +243,19 @@ class Engine(Protocol):
 
     @property
     def row_steps(self) -> int:
-        """The number of token positions computed so far, including unused positions; 0 if it is not known.
+        """The number of token positions computed so far, including unused positions; 0 if this number is not known.
 
-        The utilisation of a step is the number of its sampled tokens divided by the increase of `row_steps`.
+        The utilisation of a training step is the number of its
+        sampled tokens divided by the increase of `row_steps`.
         """
 
     def place(self, params: Any) -> Any:
         """Returns the trainer's weights in the form that `generate` takes; several calls of `generate` can use the same
         result.
 
-        The result is freed before the next update. With `rollout.max_staleness`, the result is still used during an
-        update. An update deletes the trained arrays, so the result must not contain these arrays.
+        With `rollout.max_staleness` 0, the result is freed before the next update. With `rollout.max_staleness` 1, the
+        result is still used during an update. The update deletes the arrays of the trained weights, so the result must
+        then not contain these arrays.
         """
 
     def generate(
@@ -264,9 +271,9 @@ class Engine(Protocol):
         Args:
           params: the weights, from `place`.
           requests: each request has 1 to `max_prompt_length` tokens and a unique `number`.
-          responder: answers each turn of a completion. A turn ends with an end-of-sequence token. A completion ends if
-            `Reply.tokens` is None or the token limit is reached. None: a completion has a single turn. An engine
-            without turns may omit this parameter.
+          responder: answers each turn of a completion. A turn ends with an end-of-sequence token or at the token limit.
+            A completion ends if `Reply.tokens` is None or the token limit is reached. If `responder` is None, a
+            completion has a single turn. An engine that supports only single turns may omit this parameter.
         """
 
 

@@ -1,12 +1,12 @@
-"""Defines the advantage estimators. Each maps the rewards of whole groups to one advantage per completion.
+"""Defines the advantage estimators. Each estimator maps the rewards of whole groups to one advantage per completion.
 
 The estimators are pure functions of arrays and are traced inside the training step. They assume a loss that takes the
 mean over the group, `-(1/G) sum_i A_i log pi(y_i | x)`.
 
 Notation: `r_i` are the rewards of a group's `n` scored completions, and `m` is the mean of these rewards. Unscored
 completions get advantage 0 and do not affect the other completions. A group with too few scored completions gets zeros.
-A group of equal rewards gets exact zeros, even if its mean is rounded. `pkpo` with k = 1 and `reinforce_pp` are
-exceptions to this.
+A group of equal rewards gets exact zeros, even if the mean of the rewards is rounded, except with `reinforce_pp` and
+with `pkpo` for k = 1.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
     """Returns `r_i - m` (0 if unscored), `m`, the number `n` of scored rewards, and whether two rewards of the group
     differ.
 
-    For `r_i - m`, the largest reward is subtracted before the mean is taken. Otherwise rewards near 1000 would have
-    errors of 1e-4. The returned `m` is the plain mean. Adding the largest reward back to the shifted mean would lose
-    the last digits of the mean, for example with one success among 1000 completions.
+    For `r_i - m`, the largest reward is subtracted before the mean is taken. Otherwise the differences `r_i - m` of
+    rewards near 1000 would have rounding errors of 1e-4. The returned `m` is the plain mean. Adding the largest reward
+    back to the shifted mean would lose the last digits of the mean, for example with one success among 1000
+    completions.
     """
     group = spread(rewards, scored)
     divisor = jnp.maximum(group.scored, 1)
@@ -106,7 +107,7 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
 
 @register_advantage_estimator("maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True)
 def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
-    """Computes the Leave-Two-Out advantage times k: `k L_k,i`, `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
+    """Computes the Leave-Two-Out advantage times k: `k L_k,i` with `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
 
     `q_i` is the mean maximum over the k-subsets of the group that contain `i`; `V_k(-i)` is the mean maximum over the
     k-subsets of the group without `i`. The estimator is unbiased for max@k, and the advantages of a group sum to zero.
@@ -134,9 +135,9 @@ def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewar
 def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
     """Computes standardised pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
 
-    Rewards must be 0 or 1. `V_k` is the unbiased estimate of pass@k; `q_i` is the same estimate over the k-subsets that
-    contain `i`. Like GRPO, the estimator is biased, because it divides by a standard deviation. `1 <= k <= G - 1`; with
-    `k = G`, all advantages would be zero.
+    Rewards must be 0 or 1. `V_k` is the mean maximum over all k-subsets of the group, the unbiased estimate of pass@k.
+    `q_i` is the mean maximum over the k-subsets that contain `i`. Like GRPO, the estimator is biased, because it
+    divides by a standard deviation. `1 <= k <= G - 1`; with `k = G`, all advantages would be zero.
     """
     above, value, shortfall = above_average(rewards, scored, k)
     deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
@@ -188,8 +189,8 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
 
     Args:
       rewards: `[G]` or `[groups, G]` numbers; NaN (or None) marks a completion that could not be scored.
-      advantage_estimator: a registered name.
-      lengths: completion lengths in tokens, same shape; defaults to ones.
+      advantage_estimator: a registered name, or `FILE.py:function`.
+      lengths: completion lengths in tokens, in the shape of `rewards`; defaults to ones.
       **params: the estimator's parameters, e.g. `k=4`, `truncation_order=3`, `ddof=0`.
 
     Returns:

@@ -1,8 +1,9 @@
 """Defines per-token policy losses, KL estimates and loss aggregation weights.
 
-The loss of an update is `sum over tokens of weight * token_loss`. Weights are computed once, from the lengths of all
-completions of the update. The losses of the chunks of the update therefore add up exactly. Every aggregation mode gives
-the same weight to all tokens of a completion, so there is one weight per completion.
+The loss of an optimizer update is `sum over tokens of weight * token_loss`. The completions of an update are passed
+through the model in chunks. The weights are computed once, from the lengths of all completions of the update, so the
+losses of the chunks add up to the loss of the update. Every aggregation mode gives the same weight to all tokens of a
+completion, so there is one weight per completion.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Rows = Float[Array, "*batch #T"]
 
 
 class TokenInputs(NamedTuple):
-    """Per-token inputs of the objective for the completions of a chunk. Masked positions can hold any value.
+    """Per-token inputs of the objective for the completions of one chunk of an update. Masked positions can hold any
+    value.
 
     `old_logprobs` are the log-probabilities of the trainer before the first update of the batch. `rollout_logprobs` are
     the log-probabilities of the sampler. `entropy` is the entropy of the policy, in nats.
@@ -112,7 +114,7 @@ def loss_parameters(name: str) -> dict[str, Any]:
 
 
 def log_ratio(logprobs: Tokens, other: Tokens, mask: Array) -> Tokens:
-    """Returns `logprobs - other`, clamped to +-20. Masked positions are set to 0 before any `exp`."""
+    """Returns `logprobs - other`, clamped to +-20. The result is 0 at masked positions."""
     return jnp.clip(jnp.where(mask, logprobs - other, 0.0), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -217,8 +219,8 @@ def dppo(
     """Computes `-A rho + kl_tau (log pi - log mu)^2` with masked tokens (DPPO, arXiv 2602.04879).
 
     `rho = pi / mu`, where `mu` is the sampler's probability. The policy term of a token is dropped if `A > 0` and
-    `pi - mu > dppo_mask_high`, or if `A <= 0` and `pi - mu < -dppo_mask_low`. These are differences of probabilities.
-    The quadratic term applies to every token.
+    `pi - mu > dppo_mask_high`, or if `A <= 0` and `pi - mu < -dppo_mask_low`. `pi - mu` is a difference of
+    probabilities. The quadratic term applies to every token.
     """
     difference = log_ratio(logprobs, rollout_logprobs, mask)
     ratio = jnp.exp(difference)
@@ -236,9 +238,9 @@ def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) 
     Modes: `kl` = k1 = `d`, `mse_kl` = k2 = `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`.
 
     As a term of an on-policy loss, k1 has an expected gradient of zero. The expected gradient of k2 is the gradient of
-    KL(pi || ref), and the expected gradient of k3 is the gradient of KL(ref || pi). Both are KLs between the next-token
-    distributions at the sampled prefixes. In the loss, no mode gives the gradient of the KL of whole completions,
-    because the loss ignores how a token changes later prefixes. In the reward, k1 gives this gradient.
+    KL(pi || ref), and the expected gradient of k3 is the gradient of KL(ref || pi). These two KLs are between the
+    next-token distributions at the sampled prefixes. In the loss, no mode gives the gradient of the KL of whole
+    completions, because the loss ignores how a token changes later prefixes. In the reward, k1 gives this gradient.
     """
     d = log_ratio(logprobs, ref_logprobs, mask)
     return {"kl": d, "mse_kl": 0.5 * d**2, "low_var_kl": jnp.exp(-d) + d - 1}[mode]
@@ -250,9 +252,9 @@ def aggregation_weights(
     """Computes the loss weight of each completion's tokens over one optimizer update.
 
     Args:
-      mode: the aggregation. For N counted completions with at least one token, `token-mean` is 1 / (number of their
-        tokens), `sequence-mean-token-mean` is 1 / (N length), `seq-mean-token-sum` is 1 / N,
-        `sequence-mean-token-scale` is 1 / (N max_tokens).
+      mode: the aggregation. Let N be the number of counted completions with at least one token. The weight is
+        1 / (number of tokens of these N completions) for `token-mean`, 1 / (N length) for `sequence-mean-token-mean`,
+        1 / N for `seq-mean-token-sum`, and 1 / (N max_tokens) for `sequence-mean-token-scale`.
       counted: completions of this update that contribute to the loss.
       max_tokens: the constant in `sequence-mean-token-scale`: `rollout.max_tokens_to_generate`.
     """

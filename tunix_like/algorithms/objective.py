@@ -112,7 +112,7 @@ class Objective:
 
     @property
     def extra_term(self) -> bool:
-        """True if the loss has a term without the advantage. Completions with advantage 0 then have a gradient."""
+        """True if the loss has a term that does not contain the advantage; see `PolicyLoss.extra_term`."""
         declared = find_policy_loss(str(self.config.policy_loss_fn)).extra_term
         loss_params = loss_parameters(str(self.config.policy_loss_fn)) | self.loss_params
         extra = loss_params[declared] != 0 if isinstance(declared, str) else declared
@@ -186,7 +186,7 @@ class Objective:
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
         """Computes the token weight of each completion over one optimizer update. Unscored completions, completions
-        that are not `trained`, and groups with too few scored completions get weight 0 and are not counted."""
+        that are not `trained`, and dropped groups get weight 0 and are not counted in `aggregation_weights`."""
         kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
         counted = scored & trained & (kept & in_update)[:, None]
         return aggregation_weights(str(self.config.loss_agg_mode), lengths, counted, self.max_tokens)
@@ -279,7 +279,7 @@ def build_objective(
     Args:
       max_tokens: `rollout.max_tokens_to_generate`.
       updates_per_batch: optimizer updates per rollout batch.
-      source_estimators: maps a data source to `{advantage_estimator: ..., <its parameters>}` for its groups.
+      source_estimators: maps a data source to its estimator, `{advantage_estimator: NAME, PARAMETER: VALUE, ...}`.
 
     Raises:
       UserError: a key is set but not read by any estimator or the loss, a required key is unset, a value is out of

@@ -27,9 +27,9 @@ masks."""
 class SamplerCorrection:
     """A mode of `algorithm.sampler_is` with its bounds.
 
-    The list below gives the bias of each mode. `g(y)` is the gradient of a completion `y` with its advantage; `p(y)`
-    and `m(y)` are the probabilities of `y` under `pi` and `mu`. The gradient without bias is `sum_y p(y) g(y)`. Without
-    a correction the expectation is `sum_y m(y) g(y)`.
+    The list below gives the bias of each mode. `g(y)` is the gradient of `log pi(y)` of a completion `y`, times the
+    advantage of `y`. `p(y)` and `m(y)` are the probabilities of `y` under `pi` and `mu`. The gradient without bias is
+    `sum_y p(y) g(y)`. Without a correction the expectation is `sum_y m(y) g(y)`.
 
     - `sequence` truncates the ratio of the completion, which is the product over its sampled tokens. The expectation is
       `sum_y clip(p, lower m, upper m) g(y)`. There is no bias if all ratios are within the bounds. Otherwise
@@ -64,8 +64,8 @@ class SamplerCorrection:
         return self.mode.endswith("_mask")
 
     def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
-        """Computes the ratio of each token (`token`) or of its completion (`sequence`), without gradient; 1 for masked
-        tokens.
+        """Computes the ratio of each token, or in the `sequence` modes the ratio of the token's completion. No gradient
+        flows through the result. Masked tokens get 1.
 
         Masked tokens (padding and tokens of an environment) are not part of the product over a completion.
         """
@@ -77,7 +77,7 @@ class SamplerCorrection:
         return jax.lax.stop_gradient(jnp.exp(difference))
 
     def weights(self, ratios: Tokens) -> Tokens:
-        """Truncates the ratios to the bounds, or with a mask mode replaces ratios outside the bounds by 0. A ratio
+        """Truncates the ratios to the bounds. The `_mask` modes instead replace ratios outside the bounds by 0. A ratio
         equal to a bound is inside."""
         if self.masks:
             return jnp.where((ratios < self.lower) | (ratios > self.upper), 0.0, ratios)
@@ -85,10 +85,11 @@ class SamplerCorrection:
         return jnp.maximum(upper, self.lower) if self.lower else upper
 
     def metrics(self, ratios: Tokens, weights: Tokens, mask: Array) -> dict[str, Tokens]:
-        """Returns a value of each token for each metric; `finish_metrics` computes the metrics from their means.
+        """Returns one value per token for each metric. `finish_metrics` computes the metrics from the means of these
+        values.
 
-        The metrics are means over tokens, or over completions in the `sequence` modes. In the `sequence` modes, each
-        value is divided by the number of tokens of its completion.
+        The metrics are means over tokens, or in the `sequence` modes means over completions. In the `sequence` modes,
+        the value of a token is divided by the number of tokens of the token's completion.
         """
         length = jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
         unit = jnp.broadcast_to(1.0 / length if self.by_sequence else jnp.ones_like(length, ratios.dtype), ratios.shape)
@@ -125,7 +126,8 @@ def sampler_correction(config: AlgorithmConfig) -> SamplerCorrection | None:
 
 
 def check_correction(config: AlgorithmConfig, behaviour: str) -> None:
-    """Checks that the keys `sampler_is*` do not conflict with each other, with the loss or with the KL.
+    """Checks that the keys `sampler_is*` do not conflict with each other, with the policy loss or with the keys of
+    the KL.
 
     Args:
       behaviour: the source of the `old_logprobs` of the loss, as in `PolicyLoss`.

@@ -51,9 +51,11 @@ def spread(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"]) -> Spread:
 
 
 def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixture: Mixture) -> Float[Array, "P G"]:
-    """Computes `sum over (K, c) of c L_K,i` with `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)`.
+    """Computes the sum of `c L_K,i` over the pairs `(K, c)` of `mixture`.
 
-    See arXiv 2606.06080. Terms with `K > n - 1` are 0. A group of equal rewards gets zeros.
+    `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)` is the Leave-Two-Out advantage (arXiv 2606.06080). `n`,
+    `q_i` and `V_K` are defined in the docstring of this module. Terms with `K > n - 1` are 0. A group of equal rewards
+    gets zeros.
     """
     table = _leave_two_out_weights(rewards.shape[-1], mixture)
     return _weighted(rewards, scored, table)
@@ -80,8 +82,9 @@ def above_average(
 def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int) -> Float[Array, "P G"]:
     """Computes `q_i - V_{k-1}(group without i)` for `k >= 2`.
 
-    This is the mean increase of the maximum of `k - 1` other completions if completion `i` is added. The result is
-    never negative, and it is exactly 0 for the smallest reward of a group.
+    The result is the mean, over all sets of `k - 1` other completions, of the increase of the set's maximum if
+    completion `i` is added. `q_i` and `V` are defined in the docstring of this module. The result is never negative,
+    and it is exactly 0 for the smallest reward of a group.
     """
     least = spread(rewards, scored).bottom
     out = _weighted(rewards, scored, _marginal_weights(rewards.shape[-1], k))
@@ -90,7 +93,7 @@ def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G
 
 def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
     """Returns the sorted rewards minus the largest reward (0 beyond the scored rewards), the sort order, and the
-    spread."""
+    `Spread`."""
     group = spread(rewards, scored)
     order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
     shifted = jnp.take_along_axis(rewards, order, axis=-1) - group.top
@@ -98,8 +101,8 @@ def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
 
 
 def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) -> Array:
-    """Evaluates the formula of the module docstring. The result is 0 for unscored completions and in groups of equal
-    rewards."""
+    """Evaluates the formula of the module docstring with the vectors `t, u, w = table[n]` for `n` scored rewards. The
+    result is 0 for unscored completions and in groups of equal rewards."""
     ordered, order, group = _sorted(rewards, scored)
     own, above, common = (jnp.asarray(table, rewards.dtype)[group.scored[:, 0], i] for i in range(3))
     lifted = above * ordered
@@ -136,7 +139,8 @@ def _leave_two_out_weights(size: int, mixture: Mixture) -> Float[np.ndarray, "N 
 
 @functools.lru_cache(maxsize=8)
 def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Computes the vectors `t, u, w` of `q_i - V_k`. Rows for fewer than `k` scored completions are 0."""
+    """Computes the vectors `t, u, w` of `q_i - V_k` (see the module docstring) for every number `n` of scored rewards,
+    at index `n`. The vectors for `n < k` are 0."""
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):
         own = _own_weights(n, np.array([k]))[0]
@@ -148,10 +152,11 @@ def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
 
 @functools.lru_cache(maxsize=8)
 def _marginal_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Computes the vectors of `q_i - V_{k-1}(-i) = sum_{m < i} a_m (x_i - x_m)`, `a_m = C(m-1, k-2) / C(n-1, k-1)`.
+    """Computes the three vectors of `q_i - V_{k-1}(-i)` for every number `n` of scored rewards, at index `n`.
 
-    With `t` from the module docstring, the three vectors are `t + a, a, a`. Rows for fewer than `k` scored completions
-    are 0.
+    `V_{k-1}(-i)` is `V_{k-1}` of the group without `i`. The advantage is `sum_{m < i} a_m (x_(i) - x_(m))` with
+    `a_m = C(m-1, k-2) / C(n-1, k-1)`. With `t` from the module docstring for K = k, the three vectors are
+    `t + a, a, a`. The vectors for `n < k` are 0.
     """
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):

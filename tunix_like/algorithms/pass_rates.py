@@ -1,4 +1,5 @@
-"""Computes histograms of groups by pass rate: the number of groups in each bin, and the sum of their advantages."""
+"""Computes histograms of groups by pass rate: in each bin, the number of groups and the
+sum of their mean `|advantage|`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def count_groups(bins: Int[np.ndarray, "P"]) -> list[int]:
 
 
 def sum_advantages(bins: Int[np.ndarray, "P"], advantages: Float[np.ndarray, "P G"]) -> list[float]:
-    """Sums the mean `|advantage|` of each group per bin. Unscored completions count with advantage 0.
+    """Returns, for each bin, the sum of the mean `|advantage|` of the groups in the bin. Unscored completions count
+    with advantage 0.
 
     A sum divided by the number of groups in its bin is the mean `|advantage|` of a prompt with that pass rate. A sum
     divided by the sum over all bins is the share of its bin. The sums are not gradient norms: an advantage is only the

@@ -1,4 +1,4 @@
-"""Computes the population weight of an estimator on 0/1 rewards, exactly for a group size G.
+"""Computes the population weight of an estimator on 0/1 rewards, exactly for a finite group size G.
 
 With pass rate `p`, a gradient estimate `(1/G) sum_i A_i grad log pi(y_i | x)` over G independent completions has the
 expectation `w(p) grad p` (arXiv 2602.02710). `w(p)` is called the population weight of prompts with pass rate `p`.

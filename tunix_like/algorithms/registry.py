@@ -35,8 +35,8 @@ class Estimator:
       takes: given the parameters, returns which rewards the estimator accepts: one of `REWARD_KINDS`.
       headroom: maps a parameter name to a number h. The largest value of the parameter is the group size minus h.
       scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions is dropped.
-      sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, it is worth
-        computing the advantages before the update, to skip these completions.
+      sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
+        advantages are computed before the update, to skip these completions.
     """
 
     function: AdvantageEstimator
@@ -71,8 +71,8 @@ def register_advantage_estimator(
     """Registers an estimator under `name`. The estimator is traced into the compiled training step, like a built-in
     estimator.
 
-    Its keyword-only parameters other than `scored` and `lengths` are read from the config keys of the same name and
-    from `algorithm.estimator_params`.
+    The keyword-only parameters of the estimator other than `scored` and `lengths` are read from the config keys of the
+    same name and from `algorithm.estimator_params`.
 
     Args:
       zero_when_constant: whether a group with equal scored rewards always gets zeros. If True, such a group is not

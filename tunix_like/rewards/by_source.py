@@ -14,11 +14,11 @@ def by_source(
 ) -> list[float | None]:
     """Scores each completion with the registered function that the column `source_reward` of its row names.
 
-    Each function is called once, with all of its rows.
+    Each function is called once, with all rows that name it.
 
     Raises:
       UserError: a name is not registered, or a function returned an invalid reward (the message names the function).
-        The caller then repeats the call with single completions, so that the failure is assigned to the right
+        `scoring.score` then calls this function with fewer completions, to assign the failure to the right
         completion.
       Exception: any exception that a function raises.
     """

@@ -117,8 +117,8 @@ def call(
 ) -> FunctionRewards:
     """Calls a function once for `count` completions, with a copy of each list.
 
-    None and NaN mean "no reward". Any other value must be a finite number with an absolute value of at most 1e15. If it
-    is not, its completion is recorded as failed.
+    None and NaN mean "no reward". Any other value must be a finite number with an absolute value of at most 1e15;
+    otherwise the completion of the value is recorded as failed.
 
     Raises:
       WrongCount: the function returned a wrong number of values, or not a list.
@@ -144,7 +144,7 @@ def call(
 
 
 def _number(value: Any) -> tuple[float, str | None]:
-    """Returns the reward (NaN if there is none) and the problem with the value, or None if it is valid."""
+    """Returns the reward (NaN if there is none) and the problem with the value (None if the value is valid)."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # scalars of numpy and jax
     if number is None:
         return math.nan, None
@@ -166,9 +166,10 @@ def call_in_process(
 ) -> FunctionRewards:
     """Scores `count` completions in this process and isolates the completions for which the function fails.
 
-    The function is called once with all completions. If that call fails, it is called once per group. If the call of a
-    group fails, it is called once per completion of the group. Only completions that fail in a call of their own stay
-    unscored. If the function returns a wrong number of values for a group, the whole group stays unscored.
+    The function is called once with all completions. If this call fails, the function is called once per group. If the
+    call of a group fails, the function is called once per completion of the group. Only completions that fail in a call
+    of their own stay unscored. If the function returns a wrong number of values for a group, the whole group stays
+    unscored.
     """
     results = FunctionRewards(np.full(count, np.nan), {})
 

@@ -26,7 +26,7 @@ def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any)
     The final answer is the text after the last `#### `, or inside the last `\\boxed{}` or `<answer></answer>`,
     whichever comes last. A completion without such a text has no answer and gets 0. If `gold` is a plain number, the
     answer must be a plain number too: unevaluated arithmetic (`2*9`, `36/2`, `5²`) gets 0. If `gold` is a formula,
-    math-verify compares the two. If it cannot compare them, the reward is None.
+    math-verify compares the answer with the formula. If math-verify fails or times out, the reward is None.
 
     Raises:
       UserError: a gold answer is empty.
@@ -43,8 +43,8 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
     """Returns the reward of one completion: 1, 0, or None if `gold` is a formula that math-verify cannot compare.
 
     Args:
-      lenient: evaluate a formula in the completion before comparing it with a gold answer that is a plain number; a
-        formula that cannot be evaluated gets 0.
+      lenient: whether a formula as the answer is evaluated if `gold` is a plain number. A formula that cannot be
+        evaluated gets 0. If `lenient` is False, every formula gets 0.
 
     Raises:
       UserError: `gold` is empty.
@@ -113,8 +113,8 @@ def vote(completion: str) -> Fraction | str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Returns the text between an open brace and its closing brace; None if the closing brace is too far away or
-    missing."""
+    """Returns the text between an open brace and its closing brace; None if the closing brace is missing or more
+    than `2 * LONGEST` characters away."""
     depth = 1
     for i in range(start, min(len(text), start + 2 * LONGEST)):
         if text[i] in "{}" and text[i - 1] != "\\":
@@ -127,8 +127,8 @@ def _braced(text: str, start: int) -> str | None:
 def _math_verify(answer: str, gold: str) -> float | None:
     """Compares two formulas with math-verify. Returns 1 or 0, or None if math-verify fails or times out.
 
-    The time limits of math-verify are alarms, which work only in the main thread. In any other thread, the result is
-    None, because an expression such as 9^{9^9} would run without end.
+    The time limits of math-verify are alarms, which work only in the main thread. Without a limit, an
+    expression such as 9^{9^9} would run without end. Therefore the result is None in any other thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return None

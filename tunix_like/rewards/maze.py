@@ -28,8 +28,8 @@ def walk(grid: str, completion: str) -> Walk:
     """Follows a completion through its maze.
 
     The completion solves the maze if and only if DONE occurs, every word before it is a move, no move enters a wall,
-    and GOAL is reached. Moves after GOAL are ignored, and cells may be visited again. The list of cells ends at GOAL,
-    before the first wall, or before the first word that is not a move.
+    and GOAL is reached. Moves after GOAL are ignored, and cells may be visited again. `Walk.cells` ends at
+    GOAL, before the first wall, or before the first word that is not a move.
     """
     rows = grid.split("\n")
     words = completion.split()

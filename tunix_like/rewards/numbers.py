@@ -69,8 +69,8 @@ class Number(NamedTuple):
 def parse_number(text: str) -> Number | None:
     """Parses a text that is one plain number. Returns None for any other text, and for a text of over 200 characters.
 
-    If the text is an equation, its last side is parsed. A text with several equations is not a number. Any words can
-    follow the number as its unit. Two adjacent numbers are not a number.
+    If the text is an equation, the side after the last `=` or `≈` is parsed. A text with several equations is not a
+    number. Any words can follow the number as its unit. Two adjacent numbers are not a number.
     """
     if len(text) > LONGEST:
         return None

@@ -46,12 +46,12 @@ class PooledFunction:
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
-        """Scores `count` completions, one call per group. If a call fails, each of its completions gets its own
-        call."""
+        """Scores `count` completions, one call per group. If the call of a group fails, the function is called once per
+        completion of the group."""
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        """Returns the rewards of one group; NaN for a completion for which the function fails."""
+        """Returns the rewards of the completions of one group; NaN for a completion for which the function fails."""
         given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
         arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
         return list(self.score_groups(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
@@ -90,7 +90,7 @@ def pooled(
 
 
 def close_pools(functions: Iterable[Callable[..., Any]]) -> None:
-    """Stops the workers of the pooled functions among `functions`. The workers restart at the next call."""
+    """Stops the workers of the pooled functions among `functions`. The next call of a function starts new workers."""
     for function in functions:
         if isinstance(function, PooledFunction):
             function.pool.close()
@@ -131,7 +131,7 @@ def place_of(
 
 @dataclasses.dataclass
 class _Call:
-    """The completions of one call, and the `time.monotonic` values of its start and its deadline."""
+    """The completions of one call, and the `time.monotonic` values of the call's start (`given`) and deadline."""
 
     rows: range
     given: float = 0.0
@@ -139,7 +139,7 @@ class _Call:
 
 
 class _Slot:
-    """One worker of the pool (None until it is started) and its current call."""
+    """One worker of the pool (None until the worker is started) and the current call of the worker."""
 
     worker: WorkerProcess | None = None
     ready = False
@@ -284,7 +284,7 @@ class _Batch:
         self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
     ) -> None:
         """Handles a failed call. Records the failure if the call had a single completion, or if the failure concerns
-        all completions (`of_all`). Otherwise queues one call per completion, after all groups."""
+        all completions (`of_all`). Otherwise queues one call per completion, after the queued calls."""
         self.wasted += now - call.given
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))

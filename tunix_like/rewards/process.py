@@ -36,8 +36,8 @@ class WorkerProcess:
         """Starts the process.
 
         Args:
-          places: locations of the user's functions, passed on to the program.
-          start: code that the interpreter runs; it reads the settings in the same way as `START`.
+          places: locations of the user's functions; the code in `start` receives them.
+          start: code that the new interpreter runs. The code reads its settings in the same way as `START`.
           label: printed before each forwarded line of output.
         """
         self.label = label
@@ -76,7 +76,7 @@ class WorkerProcess:
             selector.register(self.output, selectors.EVENT_READ)
 
     def pump(self) -> dict[str, Any] | None:
-        """Writes and reads without blocking. Returns an answer if it is complete, else None."""
+        """Sends and receives without blocking. Returns the worker's next answer, or None if no answer is complete."""
         self._pass_on()
         try:
             self._out = send_pending(self.channel, self._out)

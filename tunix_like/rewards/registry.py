@@ -57,8 +57,8 @@ def resolve(name: str) -> RewardFunction:
       name: a registered name, `path/to/file.py:function`, or `package.module:function`.
 
     Raises:
-      UserError: the name is unknown, the file or module is missing or fails to load, or it does not define the
-        function (the message lists the functions it defines).
+      UserError: the name is unknown, the file or module is missing or fails to load, or the file or module does not
+        define the function (the message lists the functions that are defined).
     """
     if ":" not in name:
         if name not in REWARDS:

@@ -39,7 +39,7 @@ class Scores:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """[n] False where any function returned None or NaN, or failed."""
+        """Mask of shape [n]: False where any function returned None or NaN, or failed."""
         return ~np.isnan(self.total)
 
     def pick(self, rows: NDArray[np.int_]) -> Scores:
@@ -103,8 +103,8 @@ def score(
         columns if it accepts `**kwargs`.
 
     Raises:
-      UserError: a function needs a column that does not exist, a column has a reserved name, a function is named
-        twice, or a column that workers need cannot be pickled.
+      UserError: a function needs a column that does not exist, a column has a reserved name, two functions
+        have the same name, or a column that workers need cannot be pickled.
     """
     check_arguments(functions, columns)
     given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)

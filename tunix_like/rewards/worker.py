@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def message(content: bytes) -> bytes:
-    """Prepends the header with the length to a message."""
+    """Returns `content` with a header in front, which contains the length of `content` in bytes."""
     return HEADER.pack(len(content)) + content
 
 
@@ -85,7 +85,7 @@ def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def go_first() -> None:
-    """Makes the out-of-memory killer of Linux choose this process and its forks before the run."""
+    """Makes the out-of-memory killer of Linux choose this process and its forks before the process of the run."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -101,7 +101,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _load(place: str) -> Callable[..., Any] | str:
-    """Returns the function, or the reason why it could not be loaded."""
+    """Returns the function at `place`, or the reason why the function could not be loaded."""
     try:
         return load_function(place, "Reward")
     except BaseException as error:  # includes SystemExit

@@ -21,7 +21,7 @@ class Best:
 
     Args:
       metric: name of a column of the rows, e.g. `eval/pass@1`.
-      step_key: name of the step column.
+      step_key: name of the column with the step number.
     """
 
     def __init__(self, metric: str, step_key: str = STEP_KEY) -> None:

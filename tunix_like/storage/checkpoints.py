@@ -72,8 +72,8 @@ class Checkpoints:
         """Starts to write a step. Returns as soon as `state` can be changed or donated. `wait` waits until the step is
         written.
 
-        If the step cannot be written (for example, because the disk is full), a warning is logged, its files are
-        removed, and the earlier steps are kept.
+        If the step cannot be written (for example, because the disk is full), a warning is logged, the files of the
+        step are removed, and the earlier steps are kept.
 
         Args:
           step: number of the step, above every number saved so far.
@@ -129,8 +129,8 @@ class Checkpoints:
         checksums.write(written)
 
     def _unfinished(self) -> list[Path]:
-        """Returns the temporary folders of the step that is being written. `glob` is not used, because Python would
-        cache its pattern for every step."""
+        """Returns the temporary folders of the step that is being written. The folder is listed without `glob`:
+        Python would cache the pattern of every step."""
         begin = f"{self._step}.orbax-checkpoint-tmp"
         return [path for path in self.folder.iterdir() if path.name.startswith(begin)]
 
@@ -162,16 +162,17 @@ class Checkpoints:
         return steps[-1] if steps else None
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Returns the JSON dict of a step. Raises `UserError` if the step is absent or cannot be read."""
+        """Returns the `meta` dict of a step. Raises `UserError` if the step is absent or cannot be read."""
         return self._read(step, meta=ocp.args.JsonRestore())["meta"]
 
     def restore(self, step: int, abstract_state: Any, iterator: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Restores the state and the JSON dict of a step, and sets `iterator` to the saved position.
+        """Returns the state and the `meta` dict of a step, and sets `iterator` to the saved position.
 
         Args:
           step: one of `steps()`.
           abstract_state: the tree to restore, of arrays or `jax.ShapeDtypeStruct`s. An array is restored with the
-            `sharding` of its leaf, or else on the first device. Only the top-level keys of this tree are read.
+            `sharding` of its leaf in this tree, or on the first device if the leaf has none. Top-level keys of the
+            saved state that this tree lacks are not read.
           iterator: a new iterator over the same data, or None to ignore the saved position.
 
         Raises:
@@ -232,7 +233,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: Path, damage: str) -> str:
-        """Renames a damaged step unless the folder was opened for reading; returns a message about it."""
+        """Renames a damaged step unless the folder was opened for reading. Returns a message about the damage."""
         message = f"{step}: this checkpoint is damaged: {damage}"
         if self._max_to_keep is None:
             return message
@@ -367,6 +368,6 @@ def _described(tree: Any) -> dict[str, str]:
 
 def _short(error: Exception) -> str:
     """Shortens the message of an error. Messages of tensorstore begin with the operation and end with the cause, so
-    both ends are kept."""
+    the beginning and the end of a message are kept."""
     text = str(error)
     return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"

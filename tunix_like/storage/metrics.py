@@ -1,5 +1,5 @@
-"""Reads and writes `metrics.jsonl`, which has one JSON object (row) per line. A run that resumes removes the rows after
-its checkpoint."""
+"""Reads and writes `metrics.jsonl`, which has one JSON object (row) per line. A run that resumes removes the rows of
+the steps after its checkpoint."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ class MetricsLog:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """Returns the rows on disk whose `key` is `step`. Without a folder, the list is empty."""
+        """Returns the rows on disk whose `key` is `step`. If `folder` is None, the list is empty."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows on disk. Without a folder, the list is empty."""
+        """Returns all rows on disk. If `folder` is None, the list is empty."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:
-        """Removes the rows whose `key` is greater than `last`, and an incomplete last line of a killed process. Returns
-        the number of remaining rows.
+        """Removes the rows whose `key` is greater than `last`, and an incomplete last line, which a killed process can
+        leave. Returns the number of remaining rows.
 
         Rows without `key` are kept. The file is replaced atomically, so a killed process leaves either the old or the
         new file.
@@ -98,7 +98,7 @@ class MetricsLog:
 
 
 def _append(path: Path, text: str) -> None:
-    """Appends the text. If the function raises OSError, no part of the text is appended."""
+    """Appends the text to the file. If the function raises OSError, no part of the text is appended."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -110,8 +110,8 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of a run folder in the order of writing. An incomplete last line is ignored. Without a file, the
-    list is empty.
+    """Returns all rows of a run folder in the order of writing. An incomplete last line is ignored. If the folder has
+    no `metrics.jsonl`, the list is empty.
 
     Raises:
       UserError: a line before the last is not a JSON object (file and line are named).

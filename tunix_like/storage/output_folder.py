@@ -28,8 +28,8 @@ def check_folder(folder: str | Path, overwrite: bool, source: str | None = None)
 
     Raises:
       UserError: `folder` is a file, a run folder, a checkpoint or the source; `folder` is an export and `overwrite` is
-        False; or `folder` is another folder that is not empty. An export that contains folders or links is not replaced
-        either.
+        False; or `folder` is another folder that is not empty. An earlier export with folders or links in it is not
+        replaced either.
     """
     target = Path(folder).resolve()
     if problem := _problem(target, source):

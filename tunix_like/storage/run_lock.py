@@ -1,9 +1,10 @@
 """Locks a run folder, so that only one run at a time can write to it.
 
 The lock is the JSON file `run.lock`. The process that creates this file owns the lock. The owner touches the file (sets
-its modification time) every `BEAT_SECONDS`. If the owner has exited, another process takes over the lock. It does so at
-once if the owner's process can be looked up (same host, boot and process namespace). Otherwise it first waits for
-`PATIENCE_SECONDS` without a touch. Clocks need not be synchronised.
+its modification time) every `BEAT_SECONDS`. If the owner has exited, another process can take over the lock. If the
+owner's process can be looked up (same host, boot and process namespace), the other process takes over the lock at once.
+Otherwise it takes over the lock after `PATIENCE_SECONDS` in which the lock was not touched. Clocks need not be
+synchronised.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _owned: dict[Path, int] = {}
 def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
     """Locks `folder` for this run of one or several processes, and creates the folder if it does not exist.
 
-    The thread that owns the lock can take it again. If `folder` is None, nothing is locked.
+    The thread that took the lock may call `owned` again for the same folder. If `folder` is None, nothing is locked.
 
     Yields:
       a function that all processes must call before they write. The function raises `UserError` if another run has
@@ -118,7 +119,7 @@ def _take(lock: Path) -> None:
 
 
 def _create(lock: Path) -> bool:
-    """Creates the lock; returns False if it exists. Of several processes, exactly one succeeds."""
+    """Creates the lock. Returns False if the lock already exists. Of several processes, exactly one succeeds."""
     try:
         file = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -154,8 +155,8 @@ def _wait_until_gone(lock: Path) -> None:
 
 
 def _untouched(lock: Path, message: str) -> bool:
-    """Watches the lock of another machine for `PATIENCE_SECONDS`. Returns False as soon as the lock is touched, else
-    True."""
+    """Watches a lock whose owner cannot be looked up, for `PATIENCE_SECONDS`. Returns False as soon as the lock is
+    touched. Returns True if the lock is removed or not touched in this time."""
     logger.warning("%s; waiting up to %g s to check whether that process is alive", message, PATIENCE_SECONDS)
     before, end = _touched(lock), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
