@@ -91,3 +91,26 @@ def unstack_layers(stacked: Mapping[int, Any], segments: Sequence[Segment]) -> d
                 layers[index] = jax.tree.map(lambda x, repeat=repeat: x[repeat], stacked[slot])
             slot += 1
     return dict(sorted(layers.items()))
+
+
+def with_stacked_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
+    """Applies `stack_layers` to the `layers` of parameters, or of each copy of the parameters in an optimizer state.
+
+    If `segments` is None, the tree is returned unchanged.
+    """
+    return _map_layers(tree, segments, stack_layers)
+
+
+def with_single_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
+    """Inverts `with_stacked_layers`."""
+    return _map_layers(tree, segments, unstack_layers)
+
+
+def _map_layers(tree: Any, segments: Sequence[Segment] | None, function: Any) -> Any:
+    def is_parameters(node: Any) -> bool:
+        return isinstance(node, dict) and "layers" in node
+
+    def mapped(node: Any) -> Any:
+        return node | {"layers": function(node["layers"], segments)} if is_parameters(node) else node
+
+    return tree if segments is None else jax.tree.map(mapped, tree, is_leaf=is_parameters)

@@ -63,7 +63,8 @@ class Schedule:
         self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
         self.next_sample, self.steps = np.zeros(total, int), 0
-        self.prompts = self._prefill(np.unique(self.slot_prompt))
+        chosen = np.unique(self.slot_prompt)
+        self.prompts = self._prefill(chosen if width == size else self._divisible(chosen))
         if width < size:
             self.prompts = self._placed(decoding.pick_prompts(self.prompts, self.slot_prompt))
         words = jax.random.key_data(key).shape[-1]
@@ -104,6 +105,11 @@ class Schedule:
     def _prefill(self, chosen: Int[np.ndarray, "N"]) -> decoding.Prompts:
         inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), self.sampler.mesh, axis=0)
         return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
+
+    def _divisible(self, chosen: Int[np.ndarray, "N"]) -> Int[np.ndarray, "M"]:
+        """Repeats the last prompt until the mesh divides the number of prompts. Otherwise every device would prefill
+        all of them."""
+        return np.pad(chosen, (0, -len(chosen) % prompt_parts(self.sampler.mesh)), mode="edge")
 
     def _placed(self, tree: Any) -> Any:
         """Reshards the result of a program to the layout that the next program was compiled for."""
@@ -205,7 +211,7 @@ class Schedule:
         wanted = self.slot_prompt[slots]
         fresh = np.setdiff1d(wanted, held)
         source = np.array([np.argmax(held == p) if p in held else len(held) + np.argmax(fresh == p) for p in wanted])
-        new = self._prefill(rounded(fresh, len(held))) if len(fresh) else None
+        new = self._prefill(self._divisible(rounded(fresh, len(held)))) if len(fresh) else None
         targets = rounded(slots, len(held), fill=len(held))  # slot numbers out of range are dropped
         sources = rounded(source, len(held))
         self.prompts = self._placed(decoding.replace_prompts(self.prompts, targets, sources, new))

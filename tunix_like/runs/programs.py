@@ -47,10 +47,10 @@ from tunix_like.runtime.compiled_costs import Trips
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.device import Device, device_memory
 from tunix_like.training.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
-from tunix_like.training.optimizer import build_optimizer, state_shapes
+from tunix_like.training.optimizer import build_optimizer, moment_segments, state_shapes
 from tunix_like.training.packing import Packed, choose_layout, pack
 from tunix_like.training.phases import Phase
-from tunix_like.training.rollout_layout import rollout_mesh
+from tunix_like.training.rollout_layout import prefilled_prompts, rollout_mesh
 from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
@@ -188,11 +188,13 @@ def update_program(plan: Plan) -> Program:
     objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     optimizer = training.actor_optimizer or OptimizerConfig()
-    if isinstance(optimizer, OptimizerConfig):
-        optimizer = build_optimizer(optimizer, training.max_steps or 1)
-    state = TrainState(params, state_shapes(optimizer, params))
     options = forward_options(config.rollout, training, config.algorithm, plan.device.backend)
-    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh)))
+    copies_base = plan.mesh is None and bool(frozen)
+    segments = moment_segments(plan.model.config, optimizer, options.stacked, copies_base)
+    if isinstance(optimizer, OptimizerConfig):
+        optimizer = build_optimizer(optimizer, training.max_steps or 1, segments is not None)
+    state = TrainState(params, state_shapes(optimizer, params, segments))
+    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh), segments))
     prompts = plan.group[0]
     packed = _packed(plan, min(config.training.mini_batch_size or prompts, prompts))
     lower = functools.partial(step.lower, state, _step_inputs(plan, objective, packed), frozen)
@@ -284,9 +286,8 @@ def _slots(plan: Plan) -> tuple[int, int]:
     return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
 
 
-def _prompt_inputs(plan: Plan) -> tuple[Any, Any]:
-    slots, width = _slots(plan)[0], plan.widths[0]
-    inputs = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
+def _prompt_inputs(plan: Plan, prompts: int) -> tuple[Any, Any]:
+    inputs = jax.ShapeDtypeStruct((prompts, plan.widths[0]), jnp.int32), jax.ShapeDtypeStruct((prompts,), jnp.int32)
     return slot_shapes(inputs, plan.sampling_mesh)
 
 
@@ -300,9 +301,12 @@ def reshard_program(plan: Plan) -> Program | None:
 
 
 def prefill_program(plan: Plan) -> Program:
-    """Describes the program that processes prompts (`rollout/sampler.py`), with a prompt in each slot."""
-    lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan))
-    calls = math.ceil(plan.group[0] / _slots(plan)[0])
+    """Describes the program that processes the first prompts (`rollout/schedule.py`)."""
+    prompts, shape = prefilled_prompts(_slots(plan), plan.group[1]), _slots(plan)
+    if shape[1] < plan.group[1]:  # the sampler pads the prompts to a multiple of the shards
+        prompts += -prompts % prompt_parts(plan.sampling_mesh)
+    lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan, prompts))
+    calls = math.ceil(plan.group[0] / prompts)
     return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), calls, _block_trips(plan))
 
 
@@ -316,7 +320,7 @@ def decode_program(plan: Plan) -> Program:
     graphdef, params, (prompts, group), steps = plan.split[0], plan.sampled, plan.group, plan.widths[1]
     slots, size = _slots(plan)
     rollout = plan.config.rollout
-    made = jax.eval_shape(functools.partial(decoding.prefill, graphdef), params, *_prompt_inputs(plan))
+    made = jax.eval_shape(functools.partial(decoding.prefill, graphdef), params, *_prompt_inputs(plan, slots))
     made = slot_shapes(made, plan.sampling_mesh)
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[-1]
     empty = functools.partial(decoding.empty_rows, size=size, max_tokens=steps, room=steps, key_words=words)

@@ -247,7 +247,9 @@ def _layer_working(work: Work, tokens: int) -> int:
     return tokens * (WORKING_INNER * widths + routed) * work.size + gathered
 
 
-def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None = None) -> Phase:
+def rollout_phase(
+    work: Work, rows: int, slots: int, held: dict[str, int] | None = None, prefilled: int | None = None
+) -> Phase:
     """Estimates the peak of sampling with `rows` concurrent completions and the prompts of `slots` slots.
 
     The peak is the largest of four estimates: the weights while they are laid out for sampling; the forward pass of the
@@ -256,6 +258,7 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
 
     Args:
       held: bytes by component of the arrays that are always held; defaults to the arrays of a trainer.
+      prefilled: number of different prompts in the slots, which one forward pass processes; defaults to `slots`.
     """
     parts, tp = work.rollout_parts or (work.parts, 1)
     rows, slots = -(-rows // parts), -(-slots // parts)
@@ -268,27 +271,24 @@ def rollout_phase(work: Work, rows: int, slots: int, held: dict[str, int] | None
     cast, dequantized, old = _sampled_weights(work), _dequantized(work, backward=False), _room_before(width)
     grown = rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp
     moved = max(grown, cache // 2 + prompt_cache // (1 if slots < rows else 2))  # compaction halves rows or slots
-    forward = _prompt_forward(work, slots)
+    forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts))
+    prefill_weights = max(copy, cast * (work.size < 4)) + _dequantized(work, backward=False, prompts=True)
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
     moments = [
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
         kept | {"cast weights": copy, "completion cache": cache, "cache before growing": moved},
-        kept
-        | {
-            "cast weights": max(copy, cast * (work.size < 4)) + _dequantized(work, backward=False, prompts=True),
-            "prompts": forward,
-        },
+        kept | {"cast weights": prefill_weights, "prompts": forward},
         {"laying out the weights": int(LAID_OUT.get(work.backend, max(LAID_OUT.values())) * copy)},
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
     return Phase("rollout", (_held(work) if held is None else held) | worst)
 
 
-def _prompt_forward(work: Work, slots: int) -> int:
-    """Returns the bytes of the temporaries of the forward pass of `slots` prompts."""
-    width, tokens = work.widths[0], slots * work.widths[0]
-    forward = max(_scores_bytes(work, slots, width, width), WORKING_INNER * tokens * _inner(work.model) * work.size)
+def _prompt_forward(work: Work, prompts: int) -> int:
+    """Returns the bytes of the temporaries of the forward pass of `prompts` prompts."""
+    width, tokens = work.widths[0], prompts * work.widths[0]
+    forward = max(_scores_bytes(work, prompts, width, width), WORKING_INNER * tokens * _inner(work.model) * work.size)
     return forward + tokens * work.model.hidden_size * work.size
 
 

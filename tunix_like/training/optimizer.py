@@ -8,10 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import UserError
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.layer_stack import Segment, with_single_layers, with_stacked_layers
+from tunix_like.models.sharding import param_shapes
+from tunix_like.training.working_weights import stacked_segments
+
+Segments = tuple[Segment, ...] | None
+"""Return type of `moment_segments`."""
 
 
 def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.Schedule:
@@ -45,21 +52,24 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
     return learning_rate
 
 
-def build_optimizer(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
+def build_optimizer(
+    config: OptimizerConfig, total_updates: int | None, stacked: bool = False
+) -> optax.GradientTransformation:
     """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
 
-    Weight decay applies only to arrays of two or more axes. Equal settings return the same object, so that compiled
-    programs are reused. The structure of the state depends only on the parameters, so a resumed run can have another
+    Weight decay applies only to arrays of two or more axes. If `stacked`, layers are stacked (`with_stacked_layers`),
+    and the first axis of their arrays does not count. Equal settings return the same object, so that compiled programs
+    are reused. The structure of the state depends only on the parameters, so a resumed run can have another
     `total_updates`.
 
     Raises:
       UserError: see `build_schedule`.
     """
-    return _adamw(config, None if config.schedule == "constant" else total_updates)
+    return _adamw(config, None if config.schedule == "constant" else total_updates, stacked)
 
 
 @functools.lru_cache(maxsize=32)
-def _adamw(config: OptimizerConfig, total_updates: int | None) -> optax.GradientTransformation:
+def _adamw(config: OptimizerConfig, total_updates: int | None, stacked: bool) -> optax.GradientTransformation:
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
     adamw = optax.adamw(
         build_schedule(config, total_updates),
@@ -67,22 +77,44 @@ def _adamw(config: OptimizerConfig, total_updates: int | None) -> optax.Gradient
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask=_matrices,
+        mask=functools.partial(_matrices, stacked=stacked),
     )
     return optax.chain(clip, adamw)
 
 
-def init_optimizer(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
-    """Initialises the optimizer state. Moments get the shardings of their parameters."""
+def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies_base: bool) -> Segments:
+    """Returns the patterns of layers whose moments are stacked, or None if each layer has its own moments.
+
+    AdamW computes each number alone, so its result does not depend on stacks. Moments of an optax transformation of the
+    user are never stacked, because its result can depend on whole arrays. For `stacked` and `copies_base`, see
+    `stacked_segments`.
+    """
+    return stacked_segments(config, stacked and isinstance(optimizer, OptimizerConfig), copies_base)
+
+
+def init_optimizer(
+    optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
+) -> optax.OptState:
+    """Initialises the optimizer state. Moments get the shardings of their parameters.
+
+    Args:
+      segments: the patterns of layers whose moments are stacked; None: each layer has its own moments.
+    """
+
+    def init(params: optax.Params) -> optax.OptState:
+        return optimizer.init(with_stacked_layers(params, segments))
+
     sharding = jax.tree.leaves(params)[0].sharding
     if not isinstance(sharding, NamedSharding):
-        return jax.device_put(jax.jit(optimizer.init)(params), sharding)  # committed to the device of the parameters
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(optimizer, params))
-    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+        return jax.device_put(jax.jit(init)(params), sharding)  # committed to the device of the parameters
+    return jax.jit(init, out_shardings=_shardings(state_shapes(optimizer, params, segments)))(params)
 
 
-def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
+def state_shapes(
+    optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
+) -> optax.OptState:
     """Returns the state of `init_optimizer` as `jax.ShapeDtypeStruct`s; `params` can be arrays or such structs."""
+    params = params if segments is None else _stacked_shapes(params, segments)
     state = jax.eval_shape(optimizer.init, params)
     first = jax.tree.leaves(params)[0].sharding
     if not isinstance(first, NamedSharding):
@@ -94,10 +126,47 @@ def state_shapes(optimizer: optax.GradientTransformation, params: optax.Params) 
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, shardings)
 
 
+def stack_moments(
+    optimizer: optax.GradientTransformation, state: optax.OptState, params: optax.Params, segments: Segments
+) -> optax.OptState:
+    """Converts a state with moments per layer to the state of `init_optimizer` with `segments`."""
+    if segments is None:
+        return state
+    shardings = _shardings(state_shapes(optimizer, params, segments))
+    return jax.jit(with_stacked_layers, static_argnums=1, out_shardings=shardings)(state, segments)
+
+
+def unstack_moments(
+    optimizer: optax.GradientTransformation, state: optax.OptState, params: optax.Params, segments: Segments
+) -> optax.OptState:
+    """Inverts `stack_moments`. Checkpoints have moments per layer, so that every backend can restore them."""
+    if segments is None:
+        return state
+    shardings = _shardings(state_shapes(optimizer, params))
+    return jax.jit(with_single_layers, static_argnums=1, out_shardings=shardings)(state, segments)
+
+
+def _shardings(shapes: Any) -> Any:
+    """Returns the shardings of shapes; None for shapes without."""
+    return jax.tree.map(lambda shape: shape.sharding, shapes)
+
+
+def _stacked_shapes(params: optax.Params, segments: Segments) -> optax.Params:
+    shapes = jax.eval_shape(lambda tree: with_stacked_layers(tree, segments), params)
+    sharding = jax.tree.leaves(params)[0].sharding
+    if not isinstance(sharding, NamedSharding):
+        return shapes
+    assert isinstance(sharding.mesh, Mesh)
+    return param_shapes(shapes, sharding.mesh)
+
+
 def updates_done(state: optax.OptState) -> int:
     """Returns the number of updates that the optimizer state has counted, without skipped and empty updates."""
     return int(optax.tree.get_all_with_path(state, "count")[0][1])
 
 
-def _matrices(params: optax.Params) -> Any:
-    return jax.tree.map(lambda x: x.ndim >= 2, params)
+def _matrices(params: optax.Params, stacked: bool) -> Any:
+    def is_matrix(path: Any, x: Any) -> bool:
+        return x.ndim - (stacked and path[0] == jax.tree_util.DictKey("layers")) >= 2
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)

@@ -24,6 +24,7 @@ from tunix_like.models.sharding import AXES, check_model, layout_mesh, prompt_pa
 from tunix_like.models.shares import parameter_shapes, share_of
 from tunix_like.training.device import Device, most_that_fits, this_device, too_large, work_of
 from tunix_like.training.memory import Work, rollout_phase
+from tunix_like.training.phases import Phase
 
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
 """Type of `rollout.shapes.slot_shape`, which returns the number of slots (prompts) and of completions per slot."""
@@ -116,8 +117,18 @@ def _needed(
     rows = rollout.max_concurrent_rows
     rows = rows if isinstance(rows, int) else ROWS_PER_DEVICE * mesh.size
     work = with_layout(_rollout_work(model, rollout, mesh, device), model, chosen)
-    slots, _ = slot_shape(rows, USUAL_GROUP, rows, *work.widths)
-    return rollout_phase(work, rows, slots).bytes
+    return rollout_of(work, rows, slot_shape(rows, USUAL_GROUP, rows, *work.widths), USUAL_GROUP).bytes
+
+
+def rollout_of(work: Work, rows: int, shape: tuple[int, int], group: int, held: dict[str, int] | None = None) -> Phase:
+    """Estimates the peak of sampling groups of `group` completions in `shape`, the result of a `SlotShape`."""
+    return rollout_phase(work, rows, shape[0], held, prefilled_prompts(shape, group))
+
+
+def prefilled_prompts(shape: tuple[int, int], group: int) -> int:
+    """Returns the number of different prompts in the slots of `shape`, with `group` completions per prompt."""
+    slots, width = shape
+    return -(-slots // -(-group // width))
 
 
 def _rollout_work(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, device: Device) -> Work:
@@ -162,8 +173,7 @@ def concurrent_rows(
     work = with_layout(_rollout_work(model, rollout, mesh, device), model, sampling_mesh)
 
     def needed(rows: int, held: dict[str, int] | None) -> int:
-        slots, _ = slot_shape(MOST_ROWS, USUAL_GROUP, rows, *work.widths)
-        return rollout_phase(work, rows, slots, held).bytes
+        return rollout_of(work, rows, slot_shape(MOST_ROWS, USUAL_GROUP, rows, *work.widths), USUAL_GROUP, held).bytes
 
     alone, limit = {"weights": work.weights}, device.usable
     for held in (None, alone):

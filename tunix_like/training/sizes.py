@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig
 from tunix_like.errors import UserError
 from tunix_like.training.device import LOWER, Device, most_that_fits, this_device, too_large, work_of
-from tunix_like.training.memory import Work, rollout_phase, update_phases
+from tunix_like.training.memory import Work, update_phases
 from tunix_like.training.phases import Phase, amount
-from tunix_like.training.rollout_layout import SlotShape, concurrent_rows, rollout_mesh, with_layout
+from tunix_like.training.rollout_layout import SlotShape, concurrent_rows, rollout_mesh, rollout_of, with_layout
 
 if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
@@ -205,10 +205,10 @@ def estimate_memory(
         limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh, device))
     for name, prompts, samples in sampled if rollout.engine == "local" else ():
         rows = min(limit, prompts * samples)
-        slots, _ = slot_shape(prompts, samples, rows, *widths)
+        shape = slot_shape(prompts, samples, rows, *widths)
         work = dataclasses.replace(update, filtered=rollout.top_p < 1 or rollout.top_k is not None)
         work = with_layout(work, model, sampling_mesh)
-        phases.append(dataclasses.replace(rollout_phase(work, rows, slots), name=name))
+        phases.append(dataclasses.replace(rollout_of(work, rows, shape, samples), name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:
         single = update_work(training, model, (config.sft.batch_size, 1), widths, False, mesh, device)

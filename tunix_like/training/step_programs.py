@@ -56,7 +56,8 @@ def step_programs(spec: StepSpec, own: ProgramCache | None) -> StepPrograms:
     """
     cache = _SHARED if own is None else own
     leaves, structure = jax.tree.flatten(spec.shardings)
-    key = (spec.graphdef, spec.objective.key(), ById(spec.optimizer), spec.options, tuple(leaves), structure)
+    static = spec.graphdef, spec.objective.key(), ById(spec.optimizer), spec.options, spec.segments
+    key = (*static, tuple(leaves), structure)
     if key not in cache:
         cache[key] = StepPrograms(spec)
     cache.move_to_end(key)

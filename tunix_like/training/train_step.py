@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens
 from tunix_like.algorithms.off_policy import finish_metrics
+from tunix_like.models.layer_stack import Segment, with_single_layers, with_stacked_layers
 from tunix_like.models.lora import join_params
 from tunix_like.training.forward import (
     CHUNKS,
@@ -116,6 +117,8 @@ class StepSpec(NamedTuple):
       optimizer: an optax transformation.
       options: options of the log-probability computation.
       shardings: shardings of the train state on a mesh; None on a single device.
+      segments: the patterns of layers whose moments are stacked in the optimizer state; None: each layer has its own
+        moments. With stacks, the optimizer has one operation per kind of array, which shortens compilation.
     """
 
     graphdef: Any
@@ -123,6 +126,7 @@ class StepSpec(NamedTuple):
     optimizer: optax.GradientTransformation
     options: ForwardOptions
     shardings: TrainState | None = None
+    segments: tuple[Segment, ...] | None = None
 
 
 def step_inputs(
@@ -195,6 +199,8 @@ def gradient(
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
     """Computes the gradient of the loss with respect to `params`, and sums and maxima for the metrics.
 
+    The gradient has the layout of the optimizer's moments (`StepSpec.segments`).
+
     Args:
       sets: number of sets of prompts to process.
       frozen: the model's other parameters, which have no gradient; None if there are none.
@@ -241,7 +247,8 @@ def gradient(
     start = constrain_working(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), working))
     with jax.named_scope(SETS):
         sums, totals = jax.lax.fori_loop(0, sets, one_set, (start, totals))
-    return gradients_of(sums, segments), totals
+    assert spec.segments in (None, segments), "moments are stacked only if the weights of the update are"
+    return gradients_of(sums, segments if spec.segments is None else None), totals
 
 
 def jit_train_step(spec: StepSpec, traced: Callable[[], None] = lambda: None) -> Any:
@@ -281,12 +288,14 @@ def train_step(
     sets = jnp.where(usable, inputs.packed.sets, 0)
     by_token = advantages if advantages.ndim == 3 else advantages[..., None]
     grads, totals = gradient(spec, state.params, inputs, by_token, weights, sets, frozen)
+    state = state._replace(params=with_stacked_layers(state.params, spec.segments))
     updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
     norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)
     empty = ~((weights > 0) & (lengths > 0)).any()
     new = TrainState(optax.apply_updates(state.params, updates), opt_state)
     state = jax.tree.map(functools.partial(jnp.where, usable & ~empty), new, state)
+    state = state._replace(params=with_single_layers(state.params, spec.segments))
     means = {name: total / tokens for name, total in totals["sums"].items()}  # NaN if no tokens; written as null
     metrics = finish_metrics(means)
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}

@@ -31,7 +31,14 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
 from tunix_like.storage.metrics import MetricsLog
 from tunix_like.training.forward import ForwardOptions
-from tunix_like.training.optimizer import build_optimizer, build_schedule, init_optimizer
+from tunix_like.training.optimizer import (
+    build_optimizer,
+    build_schedule,
+    init_optimizer,
+    moment_segments,
+    stack_moments,
+    unstack_moments,
+)
 from tunix_like.training.step_programs import ProgramCache, StepPrograms, step_programs
 from tunix_like.training.train_step import StepObjective, StepSpec, TrainState
 
@@ -157,12 +164,14 @@ class Trainer(abc.ABC):
         """
 
     def to_save(self) -> Any:
-        """Returns the pytree of a checkpoint."""
-        return {"params": self.state.params, "opt_state": self.state.opt_state}
+        """Returns the pytree of a checkpoint. It has an entry per layer on every backend."""
+        params, moments = self.state
+        return {"params": params, "opt_state": unstack_moments(self._optimizer, moments, params, self._segments)}
 
     def restore(self, saved: Any, step: int) -> None:
         """Restores the state after `step` from the pytree that `to_save` returned."""
-        self.state = TrainState(saved["params"], saved["opt_state"])
+        params, moments = saved["params"], saved["opt_state"]
+        self.state = TrainState(params, stack_moments(self._optimizer, moments, params, self._segments))
 
     def cut(self, step: int) -> None:  # noqa: B027 (some trainers have no such files)
         """Removes the trainer's own files of steps after `step`, because the run will repeat them (-1: all steps)."""
@@ -190,15 +199,20 @@ class Trainer(abc.ABC):
           optimizer: an `OptimizerConfig` or an optax transformation.
         """
         shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
+        copies_base = self.mesh is None and bool(self.frozen)
+        self._segments = moment_segments(self.model.config, optimizer, options.stacked, copies_base)
         self.rate_follows_total = False
         if isinstance(optimizer, OptimizerConfig):
             self.rate_follows_total = optimizer.schedule != "constant"
             updates = None if self.total is None else self.total * updates_per_step
             self.schedule = build_schedule(optimizer, updates)
-            optimizer = build_optimizer(optimizer, updates)
+            optimizer = build_optimizer(optimizer, updates, self._segments is not None)
+        self._optimizer = optimizer
         if self.state.opt_state is None:
-            self.state = self.state._replace(opt_state=init_optimizer(optimizer, self.state.params))
-        spec = StepSpec(self.graphdef, objective, optimizer, options, shardings_of(self.state, self.mesh))
+            moments = init_optimizer(optimizer, self.state.params, self._segments)
+            self.state = self.state._replace(opt_state=moments)
+        shardings = shardings_of(self.state, self.mesh)
+        spec = StepSpec(self.graphdef, objective, optimizer, options, shardings, self._segments)
         self.programs = step_programs(spec, None if shared else self._own_programs)
 
     def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:

@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
 from tunix_like.models.lora import join_params
@@ -47,12 +48,11 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     """Builds `WorkingWeights` from trained parameters (`params`) and frozen parameters.
 
     Args:
-      stacked: whether layers of equal kinds are stacked. A frozen base on a single device is never stacked, because the
-        stack would be a copy as large as the base.
+      stacked: see `stacked_segments`.
     """
     model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
-    copies_base = bool(frozen) and jax.sharding.get_abstract_mesh().empty
-    segments = segments_of(model.config) if stacked and not copies_base else None
+    alone = jax.sharding.get_abstract_mesh().empty
+    segments = stacked_segments(model.config, stacked, bool(frozen) and alone)
     trained, fixed = (_prepared(part, model, segments) for part in (params, frozen))
     whole = join_params(trained, fixed)
     model.segments = segments
@@ -63,8 +63,23 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     return WorkingWeights(nnx.split(model)[0], trained, fixed, segments)
 
 
+def stacked_segments(config: DecoderConfig, stacked: bool, copies_base: bool) -> tuple[Segment, ...] | None:
+    """Returns the patterns of layers that an update stacks, or None.
+
+    Args:
+      stacked: whether layers of equal kinds are stacked.
+      copies_base: whether the model has a frozen base on a single device. This base is never stacked, because the stack
+        would be a copy as large as the base.
+    """
+    return segments_of(config) if stacked and not copies_base else None
+
+
 def gradients_of(sums: Params, segments: tuple[Segment, ...] | None) -> Params:
-    """Converts sums of gradients of `WorkingWeights.trained` to gradients of the parameters."""
+    """Converts sums of gradients of `WorkingWeights.trained` to gradients of the parameters.
+
+    Args:
+      segments: the patterns whose gradients are unstacked; None leaves the layers as they are.
+    """
     grads = dict(sums)
     if (output := grads.pop("output_matrix", None)) is not None:
         embedding = grads["embed_tokens"]["embedding"]

@@ -1,0 +1,125 @@
+"""Moments of stacked layers: the same updates as with moments per layer, and the same checkpoints."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.parameters import others_slow
+from tunix_like.config.schema import LoraConfig, MeshConfig, OptimizerConfig
+from tunix_like.models.layer_stack import segments_of
+from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.sharding import build_mesh, place_params, scope, shardings_of
+from tunix_like.training import arguments
+from tunix_like.training.optimizer import (
+    build_optimizer,
+    init_optimizer,
+    moment_segments,
+    stack_moments,
+    state_shapes,
+    unstack_moments,
+)
+from tunix_like.training.train_step import StepSpec, TrainState, jit_train_step
+
+from .repeated_prompts import PLAIN, WHOLE, data_of, make_model, make_objective
+from .small_learner import ROWS, make
+from .test_working_weights import MODELS, assert_equal_trees
+
+CONFIG = OptimizerConfig(learning_rate=0.01, weight_decay=0.5, max_grad_norm=0.1, warmup_steps=0)
+
+
+def state_after(graphdef, params, frozen, segments, steps=3, mesh=None):
+    """Returns the state after some updates, with moments per layer, and the metrics of the last update."""
+    optimizer = build_optimizer(CONFIG, None, segments is not None)
+    state = TrainState(jax.tree.map(jnp.copy, params), init_optimizer(optimizer, params, segments))
+    options = PLAIN._replace(stacked=True)
+    shardings = shardings_of(state, mesh)
+    step = jit_train_step(StepSpec(graphdef, make_objective(), optimizer, options, shardings, segments))
+    with scope(mesh):
+        for _ in range(steps):
+            state, metrics, _ = step(state, data_of(WHOLE), frozen)
+    if mesh is not None:
+        assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    moments = unstack_moments(optimizer, state.opt_state, state.params, segments)
+    return TrainState(state.params, moments), metrics
+
+
+@pytest.mark.parametrize("name", others_slow(MODELS, "windows in a pattern"))
+def test_the_same_updates(name):
+    """Weights, moments and metrics after updates with clipping and weight decay. Decay would shrink the norms' weights
+    if the first axis of a stack counted as an axis of the weights."""
+    graphdef, params = make_model(**MODELS[name])
+    segments = segments_of(nnx.merge(graphdef, params).config)
+    (expected, metrics), (found, others) = (state_after(graphdef, params, {}, value) for value in (None, segments))
+    assert_equal_trees(found, expected)
+    assert float(metrics["update/skipped"]) == 0 and float(others["grad_norm"]) == pytest.approx(metrics["grad_norm"])
+
+
+def test_the_same_updates_of_adapters():
+    graphdef, params = make_model(num_layers=3)
+    model = add_lora(nnx.merge(graphdef, params), LoraConfig(rank=2, targets=["q_proj", "down_proj"]))
+    graphdef, state = nnx.split(model)
+    mesh = build_mesh(MeshConfig())
+    trained, frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
+    choices = None, segments_of(model.config)
+    assert_equal_trees(*(state_after(graphdef, trained, frozen, segments, mesh=mesh)[0] for segments in choices))
+
+
+@pytest.mark.parametrize("name", others_slow(MODELS, "windows in a pattern"))
+def test_stacks_are_sharded_like_their_layers(name):
+    """On a mesh, the updated weights and moments keep their shardings, and shapes without arrays have the same."""
+    mesh = build_mesh(MeshConfig(shape=[4, 2]))
+    graphdef, params = make_model(**MODELS[name] | {"vocab_size": 20})
+    segments = segments_of(nnx.merge(graphdef, params).config)
+    placed = place_params(params, mesh)
+    found, expected = (state_after(graphdef, placed, {}, value, 2, mesh)[0] for value in (segments, None))
+    assert_equal_trees(found, expected)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, expected)
+    optimizer = build_optimizer(CONFIG, None, True)
+    shapes = state_shapes(optimizer, placed, segments)
+    state = init_optimizer(optimizer, placed, segments)
+    for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True):
+        assert shape.shape == array.shape and shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
+def test_there_and_back():
+    graphdef, params = make_model(**MODELS["experts after a plain layer"])
+    segments = segments_of(nnx.merge(graphdef, params).config)
+    optimizer = build_optimizer(CONFIG, None, True)
+    state = init_optimizer(optimizer, params, segments)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
+    single = unstack_moments(optimizer, state, params, segments)
+    assert jax.tree.structure(single) == jax.tree.structure(build_optimizer(CONFIG, None).init(params))
+    jax.tree.map(np.testing.assert_array_equal, stack_moments(optimizer, single, params, segments), state)
+
+
+def test_which_moments_are_stacked():
+    graphdef, params = make_model(num_layers=3)
+    config = nnx.merge(graphdef, params).config
+    assert moment_segments(config, CONFIG, True, False) == segments_of(config)
+    assert moment_segments(config, CONFIG, False, False) is None, "on the CPU"
+    assert moment_segments(config, CONFIG, True, True) is None, "a frozen base on one device"
+    assert moment_segments(config, optax.adamw(0.1), True, False) is None, "an optimizer of the user"
+
+
+def test_a_run_continues_with_the_other_layout(tmp_path, monkeypatch):
+    """A checkpoint does not depend on the layout: a run with stacked moments is resumed without and the reverse."""
+    chosen = arguments.likelihood_options
+
+    def train(folder, steps: int, stacked: bool):
+        options = functools.partial(lambda *given: chosen(*given)._replace(stacked=stacked))
+        monkeypatch.setattr(arguments, "likelihood_options", options)
+        learner = make(max_steps=steps, output_dir=str(tmp_path / folder), checkpoint_every_n_steps=1)
+        learner.train(ROWS, batch_size=2)
+        return learner.params
+
+    plain = train("plain", 4, False)
+    for folder, order in (("first", (True, False)), ("then", (False, True)), ("stacked", (True, True))):
+        train(folder, 2, order[0])
+        assert_equal_trees(train(folder, 4, order[1]), plain)
+    jax.tree.map(np.testing.assert_array_equal, train("whole", 4, True), train("stacked", 4, True))
