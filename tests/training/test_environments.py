@@ -52,6 +52,7 @@ def ended(completion: str) -> bool:
     return len(completion) < 48 or completion[-1] in "abcdefgh"
 
 
+@pytest.mark.slow
 def test_a_trajectory_of_one_turn_is_a_completion_with_a_reward():
     """To the bit: the same weights after two steps, from an environment and from a function."""
 
@@ -181,6 +182,7 @@ def test_a_service_that_some_trajectories_lose_is_counted(monkeypatch):
     assert all(row["train/turns/unavailable_frac"] == row["train/reward/error_frac"] < 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_stops_the_run(monkeypatch):
     """Also if it fails for some trajectories only, unless a call that was too long may be the cause."""
     monkeypatch.setattr(Away, "error", EnvironmentMisconfigured)

@@ -220,6 +220,7 @@ def test_metric_functions():
     assert 0 < row["train/mine/longest"] <= 4 * len("<unk>") and row["train/mine/shortest"] == 1
 
 
+@pytest.mark.slow
 def test_where_the_time_goes(tmp_path, monkeypatch):
     """Shares of useful work from the lengths, the split of the time, what was compiled, a trace; shares of the device's
     peak where it is known."""

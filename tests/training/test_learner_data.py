@@ -169,6 +169,7 @@ def test_a_tokenizer_of_transformers(tmp_path):
         MaxRLLearner(model=make_model(), tokenizer=object(), **arguments)
 
 
+@pytest.mark.slow
 def test_held_out_prompts_among_the_training_prompts_are_warned_of(caplog):
     settings = {"max_steps": 1, "eval_config": EvalConfig(samples=1, batch_size=8)}
     make(**settings).train(ROWS, [ROWS[1], ROWS[3], reverse_text.record("zzz")], batch_size=4)

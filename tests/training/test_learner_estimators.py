@@ -143,6 +143,7 @@ SOURCES_OF_ROWS = {
 }
 
 
+@pytest.mark.slow
 def test_every_source_has_its_own_estimator(tmp_path):
     """One batch, one compiled step: each group's advantages are its source's estimator's, the rest the run's own."""
     names = ["hard", "white", "easy", None, "white", "unnamed", "hard", "easy"]

@@ -411,7 +411,7 @@ def test_rows_take_what_fits(memory):
     rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
     work = changed(prompts=1, group=1, reference=True)
     in_pairs = lambda prompts, size, rows, *widths: (-(-rows // 2), 2)  # noqa: E731
-    need = lambda rows, held=None: rollout_phase(work, rows, -(-rows // 2), held).bytes  # noqa: E731
+    need = lambda rows, held=None: rollout_phase(work, rows, -(-rows // 2), held, -(-rows // 8)).bytes  # noqa: E731
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):
         memory(need(rows) + 1)

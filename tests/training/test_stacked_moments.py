@@ -32,7 +32,7 @@ from .test_working_weights import MODELS, assert_equal_trees
 CONFIG = OptimizerConfig(learning_rate=0.01, weight_decay=0.5, max_grad_norm=0.1, warmup_steps=0)
 
 
-def state_after(graphdef, params, frozen, segments, steps=3, mesh=None):
+def state_after(graphdef, params, frozen, segments, steps=2, mesh=None):
     """Returns the state after some updates, with moments per layer, and the metrics of the last update."""
     optimizer = build_optimizer(CONFIG, None, segments is not None)
     state = TrainState(jax.tree.map(jnp.copy, params), init_optimizer(optimizer, params, segments))
@@ -48,7 +48,7 @@ def state_after(graphdef, params, frozen, segments, steps=3, mesh=None):
     return TrainState(state.params, moments), metrics
 
 
-@pytest.mark.parametrize("name", others_slow(MODELS, "windows in a pattern"))
+@pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
 def test_the_same_updates(name):
     """Weights, moments and metrics after updates with clipping and weight decay. Decay would shrink the norms' weights
     if the first axis of a stack counted as an axis of the weights."""
@@ -59,6 +59,7 @@ def test_the_same_updates(name):
     assert float(metrics["update/skipped"]) == 0 and float(others["grad_norm"]) == pytest.approx(metrics["grad_norm"])
 
 
+@pytest.mark.slow
 def test_the_same_updates_of_adapters():
     graphdef, params = make_model(num_layers=3)
     model = add_lora(nnx.merge(graphdef, params), LoraConfig(rank=2, targets=["q_proj", "down_proj"]))
@@ -69,14 +70,15 @@ def test_the_same_updates_of_adapters():
     assert_equal_trees(*(state_after(graphdef, trained, frozen, segments, mesh=mesh)[0] for segments in choices))
 
 
-@pytest.mark.parametrize("name", others_slow(MODELS, "windows in a pattern"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_stacks_are_sharded_like_their_layers(name):
     """On a mesh, the updated weights and moments keep their shardings, and shapes without arrays have the same."""
     mesh = build_mesh(MeshConfig(shape=[4, 2]))
     graphdef, params = make_model(**MODELS[name] | {"vocab_size": 20})
     segments = segments_of(nnx.merge(graphdef, params).config)
     placed = place_params(params, mesh)
-    found, expected = (state_after(graphdef, placed, {}, value, 2, mesh)[0] for value in (segments, None))
+    found, expected = (state_after(graphdef, placed, {}, value, mesh=mesh)[0] for value in (segments, None))
     assert_equal_trees(found, expected)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, expected)
     optimizer = build_optimizer(CONFIG, None, True)
@@ -107,6 +109,7 @@ def test_which_moments_are_stacked():
     assert moment_segments(config, optax.adamw(0.1), True, False) is None, "an optimizer of the user"
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_the_other_layout(tmp_path, monkeypatch):
     """A checkpoint does not depend on the layout: a run with stacked moments is resumed without and the reverse."""
     chosen = arguments.likelihood_options

@@ -212,10 +212,10 @@ SPARSE = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]], np.float32)
     ("name", "live"),
     [
         ("grpo", [4, 4, 0]),
-        ("maxrl", [4, 4, 0]),
+        pytest.param("maxrl", [4, 4, 0], marks=pytest.mark.slow),
         ("maxpo", [4, 0, 0]),  # with two or three successes of four, one in every pair of others: no signal
-        ("pkpo", [1, 3, 0]),  # what fails adds nothing to a maximum
-        ("passk", [4, 0, 0]),
+        pytest.param("pkpo", [1, 3, 0], marks=pytest.mark.slow),  # what fails adds nothing to a maximum
+        pytest.param("passk", [4, 0, 0], marks=pytest.mark.slow),
     ],
 )
 def test_what_has_no_signal_can_be_left_out(name, live):

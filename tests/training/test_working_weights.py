@@ -69,6 +69,7 @@ def test_stacked_layers_have_the_same_logprobs():
     np.testing.assert_allclose(*values, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_on_stacked_layers_have_the_same_gradient():
     graphdef, params = make_model(num_layers=3)
     adapted = add_lora(nnx.merge(graphdef, params), LoraConfig(rank=2, targets=["q_proj", "down_proj"]))

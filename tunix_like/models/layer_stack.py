@@ -51,6 +51,11 @@ def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
+def longest_period(config: DecoderConfig) -> int:
+    """Returns the number of layers in the longest repeated pattern of a model."""
+    return max(segment.period for segment in segments_of(config))
+
+
 def single_segments(layers: int) -> tuple[Segment, ...]:
     """Returns `layers` segments of one layer each."""
     return tuple(Segment(index, 1, 1) for index in range(layers))

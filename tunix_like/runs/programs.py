@@ -73,7 +73,7 @@ class Program:
       calls: number of times that the program runs in a training step.
       trips: number of iterations of each loop that depends on the inputs of the program, for completions of full
         length.
-      estimate: the phase with the highest memory as estimated by `memory.py`; None if no phase belongs to the program.
+      estimate: the memory of the program as estimated by `memory.py`; None if there is no estimate.
       token_loop: name of the loop that samples one token per row in each iteration; None if the program has none.
     """
 
@@ -330,7 +330,9 @@ def decode_program(plan: Plan) -> Program:
     lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
     operations = forward_operations(plan.model.config, *plan.lengths) - _prompt_operations(plan)
     trips = {decoding.TOKENS: float(steps * math.ceil(prompts * group / (slots * size)))}
-    phase = plan.phase("rollout")
+    rollout_phase = plan.phase("rollout")
+    weights = {} if plan.lays_out else {"weights": rollout_phase.parts["weights"]}
+    phase = Phase("decode", weights | rollout_phase.decode)
     return Program("decode", lower, plan.sampling_mesh, operations, 1, trips, phase, decoding.TOKENS)
 
 

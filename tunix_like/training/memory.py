@@ -19,6 +19,7 @@ from tunix_like.models.attention_blocked import BLOCK
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.counts import layer_count
 from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.layer_stack import longest_period
 from tunix_like.models.shares import Share
 from tunix_like.training.packing import choose_layout
 from tunix_like.training.phases import Phase
@@ -40,12 +41,10 @@ per token, and all scores). On other backends, a layer saves only its input (`_w
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
 """Number of float32 arrays `[heads, queries, keys]` that a layer saves. Plain attention saves the exponentials. Their
 measured size is 1.21 times the size of the scores for 96 keys, and 1.03 times for 1056 keys. Blocked attention saves no
-such arrays. However, if all keys are in one block, there is no loop over blocks, and XLA on the CPU keeps the arrays
-instead of recomputing them."""
+such arrays, except on the CPU if all keys are in one block: without a loop over blocks, XLA keeps the arrays."""
 
 WORKING_SCORES = 2
-"""Number of arrays `[heads, queries, keys]` during attention or its backward pass. The arrays of the layer's MLP are
-already freed at that time."""
+"""Number of arrays `[heads, queries, keys]` during attention or its backward pass, with the MLP's arrays freed."""
 
 LANE_COPIES = 4
 """Number of copies of a prompt's keys and values per lane and layer: the gathered arrays, their gradient, and both in
@@ -62,11 +61,11 @@ row per token and chosen expert. Measured by compiling the update of Qwen3-30B-A
 GRADIENT_COPIES = 2
 """Number of arrays of the size of the weights while chunks are processed: the gradient sum and a chunk's gradient."""
 
-ALLOCATED = {"tpu": 1.95, "gpu": 1.25}
+ALLOCATED = {"tpu": 1.95, "gpu": 1.2}
 """Ratio of allocated to counted bytes for the temporaries of an update with stacked and recomputed layers. XLA
 allocates more than this module counts. Fitted to compiled programs (jax 0.10.2, libtpu 0.0.42.1): Qwen3-1.7B with 4 and
-28 layers and chunks of 8 and 16 completions per device for v5e-8; Qwen3-1.7B, Llama-3.2-1B and SmolLM2-360M for eight
-H200s. `tests/training/test_memory.py` has the measured bytes."""
+28 layers and chunks of 8 and 16 completions per device for v5e-8; `examples/gsm8k` for one and eight H200s.
+`tests/training/test_memory.py` has some of the measured bytes."""
 
 LANES = 128
 """XLA:TPU pads the last axis of an array to a multiple of this number, e.g. keys and values with heads of size 64."""
@@ -236,15 +235,15 @@ def _in_compute_dtype(work: Work, share: Share) -> int:
 
 def _layer_working(work: Work, tokens: int) -> int:
     """Returns the bytes of the temporaries of one layer's recomputation and backward pass with an attention kernel.
-
-    With several shards, the temporaries include the gathered matrices of the layer and their gradient.
-    """
-    model = work.model
+    With several shards, they include the gathered matrices of the layer and their gradient."""
+    model, parts = work.model, work.parts
     widths = _inner(model) + model.hidden_size + model.num_heads * model.head_dim
     routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
-    layer = layer_count(model) if work.parts > 1 else 0
+    layer = layer_count(model) if parts > 1 else 0
     gathered = layer * work.size * (1 if work.adapters else 2)
-    return tokens * (WORKING_INNER * widths + routed) * work.size + gathered
+    # XLA:GPU recomputes layers of a pattern early, during collectives (measured: half of the six layers of Gemma 3).
+    layers = max(1, longest_period(model) // 2) if work.backend == "gpu" and parts > 1 else 1
+    return layers * (tokens * (WORKING_INNER * widths + routed) * work.size + gathered)
 
 
 def rollout_phase(
@@ -282,7 +281,7 @@ def rollout_phase(
         {"laying out the weights": int(LAID_OUT.get(work.backend, max(LAID_OUT.values())) * copy)},
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
-    return Phase("rollout", (_held(work) if held is None else held) | worst)
+    return Phase("rollout", (_held(work) if held is None else held) | worst, moments[0])
 
 
 def _prompt_forward(work: Work, prompts: int) -> int:

@@ -10,10 +10,15 @@ OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The peak of a phase: bytes by component, on one device."""
+    """The peak of a phase: bytes by component, on one device.
+
+    Attributes:
+      decode: the components of a decode step that are not held all the time; empty if the phase does not sample.
+    """
 
     name: str
     parts: dict[str, int]
+    decode: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def bytes(self) -> int:

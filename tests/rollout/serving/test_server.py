@@ -306,7 +306,7 @@ def slow(letters, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_client_that_disconnects_frees_its_rows(slow, stream):
     with slow(rows=2) as (url, server):
         before = server.hub.metrics.generated_tokens
