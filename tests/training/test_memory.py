@@ -227,7 +227,7 @@ def test_the_samplers_copy_of_the_weights_is_held_while_sampling(backend, compil
     v5e and in a decode step on H200."""
     work = accelerated(backend)
     copy = Share(2 * parameter_count(work.model), 0, 0, 151936 * 2048, ())
-    phase = rollout_phase(dataclasses.replace(work, rollout_share=copy, rollout_parts=(8, 1)), 128, 128, {})
+    phase = rollout_phase(dataclasses.replace(work, rollout_share=copy, rollout_parts=(8, 1)), 128, 128, {}, 8)
     assert phase.bytes == pytest.approx(compiled * 1e9, rel=0.15)
 
 
@@ -259,9 +259,6 @@ def test_an_accelerator_turns_one_matrix_back_at_a_time():
     parts = {backend: update_phases(work, 1)[0].parts["cast weights"] for backend, work in on.items()}
     tied = 4 * 256 * 64
     assert parts["gpu"] == 8 * 256 * 1536 + tied < parts["cpu"] / 10
-    rollout = {backend: rollout_phase(dataclasses.replace(work, backend=backend), 4, 4) for backend in ("gpu", "tpu")}
-    assert rollout["gpu"].parts["cast weights"] >= 8 * sum(work.share.quantized), "all at once for the prompts"
-    assert rollout["gpu"].bytes > rollout["tpu"].bytes + 7 * sum(work.share.quantized)
 
 
 def test_the_first_cache_is_the_samplers():
@@ -397,6 +394,14 @@ SPARSE = dict(
 def test_the_update_of_an_accelerator_by_its_compiler(work, size, compiled):
     """Against the GB that XLA:TPU and XLA:GPU allocated for these shapes."""
     assert update_phases(work, size)[0].bytes == pytest.approx(compiled * 1e9, rel=0.08)
+
+
+@pytest.mark.parametrize(("changes", "prompts", "compiled"), [({}, 64, 8.5), (LLAMA, 512, 5.63)])
+def test_the_prompts_of_a_gpu(changes, prompts, compiled):
+    """GB of the temporaries of Qwen3-1.7B's and Llama-3.2-1B's prompts on a H200, without keys and values."""
+    work = dataclasses.replace(accelerated("gpu", **changes), rollout_parts=(8, 1))
+    phase = rollout_phase(work, 8, prompts, {}, prompts)
+    assert phase.parts["prompts"] == pytest.approx(compiled * 1e9 * prompts / 512, rel=0.15)
 
 
 def test_a_chunk_on_a_cpu(memory):
