@@ -24,7 +24,7 @@ _OF_AN_ESTIMATOR = ("advantage_estimator", "k", "truncation_order", "ddof")
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The keys of an entry that belong neither to the `data` section nor to the `algorithm` section."""
+    """The keys of an entry of `data.sources` that are keys neither of the section `data` nor of `algorithm`."""
 
     section = "data"
     label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")

@@ -43,8 +43,9 @@ class Layout(NamedTuple):
 class Packed(NamedTuple):
     """The position of each completion in `M` sets of `C` chunks. The first `chunks[m]` chunks of set `m` are used.
 
-    Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch. `lane` is the
-    index of each lane's prompt in its set; it is None if `Layout.own_lanes` is True. `start` is the first position of a
+    Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch. A lane
+    consists of the bins of one prompt. `lane` has, for each lane, the index of this prompt in the set; it is None if
+    `Layout.own_lanes` is True. `start` is the first position of a
     completion in its bin. Axis `r` has the completions of a bin. Unused entries have length 0.
     """
 

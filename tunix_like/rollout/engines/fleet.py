@@ -116,8 +116,8 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server of a group. If this server is not usable, assigns the usable server with the fewest
-        requests to the group."""
+        """Returns the server of a group. If this server is not usable, the group is assigned to the usable
+        server that has the fewest requests."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)

@@ -69,8 +69,8 @@ class Server:
         """Checks version, routes, length limit and tokenizer of the server.
 
         Args:
-          least_length: smallest maximum length, in tokens, that the server must support. It is the sum of the maximum
-            lengths of prompt and completion.
+          least_length: the server must accept sequences of this many tokens: the sum of the maximum lengths of
+            prompt and completion.
           text, tokens: a text and its token ids.
 
         Raises:
