@@ -100,14 +100,18 @@ def init_optimizer(
     Args:
       segments: the patterns of layers whose moments are stacked; None: each layer has its own moments.
     """
-
-    def init(params: optax.Params) -> optax.OptState:
-        return optimizer.init(with_stacked_layers(params, segments))
-
+    # A function of the module, because a function that is defined here would be compiled in each call.
+    compiled = functools.partial(jax.jit, _init, static_argnums=(0, 2))
     sharding = jax.tree.leaves(params)[0].sharding
     if not isinstance(sharding, NamedSharding):
-        return jax.device_put(jax.jit(init)(params), sharding)  # committed to the device of the parameters
-    return jax.jit(init, out_shardings=_shardings(state_shapes(optimizer, params, segments)))(params)
+        state = compiled()(optimizer, params, segments)
+        return jax.device_put(state, sharding)  # committed to the device of the parameters
+    shardings = _shardings(state_shapes(optimizer, params, segments))
+    return compiled(out_shardings=shardings)(optimizer, params, segments)
+
+
+def _init(optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments) -> optax.OptState:
+    return optimizer.init(with_stacked_layers(params, segments))
 
 
 def state_shapes(
