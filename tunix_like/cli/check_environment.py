@@ -308,7 +308,10 @@ def _causes(each: Tried) -> dict[str, np.ndarray]:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Describes the first timeout and the first error of each kind of script, but lists each reason only once."""
+    """Returns a line for the first timeout and a line for the first error in the episodes of each `Tried`.
+
+    If several of these failures have the same reason, only the first of their lines is returned.
+    """
     lines: dict[str, str] = {}
     for each in tried:
         for name, rows in _causes(each).items():

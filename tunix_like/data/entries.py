@@ -24,7 +24,8 @@ _OF_AN_ESTIMATOR = ("advantage_estimator", "k", "truncation_order", "ddof")
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """The keys of an entry of `data.sources` that are keys neither of the section `data` nor of `algorithm`."""
+    """The keys `label` and `weight` of an entry of `data.sources`. The other keys of an entry are keys of the sections
+    `data` and `algorithm`."""
 
     section = "data"
     label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")

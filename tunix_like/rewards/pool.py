@@ -164,7 +164,14 @@ class Pool:
     def score_groups(
         self, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
-        """Scores `count` completions with the function at `place`."""
+        """Scores `count` completions with one function of the pool, in one call per group.
+
+        Args:
+          place: where the workers import the function from: `FILE.py:NAME` or `MODULE:NAME`; one of `self.places`.
+          name: name of the function in messages.
+          arguments: the arguments of the function by name; each is a sequence with one item per completion.
+          group_size: number of consecutive completions per call.
+        """
         batch = _Batch(self, place, name, arguments, count)
         groups = deque(_Call(range(i, min(i + group_size, count))) for i in range(0, count, group_size))
         try:

@@ -158,9 +158,9 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def step(self, number: int) -> dict[str, Any] | None:
-        """Runs step `number` (from 1). Returns its metrics without the prefix `name`, or None if the data is exhausted.
+        """Runs step `number` (from 1). Returns its metrics, or None if the data is exhausted.
 
-        Metrics are numbers and lists of numbers.
+        Metrics are numbers and lists of numbers. Their names do not have the prefix `self.name`, which the caller adds.
         """
 
     def to_save(self) -> Any:
