@@ -228,8 +228,8 @@ class Responder(Protocol):
         """Returns the replies that are ready and were not returned before.
 
         Args:
-          wait: whether to wait if no reply is ready. If `lockstep` is True, the call waits for the replies to all turns;
-            otherwise, for one reply.
+          wait: whether to wait if no reply is ready. If `lockstep` is True, the call waits for the replies to all
+            turns; otherwise, for one reply.
         """
 
 

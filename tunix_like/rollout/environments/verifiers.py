@@ -168,8 +168,7 @@ class VerifiersEnvironments:
             self._expire()
 
     def _start(self) -> None:
-        """Starts queued episodes, as long as fewer than `workers` of the started episodes still wait to send their first
-        request."""
+        """Starts queued episodes while fewer than `workers` started episodes have not yet sent their first request."""
         while self._waiting and len(self._starting) < self.workers:
             if self._process is None:
                 self._process = VerifiersProcess(self.settings)
