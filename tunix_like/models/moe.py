@@ -85,7 +85,7 @@ class MixtureOfExperts(nnx.Module):
         return mixed.astype(x.dtype).reshape(x.shape)
 
     def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Returns the weights (float32) and indices of the k selected experts of each token (`Experts.normalised`)."""
+        """Returns the weights (float32) and indices of the k selected experts of each token."""
         logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
         if self.numbers.normalised:

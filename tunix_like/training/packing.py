@@ -45,8 +45,8 @@ class Packed(NamedTuple):
 
     Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch. A lane
     consists of the bins of one prompt. `lane` has, for each lane, the index of this prompt in the set; it is None if
-    `Layout.own_lanes` is True. `start` is the first position of a completion in its bin. Axis `r` has the completions
-    of a bin. Unused entries have length 0.
+    `Layout.own_lanes` is True. `start` is the first position of a completion in its bin. The last axis, `r`, runs
+    over the completions of a bin. Unused entries have length 0.
     """
 
     sets: Int[AnyArray, ""]

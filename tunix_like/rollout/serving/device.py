@@ -128,8 +128,8 @@ class Slots:
         return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
-        """Starts completions, given as `(slot, job, sample)`. All their prompts must be results of one prefill, and the
-        caches must be wide enough."""
+        """Starts completions, given as `(slot, job, sample)`. All their prompts must have been processed by one call of
+        `prefill`, and the caches must have room for the completions."""
         if not places:
             return
         starts = no_starts(self.count)
