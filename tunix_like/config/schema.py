@@ -38,17 +38,19 @@ class ModelConfig(Checked):
     )
     param_dtype: str = key(
         "float32",
-        doc="dtype of the weights; trained weights need float32; frozen weights (lora.rank) do not",
+        doc="dtype of the weights; trained weights need float32; frozen weights (with lora.rank) may be bfloat16",
         choices=("float32", "bfloat16"),
     )
     attention: str = key(
         "auto",
-        doc="plain: all scores in one array; blocked: less memory; cudnn (NVIDIA, bfloat16), splash (TPU): kernel of "
-        "the device; auto: the kernel if there is one, else plain or blocked by the size of the input",
+        doc="plain: all scores in one array; blocked: scores in blocks, less memory; cudnn: kernel for NVIDIA with "
+        "bfloat16; splash: kernel for TPU; auto: the kernel of the device if there is one, else plain for small inputs "
+        "and blocked for large inputs",
         choices=ATTENTIONS,
     )
     quantize: str | None = key(
-        doc="store the projections of the frozen base in 8 or 4 bits; training needs lora.rank (unset: param_dtype)",
+        doc="store the projections of the frozen base model in 8 or 4 bits; training then needs lora.rank; unset: "
+        "store them in param_dtype",
         choices=QUANTIZATIONS,
     )
 
@@ -63,8 +65,8 @@ class LoraConfig(Checked):
     )
     alpha: float | None = key(doc="adapters are scaled by alpha / rank (unset: alpha = rank)", above=0)
     targets: list[str] | None = key(
-        doc="projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all; "
-        "for a mixture-of-experts model, the first four"
+        doc="projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all "
+        "seven (mixture-of-experts model: the first four)"
     )
 
     def __post_init__(self) -> None:
@@ -89,15 +91,16 @@ class DataConfig(Checked):
         "advantage_estimator, k, truncation_order, ddof for the groups of this source"
     )
     path: str | None = key(
-        doc="local file or folder, or hub dataset id, for sources that read one; verifiers: id of the environment, or "
-        "FILE.py"
+        doc="local file or folder, or hub dataset id, for sources that read files; verifiers: id of the environment, "
+        "or FILE.py"
     )
     arguments: dict[str, Any] | None = key(
         doc="verifiers: configuration of the environment in its own form, e.g. {taskset: {split: train}, agent: "
         "{harness: {id: my_harness}}}"
     )
     eval_arguments: dict[str, Any] | None = key(
-        doc="verifiers: arguments of the taskset for the held-out rows, e.g. {split: test}; unset: its last tasks"
+        doc="verifiers: arguments of the taskset for the held-out rows, e.g. {split: test}; unset: the "
+        "last tasks of the training taskset"
     )
     split: str = key("train", doc="split to train on")
     eval_split: str = key("test", doc="split to evaluate on")
@@ -107,18 +110,18 @@ class DataConfig(Checked):
     )
     system_prompt: str | None = key(doc="system message; implies the chat template", blank=True)
     apply_chat_template: bool | None = key(
-        doc="wrap the prompt as a user message; unset: only with a system prompt or rows that contain messages"
+        doc="wrap the prompt as a user message; unset: only if there is a system prompt or the rows contain messages"
     )
     chat_template_args: dict[str, Any] | None = key(
         doc="variables for the chat template, e.g. {enable_thinking: false}"
     )
     batch_size: int = key(8, doc="prompts per training step", at_least=1)
     shuffle: bool = key(True, doc="shuffle the data anew in every epoch, seeded by training.seed")
-    seed: int = key(0, doc="sources that generate their rows: seed of the rows", at_least=0)
+    seed: int = key(0, doc="seed of the rows, for sources that generate rows", at_least=0)
     overlong_prompts: str = key(
         "skip",
-        doc="training and evaluation prompts that are empty or longer than rollout.max_prompt_length: skip and count "
-        "them, or raise an error",
+        doc="for training and evaluation prompts that are empty or longer than rollout.max_prompt_length; skip: skip "
+        "and count them; error: raise an error",
         choices=OVERLONG,
     )
     train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
@@ -143,7 +146,7 @@ class AlgorithmConfig(Checked):
     truncation_order: int | None = key(
         doc="maxrl: order of the truncated likelihood, 1..G-1; unset: Algorithm 1 of the paper, order G-1", at_least=1
     )
-    ddof: int | None = key(doc="grpo: 1: divide the group variance by G-1; 0: by G (unset: 1)", at_least=0, at_most=1)
+    ddof: int | None = key(doc="grpo: divisor of the group variance; 1: G-1; 0: G (unset: 1)", at_least=0, at_most=1)
     estimator_params: dict[str, Any] | None = key(doc="keyword parameters of a custom estimator")
     binarize: bool = key(
         False, doc="train on success (1 if the total reward reaches rewards.success_threshold, else 0)"
@@ -173,8 +176,9 @@ class AlgorithmConfig(Checked):
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
     entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
     sampler_is: str | None = key(
-        doc="importance weights for completions that another policy than the trained one sampled; token, sequence: "
-        "ratios truncated to the bounds; token_mask, sequence_mask: weight 0 outside the bounds (unset: off)",
+        doc="importance weights for completions that were not sampled by the trained policy; token, sequence: ratios "
+        "truncated to sampler_is_min and sampler_is_threshold; token_mask, sequence_mask: weight 0 outside these "
+        "bounds (unset: off)",
         choices=("token", "sequence", "token_mask", "sequence_mask"),
     )
     sampler_is_threshold: float | None = key(
@@ -183,8 +187,8 @@ class AlgorithmConfig(Checked):
     sampler_is_min: float | None = key(doc="sampler_is: lower bound of the ratio (unset: none)", above=0, below=1)
     sampler_is_kl: bool = key(False, doc="sampler_is: multiply the KL in the loss by importance weights too")
     overlong: str | None = key(
-        doc="completions that reach the token limit; mask: exclude truncated ones from the loss; penalty: soft penalty "
-        "of DAPO over the last overlong_buffer tokens (unset: neither)",
+        doc="for completions that reach the token limit; mask: exclude truncated completions from the loss; penalty: "
+        "soft penalty of DAPO over the last overlong_buffer tokens before the limit (unset: neither)",
         choices=("mask", "penalty"),
     )
     overlong_buffer: int | None = key(
@@ -207,21 +211,24 @@ class RolloutConfig(Checked):
         256, doc="maximum completion length in tokens, end-of-sequence included", at_least=1
     )
     temperature: float = key(1.0, doc="sampling temperature; 0 is greedy (evaluation only)", at_least=0)
-    top_p: float = key(1.0, doc="keep the most probable tokens whose probabilities sum to this", above=0, at_most=1)
-    top_k: int | None = key(doc="keep only the k most probable tokens; unset: all", at_least=1)
+    top_p: float = key(
+        1.0, doc="sample from the most probable tokens that together have this probability", above=0, at_most=1
+    )
+    top_k: int | None = key(doc="sample from the k most probable tokens; unset: from all", at_least=1)
     max_concurrent_rows: int | str = key(
         "auto",
-        doc="completions sampled at once, which bounds the KV cache; auto: all of a step, or as many as fit in memory",
+        doc="number of completions sampled at once; it limits the size of the KV cache; auto: all completions of a "
+        "step, or as many as fit in memory",
         choices=("auto",),
         at_least=1,
     )
     mesh: list[int] | str = key(
         "auto",
         doc="devices along data, fsdp and tp while sampling, e.g. [8, 1, 1]; auto: every device has all weights; if "
-        "they do not fit, they are split over as few devices as possible, along tp, then fsdp",
+        "the weights do not fit, they are split over as few devices as possible, first along tp, then along fsdp",
     )
     eos_tokens: list[int] | None = key(
-        doc="token ids that end a completion; unset: those of the tokenizer and of generation_config.json"
+        doc="token ids that end a completion; unset: the ids of the tokenizer and of generation_config.json"
     )
     max_staleness: int = key(
         0,
@@ -231,7 +238,8 @@ class RolloutConfig(Checked):
         at_most=1,
     )
     devices: int | None = key(
-        doc="number of devices that only sample (the last devices); the others only train; unset: all devices do both",
+        doc="number of devices that only sample (the last devices); the other devices only train; unset: all devices "
+        "do both",
         at_least=1,
     )
     engine: str = key(
@@ -283,13 +291,13 @@ class RewardsConfig(Checked):
     success_threshold: float = key(1.0, doc="a completion succeeds (pass@k) when its total reward reaches this")
     workers: int | None = key(
         doc="number of worker processes for reward functions; 0: functions run in the training process; unset: up to 4 "
-        "for gsm8k, gsm8k_lenient and functions of files and modules, none for the others",
+        "for gsm8k, gsm8k_lenient and functions of files and modules, 0 for the other functions",
         at_least=0,
     )
     timeout_seconds: float = key(
-        30.0, doc="workers: time limit of one function call, which scores one group of completions", above=0
+        30.0, doc="time limit in a worker for one function call, which scores the completions of one prompt", above=0
     )
-    memory_gb: float = key(4.0, doc="workers: a worker that uses more than this many GB of memory is replaced", above=0)
+    memory_gb: float = key(4.0, doc="a worker that uses more than this many GB of memory is replaced", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,32 +319,35 @@ class EnvironmentConfig(Checked):
     max_turns: int = key(8, doc="maximum number of turns of the policy in a trajectory", at_least=1)
     max_observation_tokens: int = key(
         256,
-        doc="maximum number of tokens that are appended after a turn, those of the chat template included",
+        doc="maximum number of tokens that are appended after a turn; tokens of the chat template count too",
         at_least=1,
     )
     overlong_observation: str = key(
         "cut",
-        doc="for longer observations; cut: shorten the text and mark the place; unscored: end the trajectory unscored",
+        doc="for observations longer than max_observation_tokens; cut: shorten the text and mark where it was cut; "
+        "unscored: end the trajectory without a reward",
         choices=("cut", "unscored"),
     )
     history: str = key(
         "sampled",
-        doc="the earlier turns that the model sees: sampled keeps the sampled tokens, template renders the whole "
-        "conversation again at each turn, so a chat template may rewrite them",
+        doc="how the model sees earlier turns; sampled: as the sampled tokens; template: the chat template renders the "
+        "whole conversation again at each turn, and may change the earlier turns",
         choices=("sampled", "template"),
     )
     mode: str = key(
         "lockstep",
-        doc="lockstep: sampling continues when all environments have answered, which can be repeated bit for bit; "
-        "eager: a row continues as soon as its environment has answered",
+        doc="lockstep: sampling continues when all environments have answered; the result can be repeated bit for bit; "
+        "eager: a trajectory continues as soon as its environment has answered",
         choices=("lockstep", "eager"),
     )
     workers: int | None = key(
-        doc="number of steps that run at the same time; each trajectory has its own process; unset: up to 4 (openenv: "
-        "32), except that maze_steps, guess and calculator run in the training process",
+        doc="number of environment steps that run at once; each trajectory has its own process; unset: up to 4 "
+        "(openenv: 32); maze_steps, guess and calculator run in the training process",
         at_least=1,
     )
-    timeout_seconds: float = key(20.0, doc="time limit of one step; a trajectory that exceeds it is unscored", above=0)
+    timeout_seconds: float = key(
+        20.0, doc="time limit of one environment step; after it the trajectory is unscored", above=0
+    )
     memory_gb: float = key(4.0, doc="an environment that uses more than this many GB of memory is stopped", above=0)
 
 
@@ -351,7 +362,7 @@ class OptimizerConfig(Checked):
     )
     warmup_steps: int = key(0, doc="optimizer steps of linear warm-up", at_least=0)
     end_fraction: float = key(
-        0.1, doc="final share of the peak learning rate for linear and cosine", at_least=0, at_most=1
+        0.1, doc="linear, cosine: final learning rate as a share of the peak", at_least=0, at_most=1
     )
     weight_decay: float = key(0.0, doc="decoupled weight decay, applied to matrices only", at_least=0)
     b1: float = key(0.9, doc="decay rate of the first moment", at_least=0, below=1)
@@ -363,7 +374,7 @@ class OptimizerConfig(Checked):
 @dataclasses.dataclass(frozen=True)
 class SFTConfig(Checked):
     section = "sft"
-    max_steps: int = key(0, doc="supervised fine-tuning steps on the `answer` column; 0: none", at_least=0)
+    max_steps: int = key(0, doc="steps of supervised fine-tuning on the column `answer`; 0: none", at_least=0)
     batch_size: int = key(32, doc="examples per supervised step", at_least=1)
     stop_at_success: float | None = key(
         doc="end SFT once held-out pass@1 reaches this value (checked every eval_every_n_steps)", above=0, at_most=1
@@ -394,8 +405,8 @@ class RLTrainingConfig(Checked):
     mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
     train_micro_batch_size: int | str = key(
         "auto",
-        doc="completions of full length per forward and backward pass; auto: 512 tokens on a CPU, elsewhere up to "
-        "16384 if memory allows it",
+        doc="completions of full length per forward and backward pass; auto: as many as have 512 tokens together on a "
+        "CPU, elsewhere up to 16384 tokens if memory allows it",
         choices=("auto",),
         at_least=1,
     )
@@ -404,28 +415,28 @@ class RLTrainingConfig(Checked):
         doc="evaluate every n steps; unset: only before and after training", at_least=1
     )
     checkpoint_every_n_steps: int = key(
-        50, doc="steps between checkpoints; one is always written at the end", at_least=1
+        50, doc="steps between checkpoints; a checkpoint is also written at the end", at_least=1
     )
     max_checkpoints_to_keep: int = key(2, doc="number of newest checkpoints to keep", at_least=1)
     best_metric: str | None = key(
         doc="evaluation metric, e.g. eval/pass@1 (higher is better): the step with its highest value is saved at once "
         "and kept in addition to the newest checkpoints; needs eval_every_n_steps; unset: none"
     )
-    log_rollouts_every_n_steps: int = key(10, doc="steps between files in rollouts/", at_least=1)
+    log_rollouts_every_n_steps: int = key(10, doc="steps between files of completions in rollouts/", at_least=1)
     log_samples_every_n_steps: int | None = key(
         50, doc="steps between printed tables of a prompt's best and worst completion; null: none", at_least=1
     )
     loggers: list[str] = key(
         ["tensorboard"],
         doc="where metrics are logged in addition to metrics.jsonl: tensorboard (event files in the run folder), "
-        "wandb, trackio; []: nowhere",
+        "wandb, trackio; []: only metrics.jsonl",
     )
     profile_steps: list[int] | None = key(
         doc="first and last step of a profiler trace, e.g. [5, 6]; it is written to profile/ in the run folder"
     )
     max_skipped_updates: int = key(
         5,
-        doc="consecutive updates that may be skipped because loss or gradient is non-finite; then the run stops",
+        doc="the run stops after this number of consecutive updates was skipped because of non-finite loss or gradient",
         at_least=1,
     )
     max_logprob_gap: float | None = key(
@@ -451,7 +462,8 @@ class MeshConfig(Checked):
     shape: list[int] | str = key("auto", doc="devices along each axis; auto: all devices along the first axis")
     axis_names: list[str] = key(
         ["fsdp", "tp"],
-        doc="any of data (splits prompts), fsdp (splits prompts and weights), tp (splits heads and features)",
+        doc="names of the axes: any of data (splits prompts), fsdp (splits prompts and weights), tp (splits heads and "
+        "features)",
     )
 
 
