@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.parameters import others_slow
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, maze
 from tunix_like.errors import UserError
@@ -111,7 +112,7 @@ def test_prompt_format_and_ids_by_hand():
     assert len(nine.tokenizer.encode(nine.train[0]["prompt"])) == 94
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "llama"])
+@pytest.mark.parametrize("model_type", others_slow(["qwen2", "llama"], "qwen2"))
 def test_saved_tokenizer_is_a_real_one(tmp_path, model_type):
     from transformers import AutoTokenizer
 

@@ -166,10 +166,12 @@ def test_estimator_loss_and_reward_train_a_model_of_the_family(folder):
     assert last_row(folder)["step"] == 1 and last_row(folder)["train/update/skipped"] == 0
 
 
+@pytest.mark.slow
 def test_the_source_has_rows_and_the_command_counts_them(folder):
     assert (folder / "said.txt").read_text().splitlines()[:2] == ["6", "4"], "data.train_size is read"
 
 
+@pytest.mark.slow
 def test_the_metric_is_in_the_rows_and_the_logger_gets_them(folder):
     assert last_row(folder)["train/advantage/std"] >= 0
     tracked = (folder / "tracked.txt").read_text().splitlines()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from tests.parameters import others_slow
 from tunix_like.evaluation import statistics as eval_statistics
 from tunix_like.evaluation.statistics import intervals, maj_at_k, pass_at_k, problem_values, value_ranges
 from tunix_like.rewards import ANSWERS
@@ -191,7 +192,7 @@ def rare_ones(rate, samples):
     return draw, rate / 2 + (1 - rate / 2) * rate / 2
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", others_slow(SIZES, 64))
 def test_coverage_with_several_samples_each(size, monkeypatch):
     """At least 93 % hold the truth, of 300 experiments (whose share has a standard error of 1.3 % at 95 %); where
     values are well spread the interval is hardly wider than the normal one."""

@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 from tests.models.test_lora import HF
-from tests.parameters import others_slow
 from tunix_like import LoraConfig, UserError, add_lora, load_model, merge_lora
 from tunix_like.models import quantization, weights
 from tunix_like.models.loading import load_abstract, save_model
@@ -88,7 +87,8 @@ def test_the_backward_pass_dequantises_again(kind):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(kept)) <= codes.nbytes + scale.nbytes + x.nbytes
 
 
-@pytest.mark.parametrize("kind", others_slow(["int8", "nf4"], "nf4"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_loading_is_quantising(kind, tmp_path, monkeypatch):
     """Read tensor by tensor, each quantised before the next is read; the same codes as of the whole model, the same
     shapes as of a model without weights, and turned back by merging what was put in."""

@@ -113,6 +113,7 @@ def test_each_turn_sees_what_transformers_renders(case):
     assert check_contexts(made, rendered, rows) >= 16
 
 
+@pytest.mark.slow
 def test_letters_see_their_template():
     made = learner(max_steps=1)
     tokenizer = made.tokenizer

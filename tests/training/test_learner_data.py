@@ -124,7 +124,10 @@ def test_long_prompts_that_the_start_did_not_see(monkeypatch):
         make(max_steps=4).train(rows, batch_size=4, overlong_prompts="error")
 
 
-@pytest.mark.parametrize(("rows", "number"), [(ROWS[:3], 3), ([*ROWS[:5], {"prompt": "abcdefgh>", "answer": "b"}], 5)])
+@pytest.mark.parametrize(
+    ("rows", "number"),
+    [(ROWS[:3], 3), pytest.param([*ROWS[:5], {"prompt": "abcdefgh>", "answer": "b"}], 5, marks=pytest.mark.slow)],
+)
 def test_a_batch_of_more_rows_than_there_are_is_warned_of(caplog, rows, number):
     make(max_steps=1).train(rows, batch_size=6)
     warning = f"data.batch_size: 6 prompts per step, but there are only {number} training rows"

@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig, MeshConfig, OptimizerConfig
 from tunix_like.models.layer_stack import segments_of
 from tunix_like.models.lora import add_lora, split_params
@@ -48,7 +47,8 @@ def state_after(graphdef, params, frozen, segments, steps=2, mesh=None):
     return TrainState(state.params, moments), metrics
 
 
-@pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_the_same_updates(name):
     """Weights, moments and metrics after updates with clipping and weight decay. Decay would shrink the norms' weights
     if the first axis of a stack counted as an axis of the weights."""
