@@ -181,7 +181,9 @@ def nothing_runs(monkeypatch):
 
 
 def listing(folder):
-    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    """Returns the files below a folder and their times, without the bytecode that Python writes beside modules."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    return {str(path): path.stat().st_mtime_ns for path in files}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
