@@ -85,9 +85,9 @@ def _adamw(config: OptimizerConfig, total_updates: int | None, stacked: bool) ->
 def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies_base: bool) -> Segments:
     """Returns the patterns of layers whose moments are stacked, or None if each layer has its own moments.
 
-    AdamW computes each number alone, so its result does not depend on stacks. Moments of an optax transformation of the
-    user are never stacked, because its result can depend on whole arrays. For `stacked` and `copies_base`, see
-    `stacked_segments`.
+    AdamW is elementwise, so stacking does not change its result. If the optimizer is an optax transformation of the
+    user, its state is never stacked, because its result can depend on whole arrays. For `stacked` and `copies_base`,
+    see `stacked_segments`.
     """
     return stacked_segments(config, stacked and isinstance(optimizer, OptimizerConfig), copies_base)
 
@@ -151,7 +151,7 @@ def unstack_moments(
 
 
 def _shardings(shapes: Any) -> Any:
-    """Returns the shardings of shapes; None for shapes without."""
+    """Returns the shardings of shapes; None for shapes that have no sharding."""
     return jax.tree.map(lambda shape: shape.sharding, shapes)
 
 
