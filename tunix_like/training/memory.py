@@ -77,7 +77,7 @@ the donated buffers."""
 
 DEQUANTIZED_COPIES = {False: 1, True: 2}
 """Number of float32 arrays of the size of the quantised matrices on the CPU, without (False) and with (True) a backward
-pass (measured: 0.99 and 1.98). XLA:CPU removes the barriers between layers, and dequantises all matrices at the start."""
+pass (measured: 0.99 and 1.98). XLA:CPU removes the barriers between layers, and dequantises all matrices first."""
 
 LOGITS_COPIES = 2
 """Number of float32 arrays `[tokens, vocabulary]` in the forward and backward pass of the log-probabilities, for the
