@@ -1,6 +1,6 @@
 """The command `advantages`: prints the advantages that each estimator computes for the same rewards.
 
-The advantages are computed by the code of the training step. The figure is drawn by `weights_figure.py`.
+The advantages are computed by the code of the training step. `weights_figure.py` draws the figure of `--plot`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Request:
     Attributes:
       rewards: the rewards of each group; NaN for an unscored completion.
       lengths: completion lengths in tokens; None if not given.
-      numbers: those of `k`, `truncation_order` and `ddof` that were given, by name.
+      numbers: the values of `k`, `truncation_order` and `ddof` by name, without those that were not given.
       own: the user-defined estimator with its parameters; None if not given.
     """
 
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def k(self) -> int:
-        """Returns `k` if it was given. Otherwise returns 2, or 1 for a group of fewer than three rewards."""
+        """Returns `k` if it was given. Otherwise returns 1 for groups of one or two rewards, else 2."""
         return self.numbers.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
 
 
@@ -64,7 +64,8 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
     """Prints the table of advantages, and notes on omitted estimators. Draws the population weights if `plot` is given.
 
     Args:
-      rewards: `1,0,0,0`; groups of the same size are separated by `;`; `none` marks an unscored completion.
+      rewards: the rewards of one or several groups of equal size, such as `1,0,0,0` or `1,0;1,1`; `none` marks an
+        unscored completion.
       options: `key=value` arguments: `k`, `truncation_order`, `ddof`, `lengths`, `estimator` and its parameters.
       plot: the file for the figure; None draws no figure.
 
@@ -90,8 +91,10 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
 
 
 def draw(request: Request, path: str) -> list[str]:
-    """Writes the figure of the population weights to `path`. Returns the lines to print: the reason if the user-defined
-    estimator is not drawn, and the path."""
+    """Writes the figure of the population weights to `path`. Returns the lines to print.
+
+    The last line contains the path. If the user-defined estimator could not be drawn, the first line gives the reason.
+    """
     size = request.rewards.shape[1]
     rates = pass_rates(size)
     order, ddof = request.numbers.get("truncation_order"), request.numbers.get("ddof")
@@ -175,7 +178,8 @@ def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
 
 
 def header(estimator: GroupEstimator) -> str:
-    """Returns the header of a column: the name of the estimator (a file without its folder) and its set parameters."""
+    """Returns the header of a column: the name of the estimator (a file without its folder) and the parameters that
+    are set."""
     return " ".join([Path(estimator.name).name, *(f"{key}={value}" for key, value in estimator.params.items())])
 
 
@@ -263,7 +267,12 @@ def side_by_side(left: int, rows: list[list[str]], width: int) -> list[list[list
 
 
 def _groups(what: str, text: str, read: Callable[[str, str], float]) -> Float[np.ndarray, "P G"]:
-    """Parses groups such as `1,0;1,1`. `read` parses one value. Raises UserError if the groups differ in size."""
+    """Parses groups such as `1,0;1,1`. Raises UserError if a group is empty or the groups differ in size.
+
+    Args:
+      what: the name of a value, for error messages.
+      read: `read(word, place)` parses one value; `place` describes the position of the value, for error messages.
+    """
     groups: list[list[float]] = []
     for number, part in enumerate(text.split(";"), 1):
         if not part.strip():

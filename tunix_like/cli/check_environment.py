@@ -47,7 +47,7 @@ class Game:
     Attributes:
       first: the first observation.
       answer: the observation that follows the first turn.
-      messages, turns, reward, failure: as in `Episode`.
+      messages, turns, reward, failure: see `Episode` in `rollout/environments/episodes.py`.
       done: whether the environment has ended the episode.
     """
 
@@ -337,7 +337,10 @@ def _differing(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> list[str]:
-    """Describes the kinds of script with wrong turns that succeed in some rows, each with the first such row."""
+    """Describes the kinds of script with wrong turns that succeed in some rows, each with the first such row.
+
+    An episode succeeds if its total reward is at least `threshold`.
+    """
     lines = []
     for each in tried:
         rows = passed(each.scores, threshold)
@@ -353,7 +356,9 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
 def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
     """Returns notes on the episodes with gold answers, and whether all these episodes fail.
 
-    Failing gold answers do not change the exit status: the column `answer` may hold a text that is not a valid turn.
+    An episode fails if it is unscored or its total reward is below `threshold`.
+
+    The exit status does not depend on gold answers: the column `answer` may hold a text that is not a valid turn.
     """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:

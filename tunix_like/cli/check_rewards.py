@@ -53,7 +53,8 @@ def try_rewards(config: Config) -> tuple[list[Problem], list[Tried], dict[str, f
     """Scores completions of several kinds for the first training rows.
 
     The kinds are: an empty text, the prompt itself and a nonsense sentence. If all rows have a text in the column
-    `answer`, also this text and, if not all answers are equal, a different answer from another row.
+    `answer`, the answer of the row is a further kind. If, in addition, not all answers are equal, a different answer
+    from another row is a further kind.
 
     Returns:
       the problems, the scored completions of each kind, and the weights of the reward functions by name.
@@ -151,8 +152,8 @@ def print_report(config: Config) -> int:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Returns the first failure of each kind of completion. Of failures that differ only in the prompt and the
-    completion, returns only the first."""
+    """Returns the first failure of each kind of completion. If several of these failures differ only in the prompt and
+    the completion, returns only the first of them."""
     failures: dict[str, str] = {}
     for kind in tried:
         if kind.scores.first_failure is not None:
@@ -161,9 +162,11 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
-    """Describes the reward functions that give a nonsense completion the highest reward that they gave to any
-    completion. Returns no lines if there is only one function. Such a reward can be intended and does not change the
-    exit status."""
+    """Describes the reward functions that give no completion a higher reward than the nonsense sentence.
+
+    Such a reward can be intended and does not change the exit status. If there is only one reward function, the result
+    is empty.
+    """
     lines = []
     nonsense = next(kind for kind in tried if NONSENSE in kind.kind)
     for name, weight in weights.items() if len(weights) > 1 else ():
@@ -190,7 +193,8 @@ def _mean(values: np.ndarray) -> str:
 
 
 def passed(scores: Scores, threshold: float) -> np.ndarray:
-    """Returns a boolean mask of the completions that succeed. Unscored completions do not succeed."""
+    """Returns a boolean mask of the completions whose total reward is at least `threshold`. Unscored completions are
+    False."""
     return scores.scored & succeeds(np.nan_to_num(scores.total, nan=-np.inf), threshold)
 
 

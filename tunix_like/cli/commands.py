@@ -1,6 +1,6 @@
 """Declares the commands and their options.
 
-The function of a command is given as `file:function`. Its module is imported when the command runs.
+The function of a command is given as `module:function`. The module is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AddCommand = Callable[[str, str, str, str], argparse.ArgumentParser]
 
 
 def function_of(place: str) -> Callable[[argparse.Namespace], Any]:
-    """Loads the function of a command from `file:function` in this package."""
+    """Loads the function of a command; `place` is `module:function`, with a module of the package `tunix_like.cli`."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(f"tunix_like.cli.{module}"), name)
 

@@ -46,7 +46,7 @@ class Person:
 
     Args:
       bridge: converts a line to tokens.
-      conversation: the `Conversations` that renders the conversation at each turn, and the conversation; None unless
+      conversation: a `Conversations`, and the `Conversation` that it renders at each turn; None unless
         `environment.history=template` is set.
     """
 
@@ -78,10 +78,11 @@ class Person:
 
     def replies(self, wait: bool) -> list[Reply]:
         """Reads the answer to the last turn. If a line cannot be converted to tokens, prints the reason and reads
-        another.
+        the next line.
 
         Returns:
-          one reply; its tokens are None at the end of the input. Empty if the last turn was truncated.
+          a list with one reply, whose tokens are None at the end of the input; an empty list if the last turn was
+            truncated.
         """
         turn, self._turn = self._turn, None
         while turn is not None:

@@ -172,7 +172,7 @@ def out_files(file: Path) -> tuple[Path, Path]:
     """Returns the paths of the problem file and of the summary file next to it.
 
     Raises:
-      UserError: the name does not end in .jsonl, a file exists already, or the folder cannot be written.
+      UserError: the name of `file` does not end in .jsonl, one of the files exists, or the folder cannot be written.
     """
     if file.suffix != ".jsonl":
         raise UserError(f"--out {file}: this file has one JSON object per problem; give a name that ends in .jsonl.")
@@ -191,7 +191,9 @@ def _summary_file(file: Path) -> Path:
 
 
 def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Writes both files completely or not at all; columns of types that JSON does not support are written as text.
+    """Writes `rows` to the first file and `summary` to the second file. A file is never written in part.
+
+    Values of types that JSON does not support are written as text.
 
     Raises:
       UserError: a file cannot be written.

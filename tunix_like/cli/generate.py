@@ -124,7 +124,7 @@ def _print_completion(completion: str) -> None:
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:
-    """Describes the sampling parameters in one line, because they can differ from those of an evaluation."""
+    """Describes the sampling parameters in one line. They can differ from the sampling parameters of evaluations."""
     if sampling.temperature == 0:
         return "greedy: the most likely token at every position"
     top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"

@@ -67,7 +67,9 @@ def _trains(arguments: argparse.Namespace) -> bool:
 
 
 def _join(arguments: argparse.Namespace) -> bool:
-    """Connects to the other processes of the run if the command line or the environment specifies several.
+    """Connects this process to the other processes of the run, and returns True.
+
+    Returns False if neither the command line nor the environment variables specify several processes.
 
     Raises:
       UserError: only some of `--coordinator`, `--num-processes` and `--process-id` are given, or the processes cannot
@@ -101,8 +103,8 @@ def _started_by_scheduler() -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the arguments. Accepts overrides before and after options; argparse alone rejects overrides after
-    options."""
+    """Parses the arguments. Accepts overrides before and after options. A plain argparse parser rejects overrides
+    after options."""
     parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["advantages"]:  # the space keeps argparse from parsing a negative first reward as an option

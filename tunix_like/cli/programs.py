@@ -46,7 +46,7 @@ class Target:
       devices: the value of `--devices`.
       kind: the kind of accelerator; None for the CPU of this host.
       number: number of devices.
-      described: jax devices of the compiler for this kind; None if CPU devices simulate them.
+      described: jax devices of the compiler for this kind; None if the devices are simulated on the CPU.
       compiler: name and version of the compiler.
     """
 
@@ -85,8 +85,8 @@ class Compiled:
         return self.arguments + self.temporaries
 
     def times(self, target: Target) -> Times | None:
-        """Returns the predicted times of a step. Returns None if the devices are simulated, because the costs are then
-        those of the CPU compiler, and if the program does not fit into memory."""
+        """Returns the predicted times of a step; None if the program does not fit into memory or the devices are
+        simulated. Costs for simulated devices come from the CPU compiler and are not valid for the real devices."""
         if target.kind is None or target.described is None or self.refusal:
             return None
         return times(self.costs, self.program.operations / target.number, target.kind, target.number)
@@ -169,7 +169,7 @@ def compile_program(program: Program) -> Compiled:
 
 
 def refusal_of(message: str) -> str:
-    """Shortens the out-of-memory message of a compiler to the memory that is used and available."""
+    """Shortens the out-of-memory message of a compiler to the amounts of used and available memory."""
     used = _OUT_OF_MEMORY.search(message)
     if used is None:
         return "does not fit"
@@ -184,7 +184,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
 
     Returns:
       the exit status: 1 if a program does not fit into the memory of a device, else 0. If the devices are simulated,
-        the memory estimate decides.
+        the status is 1 if the estimated memory exceeds the memory of a device.
 
     Raises:
       UserError: see `find_target`, `make_plan` and `check_size`; also if the file cannot be written.
@@ -225,8 +225,10 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
 
 
 def too_large(compiled: Compiled, target: Target) -> bool:
-    """Returns whether a program needs more memory than a device has; False if the devices are simulated. The GPU
-    compiler does not check the needed memory."""
+    """Returns whether a program needs more memory than a device has; False if the devices are simulated.
+
+    The GPU compiler compiles programs that need too much memory, so this function compares the memory.
+    """
     return target.kind is not None and target.described is not None and compiled.bytes > target.kind.memory
 
 

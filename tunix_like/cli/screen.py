@@ -42,8 +42,8 @@ def announce(parts: Parts, folder: Path) -> None:
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
-    """Formats a text or a list of ids. If it is longer than `most`, formats only its first and its last part, because a
-    chat template adds text there."""
+    """Formats a text or a list of ids. Omits the middle if there are more than `most` characters or ids. The start and
+    the end are kept, because they show what a chat template adds."""
     half = most // 2
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
@@ -74,7 +74,7 @@ class StepLines:
 
 
 def show_samples(step: int, samples: Samples) -> None:
-    """Prints the best and the worst completion of a prompt; one completion if all rewards are equal."""
+    """Prints the best and the worst completion of a prompt; only one completion if all rewards are equal."""
     chosen = {"best": samples.best, "worst": samples.worst}
     if samples.scored == 0 or samples.best.reward == samples.worst.reward:
         names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} equal"}

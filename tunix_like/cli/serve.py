@@ -98,7 +98,7 @@ def _api_key(host: str) -> str | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to the address but does not listen. Raises UserError if the socket cannot be
+    """Returns a socket that is bound to the address and does not listen yet. Raises UserError if the socket cannot be
     bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -60,7 +60,8 @@ def drawn_estimators(
 ) -> list[tuple[str, str, GroupEstimator]]:
     """Returns the label, the family and the estimator of each curve that the group size allows.
 
-    MaxRL of order `G - 1`, where G is the group size, is Algorithm 1 of the MaxRL paper. Lower orders truncate it.
+    MaxRL of order `G - 1`, where G is the group size, is Algorithm 1 of the MaxRL paper. A lower order
+    truncates the Taylor series of the log-likelihood earlier.
     """
     label = "GRPO" if ddof is None else f"GRPO (ddof {ddof})"
     lines = [(label, "grpo", GroupEstimator("grpo", {} if ddof is None else {"ddof": ddof}))]

@@ -1,4 +1,4 @@
-"""Declares config keys: a dataclass field with its documentation and allowed values, and the check of these."""
+"""Declares config keys (dataclass fields with documentation and allowed values), and checks the values of keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def key(
 ) -> Any:
     """Declares a dataclass field with its documentation and allowed range.
 
-    The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text.
+    The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text. A key with
+    `python_only` cannot be set in YAML.
     """
     metadata = {
         "doc": doc,
@@ -45,8 +46,10 @@ def key(
 
 
 def number_problem(value: Any) -> str | None:
-    """Returns the problem of an integer that int32 cannot represent, or of a float that float32 cannot represent. These
-    are the widest types of a compiled program. Returns None for any other value."""
+    """Returns the problem of an integer that int32 cannot represent, or of a float that float32 cannot represent.
+
+    Compiled programs use no wider types. Returns None for any other value.
+    """
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return f"integers must be between -{LARGEST_INT} and {LARGEST_INT}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -69,7 +72,7 @@ def _text_problem(text: str) -> str | None:
 
 
 def shortened(value: Any) -> str:
-    """Returns `repr(value)`, truncated for messages; Python itself raises an error for integers of over 4300 digits."""
+    """Returns `repr(value)`, truncated for messages; for an integer above 10**60, a text with its number of digits."""
     if isinstance(value, int) and abs(value) > 10**60:
         return f"a number of {int(value.bit_length() * math.log10(2)) + 1} digits"
     text = repr(value)

@@ -200,8 +200,8 @@ def _defaults(section: Any) -> dict[str, Any]:
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-    """Builds the frozen dataclass `cls` from nested mappings of checked types. Range errors name the full path of the
-    key."""
+    """Builds the frozen dataclass `cls` from nested mappings whose values have the declared types. Range errors name
+    the full path of the key."""
     hints, arguments = _hints(cls), {}
     for name, value in values.items():
         nested = dataclasses.is_dataclass(hints[name])
@@ -338,8 +338,16 @@ def _assign(tree: ConfigDict, name: str, value: Any) -> None:
 
 
 def _assign_inside(tree: ConfigDict, free: str, rest: str, value: Any) -> None:
-    """Sets one key, at any depth, of a config value that is a mapping, such as `model.config`. Creates missing
-    intermediate mappings."""
+    """Sets a key inside a config value that is a mapping, such as `model.config`. Creates missing mappings on the way.
+
+    Args:
+      tree: the config; changed in place.
+      free: dotted name of the config key whose value is the mapping.
+      rest: dotted path of the key to set inside this mapping.
+
+    Raises:
+      UserError: a value on the path `rest` is not a mapping.
+    """
     whole: Any = tree.to_dict()
     for part in free.split("."):
         whole = whole[part]

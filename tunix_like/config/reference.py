@@ -1,6 +1,6 @@
 """Generates `base_config.yaml` and `docs/configuration.md` from the config dataclasses.
 
-python -m tunix_like.config.reference    # writes both; run it in the root of the repository
+python -m tunix_like.config.reference    # writes both files; run it in the root of the repository
 """
 
 from __future__ import annotations

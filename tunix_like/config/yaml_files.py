@@ -89,8 +89,12 @@ _use_numbers(Dumper)
 
 
 def read_mapping(path: Path) -> Mapping[Any, Any]:
-    """Reads a YAML file whose content is a mapping. Raises UserError if this is impossible; the message names the file
-    and, if known, the line."""
+    """Reads a YAML file whose content is a mapping. An empty file gives an empty mapping.
+
+    Raises:
+      UserError: the file cannot be read or parsed, or its content is not a mapping. The message names the file and, if
+        known, the line.
+    """
     if problem := file_problem(path):
         raise UserError(f"{path}: cannot read this config file (it {problem}); give the path of a YAML file.")
     try:
@@ -128,8 +132,8 @@ def parse_override(text: str, name: str) -> Any:
 
 
 def text_of(text: str) -> str | None:
-    """Parses the value of a text key. The text is used as it is typed, so '{question}' needs no quotes. null and YAML
-    quotes are recognised."""
+    """Parses the value of a text key. Returns None for `null`, and a text in YAML quotes without the quotes. Any
+    other text is returned unchanged, so '{question}' needs no quotes."""
     try:
         value = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

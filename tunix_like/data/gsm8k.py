@@ -19,7 +19,7 @@ HUB_ID = "openai/gsm8k"
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Adds the prompt and the column `gold` to a row. `gold` is the text after the last `####` of the column
+    """Adds the prompt and the column `gold` to a row. `gold` is the text after the last `####` in the column
     `answer`."""
 
     format: PromptFormat

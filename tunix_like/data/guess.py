@@ -1,4 +1,4 @@
-"""Generates rows for the environment `guess`. The answer for SFT is a game with legal random guesses."""
+"""Generates rows for the environment `guess`. The column `answer` (for SFT) is a game with legal random guesses."""
 
 from __future__ import annotations
 

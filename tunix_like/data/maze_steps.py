@@ -1,4 +1,4 @@
-"""Generates rows for the environment `maze_steps`. The answer for SFT is a walk of legal random moves."""
+"""Generates rows for the environment `maze_steps`. The column `answer` (for SFT) is a walk of legal random moves."""
 
 from __future__ import annotations
 

@@ -170,9 +170,9 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
 def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
     """Checks that the rows of each source of a mix have the columns that the reward functions need.
 
-    A row of a mix has the columns of all sources, with None for those that its own source lacks. A check of these
-    columns would therefore not find a missing column. For the function `by_source`, the default reward function of the
-    source is checked.
+    The rows of each source are checked before they are mixed. A mixed row has the columns of all sources, with None for
+    columns that its own source lacks, so a check of mixed rows would not find a missing column. For the function
+    `by_source`, the default reward function of the source is checked.
 
     Raises:
       UserError: a column is missing; the message names the source.

@@ -31,7 +31,7 @@ class Overlap(NamedTuple):
     Attributes:
       both: number of held-out prompts that are also training prompts.
       held_out: number of held-out rows compared.
-      compared: number of training rows compared; these are the first rows.
+      compared: number of training rows compared, counted from the first row.
       rows: number of training rows.
     """
 
@@ -66,8 +66,10 @@ def warn_shared(train: Any, held_out: Any) -> None:
 
 @contextlib.contextmanager
 def compared_once(train: Any, held_out: Any) -> Iterator[None]:
-    """Context manager that calls `warn_shared` once and disables it within the block, in which SFT and RL use the same
-    rows."""
+    """Context manager that calls `warn_shared` once, and disables `warn_shared` inside the block.
+
+    SFT and RL use the same rows, so one call is enough for both phases.
+    """
     warn_shared(train, held_out)
     token = _compared.set(True)
     try:

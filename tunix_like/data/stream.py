@@ -47,7 +47,7 @@ class Skipped(NamedTuple):
 
     Attributes:
       rows: number of rows.
-      scanned: number of rows that were tokenised; these are the first rows.
+      scanned: number of rows that were tokenised, counted from the first row.
       limit: maximum number of tokens of a prompt.
       long: number of prompts with more than `limit` tokens.
       empty: number of prompts without tokens.
@@ -64,8 +64,8 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def fitting_batch(self, batch_size: int) -> int:
-        """Returns `batch_size`. If there are fewer rows with a usable prompt, logs a warning and returns the number of
-        these rows."""
+        """Returns `batch_size`. If fewer than `batch_size` rows have a usable prompt, logs a warning and returns the
+        number of rows that have one."""
         usable_rows = self.rows - self.prompts
         if usable_rows < batch_size:
             logger.warning(
@@ -98,8 +98,8 @@ def check_overlong(overlong: str) -> None:
 
 
 def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
-    """Returns the value of `most` for `render`. The value is larger for `overlong="error"`, because the error message
-    gives the number of tokens of the prompt."""
+    """Returns the value of `most` for `render`. With `overlong="error"`, the value can exceed `max_prompt_length`,
+    because the error message gives the number of tokens of the prompt."""
     return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
 
@@ -109,7 +109,8 @@ def unusable(length: int, limit: int, row: str, most: int) -> UserError:
     Args:
       length: number of tokens of the prompt: 0, or more than `limit`.
       row: the name of the row for the message.
-      most: the value of `most` with which `render` made the prompt, which may therefore be truncated.
+      most: the value of `most` that was passed to `render`. If `length` exceeds `2 * most`, the prompt may have been
+        truncated, so the message gives only this bound.
     """
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
@@ -227,7 +228,8 @@ def prompt_batches(
 
     Args:
       rows: a sequence or a grain `MapDataset` (reshuffled each epoch if `shuffle` is True), a grain `IterDataset`, or
-        any other iterable, whose position cannot be saved. The last two are read in their own order.
+        any other iterable. An `IterDataset` and an iterable are read in their own order. The position in a plain
+        iterable cannot be saved.
       forever: whether to start again after each epoch.
 
     Returns:

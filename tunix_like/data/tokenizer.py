@@ -1,8 +1,9 @@
 """Converts text to token ids and back, and chat messages to text, with the `tokenizers` library.
 
 Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja of a Hugging Face folder.
-The stop ids of generation_config.json are added by its reader through `Tokenizer.with_eos_ids`. This module does not
-import transformers, which takes more than a second; the tests check that both give the same ids and the same text.
+The stop ids of generation_config.json are not read here: `Tokenizer.with_eos_ids` adds them. This module does not
+import transformers, because the import takes more than a second. The tests check that this module and transformers give
+the same ids and the same text.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Tokenizer:
           backend: the tokenizer; its truncation and padding are disabled.
           bos_token, eos_token, pad_token: texts of the special tokens.
           chat_template: jinja source, in the Hugging Face dialect.
-          eos_ids: further ids that end a completion. The id of `eos_token` always ends it (as in vLLM), since
-            supervised fine-tuning trains it as the end of an answer.
+          eos_ids: further ids that end a completion. The id of `eos_token` always ends a completion (as in vLLM),
+            because supervised fine-tuning appends it to every answer.
           template_variables: passed to the chat template at every rendering, e.g. `enable_thinking`.
 
         Raises:
@@ -124,7 +125,7 @@ class Tokenizer:
         """Returns a `Tokenizer` unchanged, or wraps a copy of a fast tokenizer of transformers.
 
         Raises:
-          UserError: the object is neither.
+          UserError: the object is neither a `Tokenizer` nor a fast tokenizer of transformers.
         """
         if isinstance(obj, Tokenizer):
             return obj
@@ -227,7 +228,7 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token(self, id: int) -> str:
-        """Returns the vocabulary entry of one id, for display. A model may have more ids than the tokenizer."""
+        """Returns the vocabulary entry of an id, for display; `<no token 7>` for the id 7 if there is no entry."""
         token = self._backend.id_to_token(int(id))
         return f"<no token {int(id)}>" if token is None else token
 
@@ -266,7 +267,7 @@ class Tokenizer:
             yield next(rendered) if isinstance(turns, list) else turns
 
     def encode_guarded(self, text: str, most: int) -> list[int]:
-        """Encodes a text of `render_guarded`, or a part of it, without adding special tokens.
+        """Encodes a text that `render_guarded` returned, or a part of such a text. Adds no special tokens.
 
         Args:
           most: if a text has more than `most` ids, the result may contain only its first ids, but more than `most`.
@@ -280,7 +281,7 @@ class Tokenizer:
     def _rendered(
         self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields the text of each conversation, or its error."""
+        """Yields the text of each conversation, or its error. `further` are additional variables of the template."""
         if self._chat_template is None:
             for _ in conversations:
                 yield UserError(
@@ -389,8 +390,11 @@ class Tokenizer:
             return error
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
-        """Returns the text and the ids of a text of `render_guarded`; `most` is that of `encode_prompt`. A reference to
-        a control token is replaced by the characters of the token, which are encoded separately as plain text."""
+        """Returns the text and the ids of a text that `render_guarded` returned.
+
+        A reference to a control token is replaced by the characters of the token, which are encoded separately as plain
+        text. For `most`, see `encode_prompt`.
+        """
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):
             return text, self._encode_enough(text, add_special_tokens, most)

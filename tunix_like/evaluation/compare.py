@@ -22,7 +22,7 @@ _SETTINGS = ("samples", "temperature", "top_p")
 
 
 class Difference(NamedTuple):
-    """The comparison of one metric of evaluations A and B, over the problems that have a value in both.
+    """The comparison of one metric of two evaluations A and B, over the problems that have a value in A and in B.
 
     Attributes:
       a, b: means of the metric in A and in B.
@@ -143,8 +143,8 @@ def differences(
 ) -> list[Difference]:
     """Computes B - A of each metric that A and B both have, with the interval of the mean of the paired differences.
 
-    `threshold` is the reward of a success. The interval of avg@n needs the largest possible difference. This
-    difference is computed as maximum minus minimum of all avg@n values of A and B, 0 and `threshold`.
+    The interval of avg@n needs the largest possible difference of two avg@n values: the maximum minus the
+    minimum of the avg@n values of A and B, 0, and `threshold` (the smallest reward of a success).
     """
     names = [name for name in a[0]["values"] if name in b[0]["values"]]
     left, right = (

@@ -88,7 +88,8 @@ def eval_problems(
     max_problems: int | None,
     overlong: str = "skip",
 ) -> tuple[list[Problem], Skipped]:
-    """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and counts skipped rows.
+    """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and the counts of
+    skipped rows.
 
     The number of a problem is the index of its row (from 0). With these numbers, a comparison can detect evaluations
     that skipped different rows.
@@ -132,8 +133,8 @@ class Evaluator:
     reported as `eval/timeout_frac` and `eval/error_frac`. A problem with fewer than k scored completions is excluded
     from pass@k and maj@k. Rows with an empty or overlong prompt are excluded and counted in `eval/skipped_prompts`.
     maj@k needs a reward that extracts answers (`rewards.ANSWERS`). If there are several such rewards, the first is
-    used. With several data sources, there are also metrics `eval/pass@<k>/<source>`. The same `key` gives the same
-    random numbers in every call.
+    used. With several data sources, there are also metrics `eval/pass@<k>/<source>`. All calls use the
+    same `key`, and thus the same random numbers.
     """
 
     engine: Engine
@@ -206,7 +207,7 @@ class Evaluator:
         return parts
 
     def close(self) -> None:
-        """Stops the worker processes of rewards and environments; they start again at the next call."""
+        """Stops the worker processes of rewards and environments. The next call of the instance starts them again."""
         close_pools(function for _, function, _ in self.rewards)
         if self.player is not None:
             self.player.environments.close()

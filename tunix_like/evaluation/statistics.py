@@ -119,8 +119,8 @@ def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tupl
 
     Args:
       names: names of the metrics. The range of pass@k and maj@k is 0 to 1.
-      rewards: arrays of any shape; NaN is ignored. The range of avg@n is the range of these rewards and 0 together.
-        The caller adds `rewards.success_threshold` to them, because it is a possible reward.
+      rewards: arrays of any shape; NaN is ignored. The range of avg@n runs from the smallest to the largest
+        number among these rewards and 0. The caller includes `rewards.success_threshold`, which is a possible reward.
     """
     flat = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
     seen = float(np.nanmin(flat)), float(np.nanmax(flat))
@@ -135,13 +135,15 @@ def intervals(
     For the low end, the lowest value of the range is added to the values. The weighted mean of all these values is
     computed with random weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 %
     quantile of this mean. For the high end, the highest value of the range is added instead, and the quantile is 97.5 %
-    (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). If all values
-    are at the ends of the range, the result is the Clopper-Pearson interval. It is computed exactly, and its coverage
-    is at least 95 %. For other values, these authors conjecture that the coverage is at least 95 %. The tests check
-    this coverage by simulation.
+    (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). The random
+    weights are the same for all names and calls.
+
+    If all values are at the ends of the range, the Clopper-Pearson interval is computed instead. Its coverage is proven
+    to be at least 95 %. For other values, a coverage of at least 95 % is a conjecture of the authors above. The tests
+    check the coverage by simulation.
 
     Args:
-      values: value of each problem, by name; NaN is ignored. The weights are the same for all names and calls.
+      values: value of each problem, by name; NaN is ignored.
       ranges: the smallest and the largest possible value of a problem, by name.
 
     Returns:

@@ -53,7 +53,8 @@ _AFTER = (
 
 
 def curves(runs: Sequence[Run]) -> list[Curve]:
-    """Returns the charts of metrics that at least one run recorded. Charts of held-out pass@k follow the rewards."""
+    """Returns the charts of metrics that at least one run recorded. The charts of held-out pass@k
+    follow the charts of rewards."""
     recorded = {(phase, name) for run in runs for phase in ("rl", "sft") for name in getattr(run, phase).columns}
     return [curve for curve in (*_BEFORE, *_held_out(runs), *_AFTER) if (curve.phase, curve.key) in recorded]
 
@@ -76,7 +77,8 @@ def others(runs: Sequence[Run]) -> list[Curve]:
 
 
 def missing(runs: Sequence[Run]) -> list[str]:
-    """Returns a text for each common metric that no run recorded. The text names the metric and the reason."""
+    """Returns a text for each of three metrics (KL, held-out pass@k, pass rates of prompts) that no run recorded. The
+    text names the metric and the reason."""
     keys = {curve.key for curve in curves(runs)}
     out = []
     if "train/kl" not in keys:
@@ -91,9 +93,10 @@ def missing(runs: Sequence[Run]) -> list[str]:
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns rows `{title, unit, cells}`, with a cell `{first, last, best, step}` per run.
 
-    A cell is None if the metric is not recorded. If there is a single value, the cell has only `last`. Held-out metrics
-    are those of the first, the last and the best evaluation. Training metrics are means over the first and the last
-    `ENDS` steps. A cell has `best` only if a higher value of the metric is better.
+    The values of a held-out metric are those of the first, the last and the best evaluation. The values of a training
+    metric are means over windows of `ENDS` steps: the first, the last and the best window. `step` is the step of the
+    best evaluation, or the last step of the best window. A cell has `best` and `step` only if a higher value of the
+    metric is better. A cell with a single value has only `last`. A cell is None if the run did not record the metric.
     """
     wanted = [curve for curve in curves(runs) if curve.phase == "rl" and _summarised(curve.key)]
     return [

@@ -1,7 +1,7 @@
 """Measures gradient norms of single prompts by pass rate, at a run's newest checkpoint (as in arXiv 2602.02710).
 
 A training step computes only the sum of the gradients of its prompts. This module samples and scores completions of
-training prompts as in a step. Then it computes the gradient of each prompt separately, with the prompt's weight in the
+training prompts as in a step, and computes the gradient of each prompt separately, with the prompt's weight in the
 batch. The weights and the run folder are not changed.
 """
 

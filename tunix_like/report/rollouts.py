@@ -46,7 +46,7 @@ def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def _chosen(sizes: Sequence[int], most: int) -> list[int]:
-    """Returns the indices of as many files as fit into `most` bytes: the first, the last, and evenly spread others.
+    """Returns the indices of as many files as fit into `most` bytes: the first, the last, and evenly spaced files.
 
     If no two files fit, returns the last file only.
     """

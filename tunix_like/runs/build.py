@@ -40,8 +40,8 @@ from tunix_like.types import Engine
 class Parts(NamedTuple):
     """The loaded parts of a run.
 
-    If the model is abstract (shapes only), `weights` is a text that describes the stored weights with which the shapes
-    were compared. Otherwise `weights` is empty.
+    If the model is abstract (shapes only), its shapes were compared with the stored weights, and `weights` is a text
+    that describes the stored weights. Otherwise `weights` is empty.
     `first_observation` is the text that the environment adds to the prompt of the first row.
     """
 
@@ -65,7 +65,7 @@ class Parts(NamedTuple):
 
     @property
     def source_estimators(self) -> dict[str, dict[str, Any]]:
-        """The estimators of the data sources of a mix, by label. This is an argument of the learner."""
+        """The estimators of the data sources of a mix, by label, as the learner expects them."""
         return source_estimators(self.config.data, self.config.algorithm)
 
 
@@ -123,7 +123,7 @@ def _check_lora(config: Config) -> None:
 def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Returns the default values of the unset keys that the estimator and the loss read.
 
-    Parameters of an estimator of the user are left out, because their names can equal those of unrelated config keys.
+    Parameters of a user-defined estimator are left out, because their names can equal those of unrelated config keys.
     """
     read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
     if algorithm.advantage_estimator in LEARNERS:

@@ -96,8 +96,8 @@ def describe_devices(mesh: Mesh | None) -> str:
 
 
 def describe_model(model: Decoder) -> str:
-    """Describes the number of parameters of a model. With adapters, also states their number of parameters and the
-    dtype of the base."""
+    """Describes the number of parameters of a model. With adapters, also states the number of parameters of the
+    adapters and the dtype of the base model."""
     text = f"{parameter_count(model.config) / 1e6:.2f} M parameters"
     if model.adapters is None:
         return text

@@ -171,7 +171,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
 
 
 def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> str:
-    """Returns the attention implementation for the devices of a plan."""
+    """Returns the attention implementation that the setting `name` (`model.attention`) selects on the devices."""
     name = "blocked" if devices is None and name in KERNELS else name
     resolved = resolve_attention(name, model.dtype, model.config.head_dim, devices)
     if devices is not None and resolved == "cudnn" and not cudnn_installed():
@@ -213,8 +213,8 @@ def update_program(plan: Plan) -> Program:
 def logprobs_program(plan: Plan) -> Program | None:
     """Describes the program of a batch's log-probabilities without a gradient (`training/updates.py`).
 
-    In a step, the program runs once if a batch has several updates, once if there is a KL, and once more if the KL is
-    in the reward. Returns None if a step does not run the program.
+    In a step, the program runs once if a batch has several updates, once if there is a KL term, and once more if the KL
+    term is part of the reward. Returns None if a step does not run the program.
     """
     config, algorithm = plan.config, plan.config.algorithm
     calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
@@ -233,10 +233,10 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 
 
 def _block_trips(plan: Plan) -> Trips:
-    """Returns the numbers of iterations of the loops over key blocks.
+    """Returns the numbers of iterations of the loops over key blocks in blocked attention.
 
-    For causal attention, the number is the average over query blocks; otherwise it is the number of blocks of a prompt.
-    Sliding windows would reduce the number of iterations, but are not considered.
+    A causal loop has the average number of iterations over the query blocks. A loop over a prompt has one iteration per
+    block of the prompt. Sliding windows would reduce the number of iterations, but are not considered.
     """
     return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
 

@@ -173,8 +173,8 @@ def make_learner(
 def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
     """Runs SFT on the run's model in place, with checkpoints in the run's folder.
 
-    If the last checkpoint cannot be written, the error is returned, so that the run can continue. A stop signal raises
-    an exception.
+    If the last checkpoint cannot be written, the error is returned instead of raised, so that the run can continue. A
+    stop signal raises an exception.
     """
     config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval):

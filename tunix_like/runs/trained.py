@@ -1,4 +1,4 @@
-"""Opens a trained model: the newest or best checkpoint of a run, one of its steps, a model folder or a hub id.
+"""Opens a trained model: the newest or best checkpoint of a run, the checkpoint of a step, a model folder or a hub id.
 
 This module also loads the config, the model description and the base model of adapters.
 """
@@ -142,7 +142,7 @@ def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def _named_base(run: Path) -> list[str]:
-    """Returns overrides with the base model of a run's adapters, read from the adapter config of the run."""
+    """Returns the overrides that select the base model of a run's adapters, from the adapter config of the run."""
     fields = read_adapter_config(run / "model")
     names = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
     return [f"model.{key}={fields[name]}" for key, name in names.items() if fields.get(name) is not None]

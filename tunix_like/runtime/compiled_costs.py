@@ -76,10 +76,10 @@ class Counter:
 
     Args:
       text: the optimised text of the program.
-      trips: see `Trips`. If the number of trips of a loop is neither known nor given here, the loop counts as one trip.
+      trips: see `Trips`. A loop counts as one trip if neither `text` nor `trips` gives its number of trips.
 
     Attributes:
-      unknown: scopes of the loops that counted as one trip because their number of trips is not known.
+      unknown: scopes of the loops that counted as one trip because their number of trips was not given.
     """
 
     def __init__(self, text: str, trips: Trips):

@@ -81,12 +81,12 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
     def attribute(self, name: str) -> str:
-        """Returns the name or number after `name=`; an empty text if the attribute is missing."""
+        """Returns the word or number of an attribute `name=...`; an empty text if the attribute is missing."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
     def braces(self, name: str) -> str:
-        """Returns the text in braces after `name=`; an empty text if the attribute is missing."""
+        """Returns the text between the braces of an attribute `name={...}`; empty if the attribute is missing."""
         found = re.search(rf"\b{name}=\{{([^}}]*)\}}", self.attributes)
         return found[1] if found else ""
 
@@ -177,14 +177,16 @@ class Module:
         return math.ceil(max(0, end - start) / step) if step else None
 
     def _start(self, parent: Computation, loop: Instruction, index: int) -> int:
-        """Returns the initial value of a loop's counter; 0 if this value is not a constant of the same computation."""
+        """Returns the initial value of a loop's counter; 0 if this value is not a constant of `parent`. `index` is the
+        position of the counter in the state of the loop."""
         state = parent.operand(loop, 0)
         if state is None or state.opcode != "tuple":
             return 0
         return parent.constant(state.operands[index]) or 0
 
     def _step(self, body: Computation, index: int) -> int:
-        """Returns the increment of a loop's counter; 0 if the increment is not a sum of constants."""
+        """Returns the increment of a loop's counter; 0 if the increment is not a sum of constants. `index` is the
+        position of the counter in the state of the loop."""
         if body.root.opcode != "tuple":
             return 0
         total, value = 0, body.operand(body.root, index)

@@ -34,7 +34,7 @@ _last_printed = 0.0
 
 
 def silence() -> None:
-    """Disables all output of this process; in a run of several processes only the first one prints."""
+    """Disables all output of this module. In a run of several processes, all except process 0 call this function."""
     _CONSOLE.quiet = True
 
 
@@ -211,7 +211,7 @@ def _time_shares(metrics: Mapping[str, float]) -> str:
     """Formats the share of each phase in the step time, largest first. Shares below 5% are omitted to keep the line
     short.
 
-    If the rollout was sampled during the previous step, the phases of the rollout are left out.
+    If the rollout of this step was sampled during the previous step, the phases of the rollout are left out.
     """
     whole = metrics["step_time_sec"]
     if metrics.get("staleness"):

@@ -26,7 +26,8 @@ _KINDS = {
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Returns why a file cannot be read as text, as the predicate of a sentence ("does not exist"); None if it can.
+    """Returns why a file cannot be read as text, as the predicate of a sentence ("does not exist"); None if the
+    file can be read.
 
     A pipe is rejected without opening it, because opening a pipe waits for a writer.
     """

@@ -113,8 +113,8 @@ class _Stream(io.RawIOBase):
                 del self._waiting[:written]
 
     def _move(self, error: OSError) -> bool:
-        """Redirects the descriptor to the file in the run folder. Returns False without redirecting if there is no such
-        file, if it cannot be opened, if the descriptor is redirected already, or if the disk is full."""
+        """Redirects the descriptor to `output.log` in the run folder. Returns False without redirecting if no folder is
+        set, if the file cannot be opened, if the descriptor is redirected already, or if the disk is full."""
         if _file is None or self._moved or error.errno in _FULL:
             return False
         try:

@@ -162,7 +162,7 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
 
 
 def leave_refused(status: int) -> NoReturn:
-    """Exits this process after invalid input. The other processes do not always get the same error.
+    """Exits this process after invalid input. The other processes can have other errors of their own.
 
     A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. The other processes monitor process
     0. Process 0 therefore exits last, so that all processes can print their errors.

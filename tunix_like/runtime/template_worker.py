@@ -2,8 +2,8 @@
 
 A template is untrusted code that can loop forever or exhaust the memory. `chat_templates.py` therefore starts this
 program in a separate interpreter, with limits that the operating system enforces. A request is a pickled tuple
-`(source, variables, most)`. An answer is a status and a UTF-8 text. Requests and answers begin with a header that
-contains their length.
+`(source, variables, most)`; `most` is the maximum number of characters of the rendered text. An answer is a status and
+a UTF-8 text. Requests and answers begin with a header that contains their length.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from tunix_like.runtime.compiled_costs import Costs
 
 
 class Times(NamedTuple):
-    """Seconds of a program by resource, each computed as if this resource were the only limit. `cycles` is the estimate
-    of the compiler, None if there is none."""
+    """Seconds of a program by resource, each computed as if this resource were the only limit. `cycles` is the time
+    that the compiler estimates; None if the compiler gives no estimate."""
 
     arithmetic: float
     memory: float
