@@ -249,7 +249,7 @@ MISTAKES = {
     ),
     "KL in a reward that is a success": (
         (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.beta=0.1", "algorithm.binarize=true"),
-        ["algorithm.kl_in_reward", "algorithm.binarize would remove the KL", "Set algorithm.kl_in_reward=false"],
+        ["algorithm.kl_in_reward", "subtracted after algorithm.binarize", "Set algorithm.kl_in_reward=false"],
     ),
     "cap of no dynamic sampling": (
         (*REVERSED, "algorithm.max_extra_batches=2"), ["algorithm.max_extra_batches", "algorithm.dynamic_sampling"],

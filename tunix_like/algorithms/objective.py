@@ -367,7 +367,7 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
     in_reward = bool(config.kl_in_reward and config.beta > 0)
     if in_reward and config.binarize:
         raise UserError(
-            "algorithm.kl_in_reward: algorithm.binarize would remove the KL from the reward. "
+            "algorithm.kl_in_reward: the KL is subtracted after algorithm.binarize, so rewards would not be 0 or 1. "
             "Set algorithm.kl_in_reward=false."
         )
     if in_reward:
