@@ -131,8 +131,9 @@ class MaxRLLearner(Learner):
 
     `r_i` is the reward of completion i. `m` is the mean reward of its group of G completions. Let p be the pass rate of
     a prompt. The log-likelihood of success is a power series in `1 - p`. For 0/1 rewards, the gradient estimate is
-    unbiased for the sum of the terms of this series up to order `G - 1`. The weight of the prompt is `(1 - (1-p)^(G-1))
-    / p`. With more completions per prompt, the objective approaches the log-likelihood. Rewards must be non-negative.
+    unbiased for the sum of the terms of this series up to order `G - 1`. The weight of the prompt is
+    `(1 - (1-p)^(G-1)) / p`. With more completions per prompt, the objective approaches the log-likelihood. Rewards must
+    be non-negative.
     """
 
     config_class = MaxRLConfig

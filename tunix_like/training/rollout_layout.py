@@ -51,7 +51,7 @@ def rollout_mesh(
 
     With `rollout.mesh: auto`, the weights are replicated if they fit into memory together with the trainer's arrays and
     the cache. Sampling then needs no communication. Otherwise the weights are split along `tp` over the smallest number
-    of devices for which they fit. If they do not fit for any number of devices, they are also split along `fsdp`.
+    of devices for which they fit. If the weights fit for no number of devices, they are also split along `fsdp`.
 
     Raises:
       UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by the axis sizes

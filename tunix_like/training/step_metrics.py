@@ -56,8 +56,8 @@ def speed_metrics(
 
     Throughput is in completion tokens per second. Compilations are counted from the end of the previous step, including
     compilations for the evaluation and the checkpoint after that step. The MFU (`*_mfu`) is the used fraction of the
-    device's peak FLOP/s. The MFU is computed only if this peak is known. It counts each prompt once per group. With
-    dynamic sampling, the MFU of the rollout counts only the groups that are used.
+    device's peak FLOP/s. The MFU is computed only if this peak is known. The MFU counts each prompt once per group.
+    With dynamic sampling, the MFU of the rollout counts only the groups that are used.
 
     Args:
       sampled: completion tokens of the step.
