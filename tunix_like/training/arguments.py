@@ -39,7 +39,10 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Raises UserError for the first argument that has a wrong type. Arguments whose default is None can be None."""
+    """Raises UserError for the first argument of a `Learner` that has a wrong type.
+
+    An argument can be None if its default in `Learner` is None.
+    """
     for name, value in arguments.items():
         if value is not None or name in ("metric_fns", "success_threshold"):
             check_type(name, value, *_TYPES[name])
@@ -52,7 +55,7 @@ def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -
 
     Args:
       backend: the JAX backend for which options are chosen; defaults to the current backend. Layers are stacked on all
-        backends except the CPU, because slices of stacked weights are copies on the CPU.
+        backends except the CPU. On the CPU, each slice of stacked weights would be a copy.
     """
     stacked = (backend or jax.default_backend()) != "cpu"
     return ForwardOptions(1.0, training.logprob_chunk_size, training.remat, stacked=stacked)
@@ -67,9 +70,9 @@ def forward_options(
 
 
 def identity_of(learner: Learner) -> dict[str, Any]:
-    """Returns the settings that must be equal when a checkpoint is restored.
+    """Returns the settings that a run must share with the checkpoint that it restores.
 
-    These are all settings on which the next step depends. State, data and code are not included.
+    The result has all settings on which the next step depends. State, data and code are not included.
     """
     rollout = dataclasses.asdict(learner.rollout_config)
     for name in ("max_concurrent_rows", "mesh", "engine", "urls", "weights_folder", "devices"):
@@ -109,7 +112,7 @@ def check_rows(rows: Any) -> None:
 
 
 def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns `source_estimators` as plain dicts. Raises UserError if the entry of a source is not a mapping."""
+    """Returns `source_estimators` as plain dicts. Raises UserError if the value of a data source is not a mapping."""
     for source, entry in source_estimators.items():
         if not isinstance(entry, Mapping):
             raise UserError(
@@ -120,7 +123,10 @@ def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def resolve_algorithm(learner: type[Learner], config: AlgorithmConfig | None) -> AlgorithmConfig:
-    """Returns the config with the learner's defaults for unset keys. Raises UserError for another learner's config."""
+    """Returns the config, with the learner's defaults for unset keys.
+
+    Raises UserError if `config` has the class or the advantage estimator of another learner.
+    """
     config_class = learner.config_class
     config = config_class() if config is None else config
     if type(config) not in (AlgorithmConfig, config_class):

@@ -65,9 +65,9 @@ class Device:
 def device_memory() -> int:
     """Returns the memory of one device in bytes.
 
-    If the device does not report its memory, the result is the memory of the host (or its cgroup limit, if this is
-    lower), divided by the number of local devices. With several processes, the result is the minimum over all
-    processes, because all processes must choose the same sizes.
+    If the device does not report its memory, the result is the memory of the host, or the cgroup limit if this limit is
+    lower, divided by the number of local devices. With several processes, the result is the minimum over all processes,
+    because all processes must choose the same sizes.
     """
     return min(gather(_own_memory()))
 
@@ -143,8 +143,8 @@ def too_large(key: str, needed: int, device: Device, what: str) -> UserError:
 def most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int:
     """Searches for the largest number up to `top` for which `needed` is at most `limit`. Returns 0 if there is none.
 
-    The search is a bisection. If `needed` is not monotonic, the result can be smaller than the largest such number. For
-    the memory of a chunk, `needed` is not exactly monotonic, because the chunk layout changes in discrete steps.
+    The search is a bisection. If `needed` is not monotonic, the result can be smaller than the largest such number. One
+    example is the memory of a chunk: the chunk layout changes in discrete steps, and a larger chunk can need less.
     """
     if needed(top) <= limit:
         return top

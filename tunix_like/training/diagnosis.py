@@ -31,8 +31,8 @@ class Diagnosis(NamedTuple):
     """The reason why all trained completions of a step have the advantage 0.
 
     Attributes:
-      cause: one of `unscored`, `masked`, `estimator`, `solved`, `divided`, `refused`, `truncated`, `unparsable`,
-        `wrong`.
+      cause: name of the cause: `unscored`, `masked`, `estimator`, `solved`, `divided`, `refused`, `truncated`,
+        `unparsable` or `wrong`.
       found: a sentence that describes the cause.
       advice: a sentence with the remedy.
       sample: index of an example completion in the flat list of completions, which is ordered by group.
@@ -70,7 +70,11 @@ def has_signal(batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> bool:
 
 
 def format_diagnosis(diagnosis: Diagnosis, step: int, without: int, rollout: Rollout) -> str:
-    """Formats the diagnosis as one paragraph."""
+    """Formats the diagnosis as one paragraph.
+
+    Args:
+      without: number of consecutive steps without a training signal, up to `step`.
+    """
     group, number = divmod(diagnosis.sample, rollout.completions.lengths.shape[1])
     text, reward = rollout.texts[diagnosis.sample], rollout.scores.total[diagnosis.sample]
     expected = rollout.problems[group].columns.get("answer")
@@ -155,7 +159,7 @@ def _unused(task: Task, rollout: Rollout, batch: GroupBatch, advantages: np.ndar
 
 
 def _tied(task: Task, rollout: Rollout, batch: GroupBatch) -> Diagnosis:
-    """Diagnoses a step in which all rewards of each group are equal. Unscored completions are not counted."""
+    """Diagnoses a step in which all rewards of each group are equal. Unscored completions are ignored."""
     scored = batch.scored
     total = rollout.scores.total.reshape(scored.shape)
     known = scored.any(axis=1)
@@ -224,26 +228,30 @@ def _failed(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Di
 
 
 def _equal_answers(rollout: Rollout) -> Bool[np.ndarray, "PG"]:
-    """Returns a mask of the completions that equal their row's column `answer`, ignoring surrounding white space."""
+    """Returns a mask of the completions that equal the `answer` of their row. Surrounding white space is ignored."""
     size = rollout.completions.lengths.shape[1]
     answers = (problem.columns.get("answer") for problem in rollout.problems for _ in range(size))
     return np.array([text.strip() == str(answer).strip() for text, answer in zip(rollout.texts, answers, strict=True)])
 
 
 def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None) -> Bool[np.ndarray, "P G"]:
-    """Returns a mask of the completions that are scored, not truncated (`cut`) and not without an answer (`unread`).
+    """Returns a mask of the completions that are scored, are not truncated and have an answer.
 
-    If there are no such completions, returns `scored`. If `unread` is None, answers are not considered.
+    If there are no such completions, returns `scored`.
+
+    Args:
+      scored, cut: masks of the scored and of the truncated completions.
+      unread: mask of the completions without an answer; None if answers are not considered.
     """
     whole = scored & ~cut if unread is None else scored & ~cut & ~unread
     return whole if whole.any() else scored
 
 
 def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
-    """Returns a note for `Diagnosis.found` that unscored completions are not counted.
+    """Returns the part of `Diagnosis.found` that says that unscored completions are not counted.
 
-    The note states the number of unscored completions, and the number of groups in which no completion is scored.
-    The note is empty if all completions are scored.
+    The text states the number of unscored completions, and the number of groups in which no completion is scored. The
+    text is empty if all completions are scored.
     """
     if scored.all():
         return ""
@@ -253,7 +261,10 @@ def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
 
 
 def _without_answer(task: Task, rollout: Rollout) -> np.ndarray | None:
-    """Returns a mask of the completions without an answer, or None if no reward extracts answers for some problem."""
+    """Returns a mask of the completions without an answer.
+
+    Returns None if there is a problem for which no reward function extracts answers.
+    """
     size = rollout.completions.lengths.shape[1]
     texts = [rollout.texts[i : i + size] for i in range(0, len(rollout.texts), size)]
     answers = extract_answers(task.rewards, rollout.problems, texts)
@@ -272,5 +283,5 @@ def _limit(task: Task) -> str:
 
 
 def _quoted(text: str, most: int) -> str:
-    """Returns `excerpt(text, most)` (`runtime/console.py`) in quotes, on one line."""
+    """Returns the text, shortened by `excerpt` (`runtime/console.py`), in quotes and on one line."""
     return '"' + excerpt(text, most).replace("\n", "\\n") + '"'

@@ -67,13 +67,13 @@ def training_devices(rollout: RolloutConfig) -> list[Any] | None:
 
 
 def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewhere: bool) -> None:
-    """Checks that completions can be sampled during an update if `rollout.max_staleness` is 1.
+    """Checks the settings of a run with `rollout.max_staleness: 1`, which samples completions during updates.
 
     Args:
       elsewhere: whether an engine other than the in-process sampler generates the completions.
 
     Raises:
-      UserError: the completions would be sampled on the devices that are used for training, or there are several
+      UserError: the completions would be sampled on the devices that are used for training, or the run has several
         processes.
     """
     if not rollout.max_staleness:
@@ -95,7 +95,7 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
 class WrappedEngine:
     """Base class of engines that wrap another engine.
 
-    Subclasses implement `generate`. All other members give the results of the wrapped engine.
+    Subclasses implement `generate`. All other methods and properties return the values of the wrapped engine.
     """
 
     def __init__(self, engine: Engine):
@@ -122,7 +122,7 @@ class CheckedEngine(WrappedEngine):
     Args:
       engine: the engine of the user.
       model: the config of the model. Its vocabulary size limits the token ids.
-      task: the settings of the rollout. They limit the number of tokens of a completion.
+      task: the settings of the rollout. `max_tokens_to_generate` limits the number of tokens of a completion.
     """
 
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):
@@ -170,7 +170,7 @@ class CheckedEngine(WrappedEngine):
             )
 
     def _checked(self, sample: Sample, several_turns: bool) -> Sample:
-        """Checks a sample and returns it with NumPy arrays. Raises _WrongSampleError."""
+        """Checks a sample. Returns the sample with NumPy arrays, or raises _WrongSampleError."""
         tokens = _array("tokens", sample.tokens, np.integer, "integers")
         length, most = len(tokens), self.vocab_size - 1
         if length > self.max_tokens:
@@ -199,9 +199,16 @@ class _WrongSampleError(Exception):
 
 
 def _array(field: str, values: Any, kind: type, expected: str, length: int | None = None) -> np.ndarray:
-    """Returns the field as a one-dimensional array of `length` entries (None: of any length).
+    """Returns the values of a field of `Sample` as a one-dimensional array.
 
-    Raises _WrongSampleError if the values have another shape or dtype.
+    Args:
+      field: name of the field, for error messages.
+      kind: the NumPy scalar type that the dtype must be a subtype of.
+      expected: description of the values, for error messages.
+      length: the required number of values; None allows any number.
+
+    Raises:
+      _WrongSampleError: the values have another shape or dtype.
     """
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, kind)):

@@ -38,7 +38,7 @@ class ForwardOptions(NamedTuple):
       chunk: number of tokens whose logits are computed at once.
       remat: whether layers are recomputed in the backward pass.
       entropy_gradient: whether the entropy has a gradient.
-      stacked: whether layers of equal kinds are stacked (`working_weights`).
+      stacked: whether layers of the same kind are stacked (`working_weights.py`).
     """
 
     temperature: float
@@ -65,9 +65,10 @@ class Chunk(NamedTuple):
 
     Attributes:
       lane: index of each lane's prompt in the set; None if lane `i` belongs to prompt `i`.
-      group, sample: indices of the completions in the batch.
+      group: index in the batch of each lane's group.
+      sample: index of each completion in its group.
       start: first position of each completion in its bin.
-      length: tokens of each completion; 0 for unused entries.
+      length: number of tokens of each completion; 0 for unused entries.
     """
 
     lane: Int[AnyArray, "A"] | None
@@ -106,7 +107,7 @@ def _on_mesh(packed: Packed, mesh: Mesh | None, split: Callable[..., Any], repli
 def prompt_states(
     graphdef: Any, params: Any, batch: GroupBatch, prompts: Int[Array, "p"], options: ForwardOptions
 ) -> PromptStates:
-    """Runs the model on the prompts of a set (`packing.py`). `prompts` are their indices in the batch."""
+    """Runs the model on the prompts of a set (`packing.py`). `prompts` has the prompt indices in the batch."""
     tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
     return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
 
@@ -178,11 +179,15 @@ _picked.defvjp(_picked_forward, _picked_backward)
 
 
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
-    """Returns the token at each place of the bins, its position after the prompt, and the number of its segment.
+    """Returns three arrays `[A b T]` for the positions of the bins: tokens, token positions and segment numbers.
 
-    A segment is a sequence of tokens that attend only to each other and to the prompt. All three arrays are `[A b T]`.
-    The number of a segment is -1 at unused places. If `first` is None, each completion is one segment. Otherwise,
-    `first` is the index in the completion at which the segment of each token starts, and positions count from there.
+    Token positions count from 0 at the first token after the prompt. A segment is a sequence of tokens that attend only
+    to each other and to the prompt. The segment number is unique in the bin, and -1 at unused positions.
+
+    Args:
+      rows: the tokens of the chunk's completions.
+      first: for each token, the index in the completion at which the token's segment starts. Token positions then count
+        from this index. None: each completion is one segment.
     """
 
     def of_owner(values: Array) -> Array:  # [A b r T] -> [A b T]
@@ -204,7 +209,10 @@ def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"
 def batch_logprobs(
     graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
 ) -> Float[Array, "P G T"]:
-    """Computes log-probabilities of all packed completions, without a gradient. All other entries are 0."""
+    """Computes log-probabilities of all packed completions, without a gradient.
+
+    The entries of padding and of other completions are 0.
+    """
     graphdef, params, _, _ = working_weights(graphdef, params, {}, options.stacked)
     shape = batch.completion_tokens.shape
 

@@ -1,4 +1,4 @@
-"""Detects non-finite updates and differences between sampler and trainer.
+"""Detects non-finite updates, and differences between the log-probabilities of sampler and trainer.
 
 The inputs of skipped updates are saved for `tunix-like replay`.
 """
@@ -29,7 +29,7 @@ class SkipWatch:
     """Warns of skipped (non-finite) updates, and raises if too many consecutive updates are skipped.
 
     Args:
-      what: name of the loss, which warnings and errors contain.
+      what: name of the loss, for warnings and error messages.
       most: `check` raises UserError after this many consecutive skipped updates.
     """
 
@@ -37,7 +37,7 @@ class SkipWatch:
         self.what, self.most, self.in_a_row = what, most, 0
 
     def __call__(self, updates: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the indices of the skipped updates of a step, given the metrics of its updates."""
+        """Returns the indices of the skipped updates of a step. `updates` has the metrics of each update."""
         skipped = [number for number, row in enumerate(updates) if row["update/skipped"]]
         if skipped:
             message = "%d of %d updates of this step skipped: %s or its gradient is not finite"
@@ -49,7 +49,7 @@ class SkipWatch:
     def check(self) -> None:
         """Raises UserError if too many consecutive updates were skipped.
 
-        This is a separate method, so that the inputs of skipped updates can be saved before the error is raised.
+        The caller can save the inputs of skipped updates before it calls `check`.
         """
         if self.in_a_row >= self.most:
             raise UserError(
@@ -62,7 +62,8 @@ class SkipWatch:
 class GapWatch:
     """Compares the sampler's log-probabilities with the trainer's, once.
 
-    Uses the first update of a step. If this update has no completions or is skipped, the next step is used.
+    The comparison uses the first update of a step. If this update has no completions or is skipped, the comparison uses
+    the first update of the next step.
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
@@ -112,7 +113,7 @@ class Skipped(NamedTuple):
 
 
 def write_skipped(folder: Path, skipped: Skipped) -> Path:
-    """Writes the inputs of an update, without the weights, to `folder/step_<n>_update_<m>.npz`. Returns the path.
+    """Writes the inputs of an update to `folder/step_<step>_update_<update>.npz`. Returns the path of this file.
 
     If the write fails, removes the partial file and raises OSError.
     """
@@ -159,13 +160,13 @@ def check_updates(
 
 
 def remove_files_after(folder: Path, step: int) -> None:
-    """Removes files of steps after `step` from a run folder: completions and skipped updates."""
+    """Removes the completions and the skipped updates of steps after `step` from a run folder."""
     remove_steps_after(folder / "rollouts", step)
     remove_steps_after(folder / FOLDER, step)
 
 
 def read_skipped(file: Path) -> Skipped:
-    """Reads a file that `write_skipped` wrote. Raises UserError if the file has another format."""
+    """Reads a file that `write_skipped` wrote. Raises UserError if the file cannot be read or has another format."""
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

@@ -91,8 +91,8 @@ class Learner(Trainer):
       tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       reward_fns: one or several functions `f(prompts, completions, **columns) -> list of numbers`. A mapping gives
         names to the functions. The (weighted) sum of their numbers is the reward. None, NaN or an exception means that
-        a completion could not be scored. Functions run in this process; functions of `tunix_like.rewards.pooled` run in
-        worker processes, with a time limit.
+        a completion could not be scored. Functions run in this process; functions made by `tunix_like.rewards.pooled`
+        run in worker processes, with a time limit.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
       ref_model: reference model of the KL if `beta > 0`; it can be quantised. Weights are copied only if they share
@@ -106,9 +106,9 @@ class Learner(Trainer):
       metric_fns: `f(prompts, completions, rewards, advantages, **columns) -> {name: (value, aggregation)}`, called in
         every step. `aggregation` is a function that reduces `value` to a number.
       engine: generates completions; defaults to the in-process sampler of this model.
-      environment: gives completions several turns. It is a class or factory of `Environment`s (these run in this
+      environment: gives completions several turns. It is a class or factory of `Environment`s (which run in this
         process), a list of functions that the model can call as tools, or an object that runs environments, such as an
-        `EnvironmentPool`. The rewards of environments are added to those of `reward_fns`, which can then be empty.
+        `EnvironmentPool`. The rewards of environments are added to the rewards of `reward_fns`, which can be empty.
       environment_config: settings of the environment, such as the maximum number of turns.
       on_row: `f(row, total steps or None)`, called with every logged row of metrics.
       on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps`. `samples` is a
@@ -195,8 +195,8 @@ class Learner(Trainer):
         """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
 
         Args:
-          train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` is one
-            epoch; an incomplete last batch is dropped.
+          train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` trains for
+            one epoch; an incomplete last batch is dropped.
           eval_ds: held-out rows, evaluated before and after training, and every `eval_every_n_steps`.
           batch_size: prompts per step. If the dataset is smaller, its size is used, and a warning is logged.
           shuffle: shuffles a sequence or a grain `MapDataset` in every epoch; other data keep their order.
@@ -208,15 +208,15 @@ class Learner(Trainer):
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written to
           this folder, and a second call resumes the run. Without a folder, a second call runs another `max_steps` steps
-          (or one epoch). Step numbers, random numbers and the optimizer state continue. If the data is the same
+          (or one epoch), and continues step numbers, random numbers and the optimizer state. If the data is the same
           (object, batch size and shuffling), the second call continues with the next prompts. All calls of a learner,
           and learners with equal settings, share compiled programs. With a `linear` or `cosine` schedule, the step is
           compiled again if the number of the last step changes.
 
         Raises:
-          UserError: the data is wrong; the reward functions failed for all completions of the first step (which are
-            then written to `rollouts/`); another process uses the run folder; or all checkpoints are damaged or belong
-            to a run with other settings.
+          UserError: the data is wrong; the reward functions failed for all completions of the first step (these
+            completions are written to `rollouts/`); another process uses the run folder; or all checkpoints are damaged
+            or belong to a run with other settings.
           NotSaved: the training is done, but its last checkpoint could not be written.
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run; the state is saved.
         """
@@ -341,7 +341,7 @@ class Learner(Trainer):
     def _show(
         self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
     ) -> None:
-        """Writes completions and shows samples if they are due, and warns of steps without a training signal."""
+        """Writes completions and shows samples at the configured steps, and warns if there is no training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
             call.files.write(number, rollout, batch, advantages)
         call.signal_watch(number, rollout, batch, advantages)
@@ -352,9 +352,9 @@ class Learner(Trainer):
     def _reference_logprobs(
         self, updates: Updates, batch: GroupBatch, clock: Clock
     ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
-        """Computes the log-probabilities of the reference model, if there is one.
+        """Returns the batch, the reference model's log-probabilities (None if there is no such model), and metrics.
 
-        With `kl_in_reward`, also puts the KL into the rewards."""
+        With `kl_in_reward`, the KL is subtracted from the rewards of the returned batch."""
         if self.reference is None:
             return batch, None, {}
         ref, metrics = updates.logprobs(*self.reference, batch), {}
@@ -382,7 +382,7 @@ class Learner(Trainer):
             self.player.environments.close()
 
     def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
-        """Builds an evaluator for rows of data. Logs a warning if rows are skipped."""
+        """Builds an evaluator for held-out rows. Logs a warning if rows are skipped."""
         limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
         problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
         skipped.warn("evaluation")

@@ -32,9 +32,9 @@ EXIT_STOPPED = 75
 
 
 class Stopped(SystemExit):
-    """Raised after SIGTERM or SIGHUP. If the run has a folder, the checkpoint is written first.
+    """Raised after SIGTERM or SIGHUP. If the run has a folder, a checkpoint is written first.
 
-    The same command resumes the run.
+    The command that started the run also resumes the run from this checkpoint.
     """
 
     def __init__(self, step: int, saved: bool) -> None:
@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 class Interrupted(KeyboardInterrupt):
     """Raised after SIGINT (Ctrl-C), at the same point as `Stopped`.
 
-    This is a `KeyboardInterrupt`, which does not end the process of a notebook.
+    The class is a `KeyboardInterrupt` and not a `SystemExit`, so that the process of a notebook continues.
     """
 
     def __init__(self, step: int, saved: bool) -> None:
@@ -71,7 +71,8 @@ def run(
 
     Args:
       on_row: called with each row after the row is written.
-      before_save: called before each checkpoint. An error that it raises prevents the checkpoint and ends the run.
+      before_save: called before each checkpoint. If `before_save` raises an error, the checkpoint is not written and
+        the run ends.
       another_follows: whether another trainer runs after this one. If True, a signal in the last step raises an
         exception, as in other steps. If False, a signal in the last step is ignored, because the run ends after this
         step anyway.
@@ -154,7 +155,10 @@ class _Files:
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, row: dict[str, Any]) -> bool:
-        """Writes a row, with arrays converted to numbers. Returns whether the step of the row is the best so far."""
+        """Writes a row of metrics. Converts arrays in `row` to numbers.
+
+        Returns whether the row has the best value so far of the metric that selects the best checkpoint.
+        """
         row |= {name: float(value) for name, value in row.items() if isinstance(value, np.generic | jax.Array)}
         self.log.write(row)
         self.last_row.update(row)
@@ -192,11 +196,11 @@ class _Files:
 def _opened(
     trainer: Trainer, on_row: Callable[[dict[str, Any]], None], before_save: Callable[[], None]
 ) -> Iterator[_Files]:
-    """Opens the checkpoints and the log of a trainer, and closes them at the end.
+    """Opens the checkpoints and the log of a trainer, and closes both at the end of the context.
 
     The weights are written back to the model before the checkpoints are closed, because closing can be interrupted. If
-    all processes reach the end, they are synchronised there. Without the synchronisation, the loggers of process 0
-    could take longer to close than the other processes wait for process 0 when they exit.
+    all processes reach the end of the context, the processes are synchronised. When a process exits, it waits for
+    process 0 for a limited time. Without the synchronisation, closing the loggers of process 0 could take longer.
     """
     checkpoints = trainer.open_checkpoints()
     with checkpoints or contextlib.nullcontext(), trainer.running():
@@ -255,9 +259,9 @@ def _stop_signals() -> Iterator[Callable[[], int]]:
     """Handles SIGTERM, SIGINT and SIGHUP so that the current step is finished first.
 
     Yields a function that returns the number of the received signal, or 0 if there is none. The loop calls this
-    function after each step. A second SIGTERM or SIGINT has its usual effect at once. A second SIGHUP has no effect,
-    because a closed terminal causes two signals, one from its shell and one from the kernel. SIGINT and SIGHUP stay
-    ignored if they are ignored at the start (by `nohup`, or for a background job of a shell).
+    function after each step. A second SIGTERM or SIGINT has its usual effect at once. When a terminal is closed, the
+    shell and the kernel each send a SIGHUP; therefore a second SIGHUP has no effect. If SIGINT or SIGHUP is ignored at
+    the start (with `nohup`, or in a background job of a shell), the signal stays ignored.
     """
     received: list[int] = [0]
     previous: dict[int, Any] = {}

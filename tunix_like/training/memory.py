@@ -1,10 +1,10 @@
 """Estimates the peak memory of each phase of a run, by component, from shapes.
 
 The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
-peak, for rows of full length. The constants below were measured from XLA's buffer assignment
-(`compiled.memory_analysis()` of both programs, CPU backend, jax 0.10.2), by varying one dimension at a time.
-`tests/training/test_memory.py` compares the sums with the buffer assignment. No weights are needed. `sizes.py` chooses
-the batch sizes with these estimates.
+peak, for rows of full length. The constants below were measured from XLA's buffer assignment (`memory_analysis()` of
+both compiled programs, CPU backend, jax 0.10.2), by varying one dimension at a time. `tests/training/test_memory.py`
+compares the estimates with the buffer assignment. No weights are needed. `sizes.py` chooses the batch sizes with these
+estimates.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Work:
       share: the part of the weights on one device.
       prompts, group: P and G of a rollout batch (G = 1 in supervised fine-tuning).
       widths: widths of padded prompts and completions, `(S, T)`.
-      update_prompts: prompts of one optimizer update; None means all.
+      update_prompts: prompts of one optimizer update; None means all prompts of the batch.
       dtype, param_dtype: dtype of the matrix products and of the stored weights.
       adapters: the adapters (float32), if only adapters are trained.
       quantized: quantisation of the frozen projections of a model with adapters.
@@ -113,8 +113,8 @@ class Work:
       attention: value of `Decoder.attention`. Plain attention saves its scores for the backward pass.
       filtered: whether sampling uses top-p or top-k.
       backend: the JAX backend. It determines how much memory `remat` saves.
-      parts: number of shards of prompts and lanes.
-      rollout_share: the part of the weights on one device while sampling; None means `share`, without a copy.
+      parts: number of shards of the axes of prompts and lanes.
+      rollout_share: the part of the weights on one device while sampling; None: `share`, without a second copy.
       rollout_parts: number of shards of slots while sampling (a slot is a prompt with its rows), and number of devices
         that share the heads of a slot; None means `parts` and 1.
     """
@@ -229,13 +229,13 @@ def _stacked_copy(work: Work) -> int:
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:
-    """Returns the bytes of all weights. Matrices have the compute dtype, except quantised matrices and adapters."""
+    """Returns the bytes of `share`, with matrices in the compute dtype except quantised matrices and adapters."""
     return share.weights - share.plain * (jnp.dtype(work.param_dtype).itemsize - work.size)
 
 
 def _layer_working(work: Work, tokens: int) -> int:
     """Returns the bytes of the temporaries of one layer's recomputation and backward pass with an attention kernel.
-    With several shards, they include the gathered matrices of the layer and their gradient."""
+    With several shards, the temporaries include the gathered matrices of the layer and their gradient."""
     model, parts = work.model, work.parts
     widths = _inner(model) + model.hidden_size + model.num_heads * model.head_dim
     routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
@@ -249,11 +249,11 @@ def _layer_working(work: Work, tokens: int) -> int:
 def rollout_phase(
     work: Work, rows: int, slots: int, held: dict[str, int] | None = None, prefilled: int | None = None
 ) -> Phase:
-    """Estimates the peak of sampling with `rows` concurrent completions and the prompts of `slots` slots.
+    """Estimates the peak of sampling with `rows` concurrent completions in `slots` slots (see `Work.rollout_parts`).
 
     The peak is the largest of four estimates: the weights while they are laid out for sampling; the forward pass of the
-    prompts; a decode step with caches of full size; the old and the new cache, while the cache grows or is compacted to
-    half as many rows.
+    prompts; a decode step with caches of full size; the old and the new cache, when the cache grows or its number of
+    rows is halved.
 
     Args:
       held: bytes by component of the arrays that are always held; defaults to the arrays of a trainer.
@@ -306,7 +306,7 @@ def _key_values(work: Work, width: int) -> int:
 
 
 def _cast_weights(work: Work) -> int:
-    """Returns the bytes of weights cast to the compute dtype, or of the transposed embedding if nothing is cast."""
+    """Returns the bytes of the weights cast to the compute dtype, or of the transposed embedding without a cast."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0
@@ -326,7 +326,7 @@ def _sampled_weights(work: Work) -> int:
 
 
 def _dequantized(work: Work, backward: bool) -> int:
-    """Returns the bytes of the dequantised matrices that exist at the same time: on the CPU all, otherwise one."""
+    """Returns the bytes of the dequantised matrices in memory at once: all on the CPU, one on other backends."""
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
@@ -336,8 +336,8 @@ def _dequantized(work: Work, backward: bool) -> int:
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
-    """Returns the bytes that all layers save for the backward pass, given `tokens` tokens and `scores` attention scores
-    per layer."""
+    """Returns the bytes that all layers save for the backward pass of `tokens` tokens. Each layer computes `scores`
+    attention scores."""
     model = work.model
     widths = {
         "inner": _inner(model),
@@ -351,7 +351,7 @@ def _kept(work: Work, tokens: int, scores: int) -> int:
 
 
 def _attention_kind(work: Work, scores: int) -> str:
-    """Returns the attention implementation of a call with `scores` scores, as a key of `KEPT_SCORES`."""
+    """Returns the implementation that computes `scores` attention scores, as a key of `KEPT_SCORES`."""
     if work.attention == "plain" or (work.attention == "auto" and scores * work.parts <= SCORES):
         return "plain"
     one = work.backend == "cpu" and max(work.widths) <= BLOCK
@@ -393,7 +393,7 @@ def _batch(work: Work) -> int:
 
 
 def _room_before(width: int) -> int:
-    """Returns the number of cache columns before the cache last grows, to `width` columns."""
+    """Returns the number of columns of the sampler's cache before it grows for the last time, to `width` columns."""
     room = min(FIRST_CACHE, width)
     while 2 * room < width:
         room *= 2

@@ -22,11 +22,12 @@ Segments = tuple[Segment, ...] | None
 
 
 def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.Schedule:
-    """Builds the learning rate schedule, a function of the number `n` of the update (from 0) that JAX can trace.
+    """Builds the learning rate schedule, a traceable function of the update number `n`, which starts at 0.
 
-    During a warm-up of `w` updates, the rate is `(n + 1) / w` times the peak, so the first update has a non-zero rate.
-    From update `w` on, `linear` and `cosine` schedules decrease from the peak to `end_fraction` times the peak at
-    `n = total_updates`, and then stay constant. If the warm-up is as long as the run, there is no decay.
+    The peak rate is `config.learning_rate`. During a warm-up of `w` updates, the rate is `(n + 1) / w` times the peak,
+    so the first update has a non-zero rate. From update `w` on, `linear` and `cosine` schedules decrease from the peak
+    to `end_fraction` times the peak at `n = total_updates`, and then stay constant. If the warm-up is as long as the
+    run, the rate does not decrease.
 
     Raises:
       UserError: the schedule is `linear` or `cosine`, and `total_updates` is None.
@@ -57,10 +58,10 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
 
-    Weight decay applies only to arrays of two or more axes. If `stacked`, layers are stacked (`with_stacked_layers`),
-    and the first axis of their arrays does not count. Equal settings return the same object, so that compiled programs
-    are reused. The structure of the state depends only on the parameters, so a resumed run can have another
-    `total_updates`.
+    Weight decay applies only to arrays of two or more axes. If `stacked`, the arrays of layers are stacked
+    (`with_stacked_layers`), and the first axis of such an array is not counted. Equal settings return the same object,
+    so that compiled programs are reused. The structure of the state depends only on the parameters, so a resumed run
+    can have another `total_updates`.
 
     Raises:
       UserError: see `build_schedule`.
@@ -85,9 +86,9 @@ def _adamw(config: OptimizerConfig, total_updates: int | None, stacked: bool) ->
 def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies_base: bool) -> Segments:
     """Returns the patterns of layers whose moments are stacked, or None if each layer has its own moments.
 
-    AdamW is elementwise, so stacking does not change its result. If the optimizer is an optax transformation of the
-    user, its state is never stacked, because its result can depend on whole arrays. For `stacked` and `copies_base`,
-    see `stacked_segments`.
+    AdamW is elementwise, so stacking does not change its result. An optax transformation of the user can compute with
+    whole arrays, so the state of such an optimizer is never stacked. For `stacked` and `copies_base`, see
+    `stacked_segments`.
     """
     return stacked_segments(config, stacked and isinstance(optimizer, OptimizerConfig), copies_base)
 
@@ -151,7 +152,7 @@ def unstack_moments(
 
 
 def _shardings(shapes: Any) -> Any:
-    """Returns the shardings of shapes; None for shapes that have no sharding."""
+    """Returns the sharding of each `jax.ShapeDtypeStruct` of a pytree; None for a struct without a sharding."""
     return jax.tree.map(lambda shape: shape.sharding, shapes)
 
 

@@ -72,14 +72,15 @@ def choose_layout(
       most_prompts: maximum number of prompts of an update.
       widths: widths of the padded prompts and completions, `(S, T)`.
       micro_batch_size: completions of full width per forward and backward pass.
-      device_parts: number of shards. Prompts per set are a multiple of this number. If it is above 1, each lane belongs
-        to one prompt of its set.
+      device_parts: number of shards. The number of prompts per set is a multiple of `device_parts`. If `device_parts`
+        is above 1, `Layout.own_lanes` is True.
 
     A set has at most `micro_batch_size * T` prompt tokens, but at least one prompt and at least `device_parts` prompts.
-    The activations of the prompts are kept while their completions are processed. With this limit, they are at most as
-    large as the activations of a chunk. If there is one completion per prompt, `micro_batch_size` is a number of
-    examples. Each lane has a copy of its prompt's keys, so lanes have several bins if prompts are long. The number
-    of lanes is limited to the number that the completions of a whole set can fill.
+    The activations of the prompts are kept while their completions are processed. The limit makes the activations of
+    the prompts at most as large as the activations of a chunk. If there is one completion per prompt, the limit does
+    not apply, and `micro_batch_size` is the number of pairs of a prompt and a completion. Each lane has a copy of its
+    prompt's keys and values, so lanes have several bins if prompts are long. The number of lanes is limited to the
+    number that the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
@@ -117,10 +118,10 @@ def pack(
     """Packs the completions selected by `rows`.
 
     Args:
-      lengths: tokens of each completion; completions without tokens are left out.
+      lengths: number of tokens of each completion; completions without tokens are left out.
       width: `T`, the width of a bin; no completion is longer.
-      most_prompts: number of groups for which the arrays are allocated, with all completions of these groups. The
-        shapes then do not depend on `rows`. Defaults to the number of groups in the batch.
+      most_prompts: the arrays have space for all completions of this number of groups, so that the array shapes do not
+        depend on `rows`. Defaults to the number of groups in the batch.
     """
     total, size = rows.shape
     live = rows & (lengths > 0)
@@ -155,8 +156,10 @@ def token_places(packed: Packed, width: int) -> int:
 
 
 def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int) -> list[list[int]]:
-    """Packs the completions of a group that `live` marks into bins: the longest first, each into the first bin with
-    enough space. Returns the indices of the completions in each bin."""
+    """Packs the completions that `live` marks, all of one group, into bins. Returns the indices in each bin.
+
+    Completions are packed in descending order of length, each into the first bin with enough space.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for sample in sorted(np.flatnonzero(live).tolist(), key=lambda i: -lengths[i]):
@@ -172,9 +175,14 @@ def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int
 
 
 def _places(pieces: list[int], layout: Layout) -> list[tuple[int, int, int, int]]:
-    """Returns `(prompt in its set, piece, chunk, lane)` of each piece, given the number of pieces of each prompt.
+    """Assigns pieces to lanes. A piece is the part of a prompt's bins that one lane holds.
 
-    A piece is a part of the bins of one prompt that fits into one lane.
+    Args:
+      pieces: number of pieces of each prompt of a set.
+
+    Returns:
+      four indices of each piece: of the prompt in the set, of the piece among the prompt's pieces, of the chunk in the
+      set, and of the lane in the chunk.
     """
     every = [(prompt, piece) for prompt, count in enumerate(pieces) for piece in range(count)]
     if layout.own_lanes:

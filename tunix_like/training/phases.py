@@ -10,10 +10,13 @@ OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The peak of a phase: bytes by component, on one device.
+    """The estimated peak memory of a phase on one device.
 
     Attributes:
-      decode: the components of a decode step that are not held all the time; empty if the phase does not sample.
+      name: name of the phase.
+      parts: bytes by component.
+      decode: bytes by component of a decode step, without the arrays that are always held (weights, optimizer state and
+        reference); empty if the phase does not sample.
     """
 
     name: str
@@ -26,7 +29,7 @@ class Phase:
 
     @property
     def fixed(self) -> int:
-        """Bytes that do not depend on lengths or on the number of completions."""
+        """Bytes of the components that do not depend on lengths or on the number of completions."""
         return sum(self.parts.get(name, 0) for name in OF_THE_MODEL)
 
     def __str__(self) -> str:

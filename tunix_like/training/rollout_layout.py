@@ -1,8 +1,8 @@
 """Chooses how weights and completions are laid out over the devices for sampling.
 
 This layout is different from the layout for training. Training shards weights over `fsdp` and gathers them layer by
-layer. In the decode loop, this would move every weight over the network for every token. Therefore the weights are
-converted once before each rollout, to the layout for sampling and to the compute dtype.
+layer. In the decode loop, this gathering would move every weight over the network for every token. Therefore the
+weights are converted once before each rollout, to the layout for sampling and to the compute dtype.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ ROWS_PER_DEVICE = 16
 def rollout_mesh(
     model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, slot_shape: SlotShape, device: Device | None = None
 ) -> Mesh | None:
-    """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`, or None if there is no mesh.
+    """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`.
+
+    Returns None if `mesh` and `rollout.devices` are None.
 
     The sampler has the devices of `mesh`, or the devices that `rollout.devices` reserves for sampling.
 
     With `rollout.mesh: auto`, the weights are replicated if they fit into memory together with the trainer's arrays and
     the cache. Sampling then needs no communication. Otherwise the weights are split along `tp` over the smallest number
-    of devices for which they fit. If they do not fit for any number of devices, they are also split along `fsdp`.
+    of devices for which they fit. If the weights fit for no number of devices, they are also split along `fsdp`.
 
     Raises:
-      UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by the axes of
-        this mesh.
+      UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by the axis sizes
+        of `rollout.mesh`.
     """
     if rollout.devices is not None:
         own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
@@ -86,7 +88,7 @@ def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
 
 
 def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh | None:
-    """Returns `_dividing(mesh, shape, model)`, or None if the axes of the model are not divisible by `shape`."""
+    """Returns a mesh with axis sizes `shape`, or None if the axes of the model are not divisible by these sizes."""
     try:
         return _dividing(mesh, shape, model)
     except UserError:
@@ -94,7 +96,7 @@ def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh |
 
 
 def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
-    """Returns a mesh with axis sizes `shape`. Raises UserError if the axes of the model are not divisible by them."""
+    """Returns a mesh with axis sizes `shape`. Raises UserError if model axes are not divisible by these sizes."""
     chosen = layout_mesh(mesh, shape)
     check_model(chosen, model.config, _shapes(model))
     return chosen
@@ -121,12 +123,23 @@ def _needed(
 
 
 def rollout_of(work: Work, rows: int, shape: tuple[int, int], group: int, held: dict[str, int] | None = None) -> Phase:
-    """Estimates the peak of sampling groups of `group` completions in `shape`, the result of a `SlotShape`."""
+    """Estimates the peak memory of sampling with `rows` concurrent completions.
+
+    Args:
+      shape: number of slots, and of completions per slot.
+      group: completions per prompt.
+      held: see `rollout_phase`.
+    """
     return rollout_phase(work, rows, shape[0], held, prefilled_prompts(shape, group))
 
 
 def prefilled_prompts(shape: tuple[int, int], group: int) -> int:
-    """Returns the number of different prompts in the slots of `shape`, with `group` completions per prompt."""
+    """Returns the number of different prompts in the slots.
+
+    Args:
+      shape: number of slots, and of completions per slot.
+      group: completions per prompt. A prompt whose completions do not fit into one slot has several slots.
+    """
     slots, width = shape
     return -(-slots // -(-group // width))
 
@@ -138,8 +151,10 @@ def _rollout_work(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, dev
 
 
 def with_layout(work: Work, model: Decoder, chosen: Mesh | None) -> Work:
-    """Returns `work` with the layout of the sampler's mesh. For a single device, `work` is unchanged, because the
-    weights are not copied."""
+    """Returns `work` with the layout of the sampler's mesh `chosen`.
+
+    On a single device, the weights are not copied to another layout, and `work` is returned unchanged.
+    """
     if chosen is None or chosen.size == 1:
         return work
     parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
@@ -156,9 +171,9 @@ def concurrent_rows(
 ) -> int:
     """Returns the maximum number of completions that are sampled at the same time.
 
-    With `auto`, this is the largest number for which sampling fits into memory together with a trainer's weights,
-    moments and reference model. If no completion fits with these arrays, the model cannot be in training. The number is
-    then computed with the weights only.
+    With `rollout.max_concurrent_rows: auto`, the result is the largest number for which sampling fits into memory
+    together with a trainer's weights, moments and reference model. If no completion fits with these arrays, the model
+    cannot be in training. The number is then computed with the weights only.
 
     Args:
       mesh, sampling_mesh: the meshes of the trainer and of the sampler.

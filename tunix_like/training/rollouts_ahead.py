@@ -46,7 +46,7 @@ class _Result(NamedTuple):
 
 
 class _DroppedError(Exception):
-    """Raised in the sampling thread, if the run has ended and does not need the sampled groups."""
+    """Raised in the sampling thread if the call of `train` has ended. The sampled groups are then dropped."""
 
 
 class _Droppable(WrappedEngine):
@@ -64,14 +64,14 @@ class _Droppable(WrappedEngine):
 
 
 class RolloutsAhead:
-    """Collects the groups of steps.
+    """Collects the groups of completions of each step.
 
-    With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while step `n` is trained on. They are
-    sampled with the weights before step `n`. With `max_staleness` 0, they are sampled with the weights after step `n`.
-    The groups of the first step of a call of `train` are not stale.
+    With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while the updates of step `n` run, and
+    are sampled with the weights before these updates. With `max_staleness` 0, the groups of step `n + 1` are sampled
+    with the weights after the updates of step `n`. The groups of the first step of a call of `train` are not stale.
 
     Args:
-      iterator: the data iterator of the collector if its position can be saved, or None.
+      iterator: the data iterator of the collector; None if the position of this iterator cannot be saved.
       max_staleness: 0 or 1.
     """
 
@@ -95,7 +95,7 @@ class RolloutsAhead:
           last: whether this is the last step.
 
         Raises:
-          The errors of `Collector`. After `EngineLost`, the data is at the position before the step.
+          The errors of `Collector`. After `EngineLost`, the position in the data is the position before the step.
         """
         stale, began = self._ahead is not None, time.perf_counter()
         if self._ahead is None:
@@ -115,7 +115,10 @@ class RolloutsAhead:
         return Taken(result.collected, metrics, result.row_steps)
 
     def get_state(self) -> Any:
-        """Returns the position in the data after the last step that `take` returned; None if it cannot be saved."""
+        """Returns the position in the data after the last step that `take` returned.
+
+        Returns None if the position cannot be saved.
+        """
         return (self._here() if self._ahead is None else self._position).state
 
     def set_state(self, state: Any) -> None:
@@ -129,7 +132,7 @@ class RolloutsAhead:
         return self.collector.drawn if self._ahead is None else self._position.drawn
 
     def resume(self, drawn: int) -> None:
-        """Continues after the first `drawn` prompts.
+        """Continues after the first `drawn` prompts of the data.
 
         If the position in the data cannot be saved, these prompts are read again and dropped.
         """
@@ -144,9 +147,9 @@ class RolloutsAhead:
             wait([self._ahead])
 
     def close(self) -> None:
-        """Drops groups that were collected ahead, and resets the data to the position after the last taken step.
+        """Drops groups collected ahead, and resets the data to the position after the last step that `take` returned.
 
-        If the thread is sampling, it stops at the next completion that is finished.
+        If the thread is sampling, the thread stops after the next finished completion.
         """
         self._dropped.set()
         if self._executor is not None:

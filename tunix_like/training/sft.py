@@ -1,7 +1,7 @@
 """Supervised fine-tuning on the `answer` column. Only the answer and its end-of-sequence token have a loss.
 
-The trainer uses the loop and the compiled step of reinforcement learning, with one completion per prompt and advantage
-1.
+The trainer uses the loop and the compiled step of reinforcement learning. Each prompt has one completion, whose
+advantage is 1.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def chunk_size(
     """Returns the number of completions of full width per forward and backward pass.
 
     Args:
-      shape: prompts of one update, and completions per prompt.
+      shape: number of prompts of one update, and number of completions per prompt.
       widths: widths of the padded prompts and completions, `(S, T)`.
       reference: whether a second model is held for the KL.
       device: the device for which the size is chosen; defaults to the current device.
@@ -111,7 +111,7 @@ class MemoryEstimate:
       chosen: whether `micro_batch` and `rows`, respectively, were chosen by `auto`.
       phases: the peak of each phase.
       available: memory of the device in bytes.
-      refused: error messages for sizes that could not be chosen, because not even a single completion fits.
+      refused: error messages for sizes that could not be chosen: a single completion is already too large.
       known: whether the memory of the device is known (`Device.known`).
     """
 
@@ -145,9 +145,9 @@ class MemoryEstimate:
         return f"{peak}, {amount(self.available)} on the device"
 
     def problems(self) -> list[str]:
-        """Returns messages about what does not fit, with the remedy.
+        """Returns messages about sizes and phases that do not fit into device memory, with the remedy.
 
-        The list is empty if the run fits or the memory of the device is not known.
+        The list is empty if the whole run fits, or if the memory of the device is not known.
         """
         if not self.known:
             return []

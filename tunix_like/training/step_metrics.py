@@ -1,4 +1,4 @@
-"""Computes advantage and speed metrics of a training step; rollout metrics are in `rollouts.py`."""
+"""Computes advantage and speed metrics of a training step; `rollout/rollouts.py` computes rollout metrics."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def advantage_metrics(
     objective: Objective,
     success_threshold: float,
 ) -> dict[str, Any]:
-    """Computes statistics of the advantages, advantage sums by pass rate, and fractions of groups.
+    """Computes statistics of the advantages, sums of advantages by pass rate, and two fractions of groups.
 
-    The fractions are those of dropped groups, and of other groups whose advantages are all 0.
+    The first fraction counts dropped groups. The second fraction counts groups that are not dropped and whose
+    advantages are all 0.
     """
     assert batch.estimator_ids is not None
     bins = pass_rate_bins(rollout, success_threshold)
@@ -53,10 +54,10 @@ def speed_metrics(
 ) -> dict[str, float]:
     """Computes throughput, engine occupancy, compilations and MFU of a step.
 
-    Throughput is in completion tokens per second. Compilations are counted from the end of the previous step,
-    including compilations for the evaluation and the checkpoint after that step. The MFU (`*_mfu`) is the used fraction
-    of the device's peak FLOP/s. The MFU is computed if the peak is known, and counts each prompt once per group. With
-    dynamic sampling, the MFU of the rollout counts only the groups that are used.
+    Throughput is in completion tokens per second. Compilations are counted from the end of the previous step, including
+    compilations for the evaluation and the checkpoint after that step. The MFU (`*_mfu`) is the used fraction of the
+    device's peak FLOP/s. The MFU is computed only if this peak is known. The MFU counts each prompt once per group.
+    With dynamic sampling, the MFU of the rollout counts only the groups that are used.
 
     Args:
       sampled: completion tokens of the step.

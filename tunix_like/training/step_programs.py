@@ -48,7 +48,7 @@ _SHARED: ProgramCache = OrderedDict()
 
 
 def step_programs(spec: StepSpec, own: ProgramCache | None) -> StepPrograms:
-    """Returns the cached programs for these settings, or new ones.
+    """Returns the compiled functions for the settings in `spec`, from the cache if the cache has them.
 
     Args:
       own: the learner's own cache, used if the objective or optimizer is not part of this library; None means the cache

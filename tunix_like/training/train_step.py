@@ -2,9 +2,9 @@
 
 The program computes the advantages of the whole rollout batch and runs one optimizer update. The model processes the
 prompts once, one set at a time, and then the completions of the set in chunks. The gradients of the chunks with respect
-to the weights and to the prompts' states are added up. Then the backward pass of the prompts runs. The result is exact,
-because the loss weight of every token is computed before the first chunk. Peak memory is the memory of one set of
-prompts and one chunk.
+to the weights and to the prompts' states are added up. Then the backward pass of the prompts runs. The gradient is
+exact, because the loss weight of every token is computed before the first chunk. Peak memory is the memory of one set
+of prompts and one chunk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepObjective(Protocol):
         """Whether all functions are part of this library."""
 
     def key(self) -> Hashable:
-        """Returns a key that is equal for objectives that are traced to the same program."""
+        """Returns a cache key. Objectives with equal keys are traced to the same program."""
 
     def advantages(
         self,
@@ -197,7 +197,7 @@ def gradient(
     sets: Int[Array, ""],
     frozen: Any = None,
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
-    """Computes the gradient of the loss with respect to `params`, and sums and maxima for the metrics.
+    """Computes the gradient of the loss with respect to `params`, and sums and maxima over tokens for the metrics.
 
     The gradient has the layout of the optimizer's moments (`StepSpec.segments`).
 

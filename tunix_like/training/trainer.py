@@ -56,18 +56,18 @@ class Trainer(abc.ABC):
 
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
-      step_key: the metrics' step column (`step`, `sft/step`).
+      step_key: name of the metric that has the step number (`step`, `sft/step`).
       state: trained parameters and optimizer state; a step replaces them.
       frozen: the other parameters of the model; empty if all parameters are trained.
-      done: number of steps done so far; a call of `train` that does not resume from a checkpoint continues after this
-        step.
+      done: number of steps done so far. A call of `train` continues after this step, unless the call resumes from a
+        checkpoint.
       total: number of the last step, or None to continue until the data is exhausted.
       rate_follows_total: whether the learning rate of a step depends on `total`.
       schedule: maps the number of an update to its learning rate; None if unknown.
       programs: the compiled functions of a step, built by `_compile`.
       iterator: the data iterator to save with a checkpoint, or None.
-      identity: settings that must be equal when a checkpoint is restored. For adapters, its entry `base` is the
-        `models.lora.fingerprint` of the frozen weights.
+      identity: settings that a run must share with the checkpoint that it restores. For a model with adapters, the
+        entry `base` is the `models.lora.fingerprint` of the frozen weights.
     """
 
     name: ClassVar[str]
@@ -164,7 +164,7 @@ class Trainer(abc.ABC):
         """
 
     def to_save(self) -> Any:
-        """Returns the pytree of a checkpoint. It has an entry per layer on every backend."""
+        """Returns the pytree of a checkpoint. On every backend, each layer has its own entry in the pytree."""
         params, moments = self.state
         return {"params": params, "opt_state": unstack_moments(self._optimizer, moments, params, self._segments)}
 
@@ -174,10 +174,13 @@ class Trainer(abc.ABC):
         self.state = TrainState(params, stack_moments(self._optimizer, moments, params, self._segments))
 
     def cut(self, step: int) -> None:  # noqa: B027 (some trainers have no such files)
-        """Removes the trainer's own files of steps after `step`, because the run will repeat them (-1: all steps)."""
+        """Removes the trainer's own files of steps after `step` (-1: of all steps). The run repeats these steps."""
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
-        """Runs an evaluation if it is due after `step` (0: before training). Returns metrics with prefix, or {}."""
+        """Runs an evaluation if one is due after `step` (0: before training).
+
+        Returns the metrics, with prefixed names, or an empty dict.
+        """
         return {}
 
     def finished(self, row: dict[str, Any]) -> bool:
@@ -186,7 +189,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """Returns the settings that loggers record for a run without `config.yaml`."""
+        """Returns the settings that loggers record if the run has no `config.yaml`."""
 
     # Subclasses call the following methods at the start of `train`.
 
@@ -219,7 +222,7 @@ class Trainer(abc.ABC):
         """Returns an iterator over batches of prompts.
 
         The iterator continues after the previous call of `train` if the data is the same object, the settings are equal
-        and there is no run folder to resume from. Otherwise it starts from the beginning.
+        and there is no run folder to resume from. Otherwise the iterator starts at the beginning of the data.
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
         settings, previous = (size, batch_size, shuffle, forever), self._stream

@@ -100,9 +100,12 @@ class Updates:
         return np.asarray(fetch(logprobs, self.trainer.mesh))
 
     def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
-        """Returns the batch with rewards `r - beta sum_t kl_t`, and the mean KL per token in nats.
+        """Subtracts `beta` times the KL of each completion from its reward.
 
-        The KL uses the trainer's log-probabilities, not the sampler's.
+        The KL of a completion is the sum over its sampled tokens. Returns the new batch, and the mean KL per token in
+        nats.
+
+        The log-probabilities of the policy are computed by the trainer and not taken from the sampler.
         """
         mask = batch.sampled
         policy = self.logprobs(self.trainer.graphdef, self.trainer.params, batch)
@@ -116,7 +119,7 @@ class Updates:
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, self.reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
-        """Returns a mask of the completions that the model processes, and the fractions of omitted completions."""
+        """Returns a mask of the completions that the model processes, and metrics about the other completions."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.skips_zero_advantages:
@@ -151,9 +154,10 @@ def pack_update(
     most_prompts: int,
     reference: bool = False,
 ) -> Packed:
-    """Packs completions of a batch into chunks of the configured size. `rows` marks these completions.
+    """Packs completions of a batch into chunks of the configured size.
 
     Args:
+      rows: mask of the completions to pack.
       most_prompts: maximum number of prompts of an update.
       reference: whether a reference model is held in memory in addition to the policy.
     """
@@ -164,7 +168,7 @@ def pack_update(
 
 
 def _aggregate(name: str, values: Sequence[Any]) -> float:
-    """Aggregates a metric of several updates: maximum of maxima, mean of other metrics; NaN if no value is finite."""
+    """Returns the maximum (metrics in `MAXIMA`) or the mean of the finite values; NaN if no value is finite."""
     finite = [float(value) for value in values if np.isfinite(value)]
     if not finite:
         return float("nan")

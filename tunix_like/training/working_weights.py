@@ -1,9 +1,9 @@
 """Prepares the weights of an update: matrices in the compute dtype, stacked layers, a separate output matrix.
 
-The weights are prepared once per update. All passes over the chunks then read weights in the compute dtype; on a mesh,
-they also exchange weights in this dtype. Gradients are taken with respect to `WorkingWeights` and added up in float32.
-`gradients_of` converts the sums to the structure of the parameters. `WorkingWeights` are a linear function of the
-parameters, so the result is the gradient with respect to the parameters.
+These weights are computed once per update. All passes over the chunks then read weights in the compute dtype. On a
+mesh, the devices also exchange weights in this dtype. Gradients with respect to `WorkingWeights` are added up in
+float32. `gradients_of` converts the sums to the structure of the parameters. `WorkingWeights` are a linear function of
+the parameters, so the result is the gradient with respect to the parameters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ in float32 over the pieces of a chunk. `token_logprobs` casts this matrix."""
 
 
 class WorkingWeights(NamedTuple):
-    """The weights with which an update computes: matrices in the compute dtype (see `_AS_STORED`), layers stacked.
+    """The weights that an update computes with. Layers can be stacked.
+
+    Matrices have the compute dtype, except quantised matrices, the embedding and the output matrix (`_AS_STORED`).
 
     Attributes:
       graphdef: the graph of the decoder with these weights.
-      trained, frozen: the weights.
+      trained, frozen: the trained and the frozen weights.
       segments: the patterns of layers that are stacked (`layer_stack.Segment`), or None if no layers are stacked.
     """
 
@@ -64,11 +66,11 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
 
 
 def stacked_segments(config: DecoderConfig, stacked: bool, copies_base: bool) -> tuple[Segment, ...] | None:
-    """Returns the patterns of layers that an update stacks, or None.
+    """Returns the patterns of layers that an update stacks, or None if no layers are stacked.
 
     Args:
-      stacked: whether layers of equal kinds are stacked.
-      copies_base: whether the model has a frozen base on a single device. This base is never stacked, because the stack
+      stacked: whether layers of the same kind are stacked.
+      copies_base: whether the model has a frozen base on a single device. If True, no layers are stacked: the stack
         would be a copy as large as the base.
     """
     return segments_of(config) if stacked and not copies_base else None
@@ -99,7 +101,10 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
 
 
 def constrain_working(tree: Params) -> Params:
-    """Constrains `WorkingWeights.trained`, `.frozen` or gradients to their shardings. Only for compiled functions."""
+    """Constrains arrays of `WorkingWeights`, or their gradients, to the shardings of these arrays.
+
+    The function can only be called in compiled functions.
+    """
     by_vocabulary = {name: tree[name] for name in ("output_matrix", "lm_head") if name in tree}
     others = {name: value for name, value in tree.items() if name not in by_vocabulary}
     return constrain_params(others) | jax.tree.map(split_vocabulary, by_vocabulary)
